@@ -1,0 +1,58 @@
+"""Plain data and promises that every room shares: Task, Predictor, StrategySpec, errors, events."""
+
+from .errors import (
+    ArchiveError,
+    CheckpointError,
+    DataError,
+    DeviceError,
+    LossNotFinite,
+    ManyhandsError,
+    PeerLost,
+    ReplicasDiffer,
+    RunError,
+    SendError,
+    SettingsError,
+    StrategyError,
+    TaskError,
+    UsageError,
+    WorkerFailed,
+)
+from .events import Event, EventLog, event, read_events
+from .predictor import Predictor, Signature, TensorSpec
+from .spec import Mirrored, Single, StrategySpec, as_spec
+from .task import Mean, Task, as_task, mean, task_name, typed
+
+__all__ = [
+    "Task",
+    "Mean",
+    "mean",
+    "as_task",
+    "task_name",
+    "typed",
+    "StrategySpec",
+    "Single",
+    "Mirrored",
+    "as_spec",
+    "Predictor",
+    "Signature",
+    "TensorSpec",
+    "Event",
+    "EventLog",
+    "event",
+    "read_events",
+    "ManyhandsError",
+    "UsageError",
+    "TaskError",
+    "DataError",
+    "DeviceError",
+    "StrategyError",
+    "SettingsError",
+    "CheckpointError",
+    "ArchiveError",
+    "SendError",
+    "RunError",
+    "WorkerFailed",
+    "PeerLost",
+    "ReplicasDiffer",
+    "LossNotFinite",
+]

@@ -1,0 +1,112 @@
+"""The tree of errors: what a person can mend says the rule, the value and the remedy.
+
+    ManyhandsError
+    ├── UsageError (ValueError)      a mistake that can be mended; nothing was started, nothing was lost
+    │   ├── TaskError                the task: model, loss, optimizer, step
+    │   ├── DataError                a dataset, a loader, a batch
+    │   ├── DeviceError              devices that are not there or cannot be used
+    │   ├── StrategyError            a way of splitting that does not exist or does not fit
+    │   ├── SettingsError            an option, a configuration file, a task parameter
+    │   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
+    │   ├── ArchiveError             an exported model that is corrupt or could execute code
+    │   └── SendError                something that cannot be sent to a worker process
+    └── RunError (RuntimeError)      something broke while running
+        ├── WorkerFailed             a rank raised or died: who, why, its traceback
+        ├── PeerLost                 a collective was aborted because a peer died
+        ├── ReplicasDiffer           replicas that should be equal are not
+        └── LossNotFinite            the loss became NaN or infinite
+"""
+
+from __future__ import annotations
+
+
+class ManyhandsError(Exception):
+    """Root of everything that manyhands raises on purpose."""
+
+
+class UsageError(ManyhandsError, ValueError):
+    """A mistake that a person can mend.
+
+    >>> print(UsageError("batch_size must be at least 1", got=0, remedy="pass batch_size=32"))
+    batch_size must be at least 1, but got 0; pass batch_size=32
+    """
+
+    def __init__(self, rule: str, *, got: object = None, remedy: str = "") -> None:
+        self.rule, self.got, self.remedy = rule, got, remedy
+        text = rule if got is None else f"{rule}, but got {got}"
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_usage, (type(self), self.rule, self.got, self.remedy)
+
+
+def _rebuild_usage(kind: type[UsageError], rule: str, got: object, remedy: str) -> UsageError:
+    return kind(rule, got=got, remedy=remedy)
+
+
+class TaskError(UsageError):
+    """The task itself: model, loss, optimizer, step."""
+
+
+class DataError(UsageError):
+    """A dataset, a loader or a batch."""
+
+
+class DeviceError(UsageError):
+    """Devices that are not there or cannot be used."""
+
+
+class StrategyError(UsageError):
+    """A way of splitting that does not exist or does not fit."""
+
+
+class SettingsError(UsageError):
+    """An option, a configuration file or a task parameter."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that is corrupt, foreign, or of another model."""
+
+
+class ArchiveError(UsageError):
+    """An exported model that is corrupt, or that could execute code."""
+
+
+class SendError(UsageError):
+    """Something that cannot be sent to a worker process."""
+
+
+class RunError(ManyhandsError, RuntimeError):
+    """Something broke while running."""
+
+
+class WorkerFailed(RunError):
+    """A rank raised or died; the first failure of a job, not its echo in the others."""
+
+    def __init__(self, rank: int, host: str, reason: str, traceback: str = "") -> None:
+        self.rank, self.host, self.reason, self.traceback = rank, host, reason, traceback
+        text = f"rank {rank} on {host} failed: {reason}"
+        super().__init__(f"{text}\n\n{traceback.rstrip()}" if traceback else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.host, self.reason, self.traceback)
+
+
+class PeerLost(RunError):
+    """A collective was aborted because a peer died."""
+
+    def __init__(self, operation: str, line: str, who: str, detail: str = "") -> None:
+        self.operation, self.line, self.who, self.detail = operation, line, who, detail
+        text = f"{operation} at {line} was aborted: {who}"
+        super().__init__(f"{text} ({detail})" if detail else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.operation, self.line, self.who, self.detail)
+
+
+class ReplicasDiffer(RunError):
+    """Replicas that should hold equal parameters do not."""
+
+
+class LossNotFinite(RunError):
+    """The loss became NaN or infinite; the last good checkpoint is kept."""

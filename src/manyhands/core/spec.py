@@ -1,0 +1,194 @@
+"""StrategySpec: how a network is split, as plain data that prints, serialises and compares."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import StrategyError
+
+ALIASES = {
+    "dp": "replicas",
+    "ddp": "replicas",
+    "fsdp": "shards",
+    "tp": "tensor",
+    "pp": "stages",
+    "cp": "context",
+    "ep": "expert",
+}
+"""The field's own abbreviations of our axes."""
+
+AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
+PRECISIONS = ("fp32", "bf16", "fp64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """How a network is split over devices.
+
+    `replicas=None` means as many as there are devices for. Every other axis is a count, 1 by default.
+
+    >>> StrategySpec.parse("dp=4,accumulate=2")
+    StrategySpec(replicas=4, accumulate=2)
+    >>> str(StrategySpec.parse("mirrored"))
+    'replicas=all'
+    """
+
+    replicas: int | None = 1
+    shards: int = 1
+    tensor: int = 1
+    stages: int = 1
+    context: int = 1
+    expert: int = 1
+    sync: str = "allreduce"
+    """How replicas agree: the name of a policy in `manyhands.sync`."""
+    batch_stats: str = "sync"
+    """Batch statistics: "sync" over the replicas, or "local"."""
+    precision: str = "fp32"
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            count = getattr(self, axis)
+            if axis == "replicas" and count is None:
+                continue
+            _require_count(axis, count)
+        _require_count("accumulate", self.accumulate)
+        _require_one_of("precision", self.precision, PRECISIONS)
+        _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
+        for axis in ("context", "expert"):
+            if getattr(self, axis) != 1:
+                raise StrategyError(
+                    f"the axis {axis!r} is reserved and not built yet",
+                    got=getattr(self, axis),
+                    remedy=f"leave {axis} at 1",
+                )
+
+    @property
+    def num_devices(self) -> int | None:
+        """How many devices it needs; None when it takes all there are."""
+        if self.replicas is None:
+            return None
+        return self.replicas * self.shards * self.tensor * self.stages
+
+    def with_replicas(self, replicas: int) -> StrategySpec:
+        """The same with a definite number of replicas."""
+        return dataclasses.replace(self, replicas=replicas)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON-ready data."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StrategySpec:
+        """The inverse of `to_dict`; unknown keys are refused."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise StrategyError(
+                    f"a strategy has the settings {', '.join(sorted(known))}", got=repr(key), remedy="correct the name"
+                )
+        return cls(**values)
+
+    @classmethod
+    def parse(cls, text: str) -> StrategySpec:
+        """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
+        values: dict[str, Any] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            key, equals, value = part.partition("=")
+            if equals:
+                values.update([_setting(key.strip().lower(), value.strip())])
+            else:
+                values.update(_named(part.lower()))
+        return cls.from_dict(values)
+
+    def __str__(self) -> str:
+        shown = self.to_dict() or {"replicas": 1}
+        return ",".join(f"{key}={'all' if value is None else value}" for key, value in shown.items())
+
+    def __repr__(self) -> str:
+        return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
+
+
+def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:  # noqa: N802 (a noun of the API)
+    """One device, in the caller's process.
+
+    >>> Single(accumulate=4)
+    StrategySpec(accumulate=4)
+    """
+    return StrategySpec(replicas=1, precision=precision, accumulate=accumulate)
+
+
+def Mirrored(  # noqa: N802 (a noun of the API)
+    replicas: int | None = None,
+    *,
+    sync: str = "allreduce",
+    batch_stats: str = "sync",
+    precision: str = "fp32",
+    accumulate: int = 1,
+) -> StrategySpec:
+    """A replica per device; every replica takes its part of each batch and gradients are averaged.
+
+    >>> Mirrored(2)
+    StrategySpec(replicas=2)
+    """
+    return StrategySpec(
+        replicas=replicas, sync=sync, batch_stats=batch_stats, precision=precision, accumulate=accumulate
+    )
+
+
+NAMED: dict[str, dict[str, Any]] = {"single": {"replicas": 1}, "mirrored": {"replicas": None}}
+"""Strategies by the one word that people change."""
+
+
+def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
+    """A spec from what a person passes; None means all devices there are."""
+    if strategy is None:
+        return Mirrored()
+    if isinstance(strategy, str):
+        return StrategySpec.parse(strategy)
+    if not isinstance(strategy, StrategySpec):
+        raise StrategyError(
+            "a strategy is a StrategySpec or its text",
+            got=f"{strategy!r}",
+            remedy='pass mh.Mirrored(), mh.Single() or "replicas=2"',
+        )
+    return strategy
+
+
+def _named(word: str) -> dict[str, Any]:
+    try:
+        return NAMED[word]
+    except KeyError:
+        raise StrategyError(
+            f"a strategy is one of {', '.join(NAMED)}, or settings such as replicas=4",
+            got=repr(word),
+            remedy='write for instance "mirrored" or "replicas=2,accumulate=4"',
+        ) from None
+
+
+def _setting(key: str, text: str) -> tuple[str, Any]:
+    name = ALIASES.get(key, key)
+    if name == "replicas" and text in ("all", "auto"):
+        return name, None
+    if name in (*AXES, "accumulate"):
+        try:
+            return name, int(text)
+        except ValueError:
+            raise StrategyError(f"{name} must be a whole number", got=repr(text), remedy=f"write {key}=2") from None
+    return name, text
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise StrategyError(f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more")
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StrategyError(f"{name} must be one of {', '.join(allowed)}", got=repr(value), remedy="choose one of these")

@@ -1,0 +1,198 @@
+"""Task: a network, its loss, its optimizer and its data, as frozen data that every verb takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import SettingsError, TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class Mean(NamedTuple):
+    """A mean kept as its total and its count, so that parts can be added before dividing."""
+
+    total: Tensor
+    count: Tensor
+
+
+def mean(total: Tensor, count: Tensor | int) -> Mean:
+    """A loss or metric that counts tokens, boxes or pixels instead of samples.
+
+    Totals and counts are summed over replicas and micro-steps before the division, so the answer is the same
+    however the batch is split.
+
+    >>> import torch
+    >>> mean(torch.tensor(6.0), 3)
+    Mean(total=tensor(6.), count=tensor(3.))
+    """
+    import torch
+
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        shape = tuple(getattr(total, "shape", ())) or type(total).__name__
+        raise TaskError("the total of mh.mean must be a scalar tensor", got=shape, remedy="sum it: losses.sum()")
+    counted = torch.as_tensor(count, dtype=total.detach().dtype, device=total.device).detach()
+    if counted.numel() != 1:
+        raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
+    return Mean(total.reshape(()), counted.reshape(()))
+
+
+Loss = Callable[[Any, Any], "Tensor | Mean"]
+Metric = Callable[[Any, Any], "Tensor | Mean | float"]
+Optimizers = Mapping[str, "Optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be learned: factories and plain functions, nothing to inherit from.
+
+    `loss(model, batch)` returns the mean over the batch's samples, or `mh.mean(total, count)`. Instead of it,
+    `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
+
+    >>> import torch
+    >>> task = Task(
+    ...     model=lambda: torch.nn.Linear(4, 1),
+    ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=(torch.zeros(8, 4), torch.zeros(8, 1)),
+    ...     batch_size=4,
+    ... )
+    >>> task.batch_size
+    4
+    """
+
+    model: Callable[[], nn.Module]
+    """Makes the network, on the CPU; it is called once in every process."""
+    optimizer: Callable[[Any], Optimizer | Optimizers]
+    """Makes the optimizer of a model, or a dict of them keyed by submodule."""
+    data: Any
+    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, or a function that makes one."""
+    loss: Loss | None = None
+    step: Callable[[Any, Any], Mapping[str, Any] | None] | None = None
+    valid: Any = None
+    batch_size: int | None = None
+    """Global: the same on one device or a thousand. A DataLoader brings its own."""
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool = True
+    workers: int | None = None
+    """Background processes that read the data, per replica; None chooses."""
+    predict: Callable[..., Any] | None = None
+    """`predict(model, *inputs)`; its parameter names are the Predictor's inputs. By default the model itself on
+    the batch's first element."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`."""
+    clip: float | None = None
+    """Largest norm of the whole gradient."""
+    schedule: Callable[[int, int], float] | None = None
+    """`schedule(step, total)` multiplies the optimizer's own learning rate."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) == (self.step is None):
+            given = "both" if self.loss is not None else "neither"
+            raise TaskError(
+                "a Task has either a loss or a step", got=given, remedy="pass loss=fn(model, batch) or step=fn(hand, batch)"
+            )
+        for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
+            value = getattr(self, name)
+            if value is not None and (not callable(value) or _is_module(value)):
+                raise TaskError(
+                    f"{name} must be a function", got=type(value).__name__, remedy=f"wrap it: {name}=lambda ...: ..."
+                )
+        if self.batch_size is not None and (not isinstance(self.batch_size, int) or self.batch_size < 1):
+            raise TaskError("batch_size must be a whole number of at least 1", got=repr(self.batch_size), remedy="pass 32")
+        if self.clip is not None and not self.clip > 0:
+            raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
+        if self.workers is not None and self.workers < 0:
+            raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
+
+    def replace(self, **changes: Any) -> Task:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None = None) -> Task:
+    """A Task from a Task, or from a function with defaults that makes one."""
+    if isinstance(task, Task):
+        if params:
+            raise SettingsError(
+                "only a function that makes a Task has parameters",
+                got=", ".join(params),
+                remedy="write def task(lr: float = 1e-3) -> mh.Task: ...",
+            )
+        return task
+    if not callable(task):
+        raise TaskError("a task is an mh.Task or a function that makes one", got=type(task).__name__, remedy="pass one of these")
+    made = task(**typed(task, params or {}))
+    if not isinstance(made, Task):
+        raise TaskError(
+            "the task function must return an mh.Task", got=type(made).__name__, remedy="end it with return mh.Task(...)"
+        )
+    return made
+
+
+def task_name(task: Task | Callable[..., Task]) -> str:
+    """A short name for runs of this task."""
+    name = getattr(task, "__name__", "task")
+    return name if name.isidentifier() else "task"
+
+
+def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's own parameters, with texts turned into the types of its signature.
+
+    >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
+    >>> typed(task, {"lr": "3e-4", "width": "16"})
+    {'lr': 0.0003, 'width': 16}
+    """
+    accepted = inspect.signature(task).parameters
+    for name, parameter in accepted.items():
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            if name not in params:
+                raise SettingsError(
+                    "every parameter of a task function has a default", got=f"{name} without one", remedy=f"write {name}=..."
+                )
+    hints = typing.get_type_hints(task) if not inspect.isclass(task) else {}
+    result = {}
+    for name, value in params.items():
+        if name not in accepted:
+            known = ", ".join(accepted) or "no parameters"
+            raise SettingsError(f"the task has {known}", got=repr(name), remedy="correct the name")
+        default = accepted[name].default
+        kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
+        result[name] = _convert(name, value, kind)
+    return result
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    options = [arg for arg in typing.get_args(kind) if arg is not type(None)] or [kind]
+    if value.lower() in ("none", "null") and type(None) in typing.get_args(kind):
+        return None
+    for option in options:
+        try:
+            if option is bool:
+                return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
+            if option in (int, float, str):
+                return option(value)
+        except (ValueError, KeyError):
+            continue
+    if kind is Any or str in options:
+        return value
+    shown = getattr(kind, "__name__", str(kind))
+    raise SettingsError(f"{name} must be a {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value")
+
+
+def _is_module(value: object) -> bool:
+    """Whether this is a network itself where a function that makes one belongs."""
+    return any(base.__name__ == "Module" and base.__module__.startswith("torch.nn") for base in type(value).__mro__)

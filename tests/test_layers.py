@@ -1,0 +1,111 @@
+"""The table of rooms: who may import whom. An import that is not in it fails here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "manyhands"
+
+EVERYTHING = {"*"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "cluster": {"core"},
+    "store": {"core", "cluster"},
+    "data": {"core", "cluster"},
+    "sync": {"core", "cluster"},
+    "graph": {"core", "cluster"},
+    "costs": {"core", "cluster", "graph"},
+    "strategies": {"core", "cluster", "sync", "graph", "costs"},
+    "training": {"core", "strategies", "data", "store", "cluster"},
+    "population": {"core", "training", "data", "graph", "cluster"},
+    "profiling": {"core", "training", "costs", "cluster"},
+    "planning": {"core", "costs", "cluster"},
+    "tuning": {"core", "training", "population", "cluster"},
+    "ensembles": {"core", "training", "population", "cluster"},
+    "serving": {"core", "store", "cluster"},
+    "keras": {"core", "strategies", "training", "data", "cluster"},
+    "dashboard": {"core"},
+    "testing": {"core", "cluster", "sync", "strategies", "data", "store"},
+    "cli": EVERYTHING,
+    "(root)": EVERYTHING,
+}
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
+
+
+def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Every import of ours in a file: its line, and the path inside the package."""
+    here = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            tail = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = here[: len(here) - (node.level - 1)]
+                yield node.lineno, (*base, *tail) or tuple(alias.name for alias in node.names[:1])
+            elif tail and tail[0] == PACKAGE.name:
+                yield node.lineno, tail[1:] or tuple(alias.name for alias in node.names[:1])
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = tuple(alias.name.split("."))
+                if parts[0] == PACKAGE.name:
+                    yield node.lineno, parts[1:]
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "(root)"
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "(root)"])
+def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
+    assert room in MAY_IMPORT, f"the room {room!r} is not in the table"
+    files = PACKAGE.glob("*.py") if room == "(root)" else (PACKAGE / room).rglob("*.py")
+    allowed = MAY_IMPORT[room]
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {'.'.join(target)}"
+        for path in files
+        for line, target in imports(path)
+        if allowed != EVERYTHING and target and target[0] != room and target[0] not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_room_is_entered_through_its_door() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} reaches past the door of {target[0]}: {'.'.join(target)}"
+        for path in PACKAGE.rglob("*.py")
+        for line, target in imports(path)
+        if len(target) > 1 and target[0] in ROOMS and target[0] != room_of(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_ring_of_rooms() -> None:
+    edges = {
+        room: {t[0] for path in (PACKAGE / room).rglob("*.py") for _, t in imports(path) if t and t[0] in ROOMS}
+        - {room}
+        for room in ROOMS
+    }
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = edges[todo.pop()] - seen
+            seen |= new
+            todo.extend(new)
+        return seen
+
+    assert not [room for room in ROOMS if room in reach(room)]
+
+
+def test_every_file_says_what_it_is() -> None:
+    without = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not without
