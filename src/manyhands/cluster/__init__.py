@@ -1,1 +1,31 @@
-"""cluster"""
+"""Who works together and where: devices, worlds, and the engines that start ranks."""
+
+from .devices import Device, devices, num_cores, resolve, this_host
+from .engine import Engine, Job, OnEvent, OnOutput
+from .line import DirectLine, Line
+from .local import LocalEngine
+from .torch_world import TorchWorld
+from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world
+
+__all__ = [
+    "Device",
+    "devices",
+    "resolve",
+    "this_host",
+    "num_cores",
+    "World",
+    "NullWorld",
+    "TorchWorld",
+    "Pending",
+    "Seat",
+    "Line",
+    "DirectLine",
+    "current_world",
+    "enter_world",
+    "Engine",
+    "Job",
+    "OnEvent",
+    "OnOutput",
+    "LocalEngine",
+    "DEFAULT_TIMEOUT",
+]

@@ -19,6 +19,7 @@ from .errors import (
 )
 from .events import Event, EventLog, event, read_events
 from .predictor import Predictor, Signature, TensorSpec
+from .randomness import mix, random_state, restore_random_state, seed_all
 from .spec import Mirrored, Single, StrategySpec, as_spec
 from .task import Mean, Task, as_task, mean, task_name, typed
 
@@ -40,6 +41,10 @@ __all__ = [
     "EventLog",
     "event",
     "read_events",
+    "mix",
+    "seed_all",
+    "random_state",
+    "restore_random_state",
     "ManyhandsError",
     "UsageError",
     "TaskError",

@@ -1,1 +1,22 @@
-"""data"""
+"""The feed: global order, sharing out over replicas, reading ahead, and the cursor that resumes it."""
+
+from .batch import Batch, Cursor, first_dim, split, to_device
+from .feed import Feed
+from .order import Order
+from .prefetch import Prefetcher
+from .source import Source, check_source
+from .sources import as_source
+
+__all__ = [
+    "Feed",
+    "Batch",
+    "Cursor",
+    "Source",
+    "as_source",
+    "check_source",
+    "Order",
+    "Prefetcher",
+    "first_dim",
+    "split",
+    "to_device",
+]

@@ -1,1 +1,22 @@
-"""store"""
+"""Checkpoints and exported models: atomic, digested, versioned; training writes them and serving reads them."""
+
+from .archives import Archive, export, load, versions
+from .checkpoints import Checkpoint, CheckpointStore, check_matches
+from .disk import Disk
+from .optimizers import load_optimizer_state, optimizer_state
+from .tensors import load_state_dict, save_state_dict
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "check_matches",
+    "optimizer_state",
+    "load_optimizer_state",
+    "Archive",
+    "export",
+    "load",
+    "versions",
+    "save_state_dict",
+    "load_state_dict",
+    "Disk",
+]

@@ -1,1 +1,8 @@
-"""strategies"""
+"""Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
+
+from .batch_stats import BatchStats
+from .mirrored import MirroredReplica
+from .realise import MAIN, optimizers_of, realise, require_built
+from .replica import Replica
+
+__all__ = ["realise", "require_built", "optimizers_of", "MAIN", "Replica", "MirroredReplica", "BatchStats"]

@@ -1,1 +1,33 @@
-"""training"""
+"""The training loop, what a replica holds while it runs, and what a run leaves behind."""
+
+from .callbacks import Callback
+from .check import StepRecord, Verdict, compare, one_step
+from .evaluation import evaluate, predict
+from .hand import Hand, hand
+from .loop import Job, Outcome, train
+from .predictor import ModelPredictor
+from .progress import View, make_view, sparkline
+from .run import EVENTS, RECORD, Run, new_folder
+
+__all__ = [
+    "Hand",
+    "hand",
+    "Job",
+    "Outcome",
+    "train",
+    "evaluate",
+    "predict",
+    "Callback",
+    "Run",
+    "new_folder",
+    "EVENTS",
+    "RECORD",
+    "ModelPredictor",
+    "StepRecord",
+    "Verdict",
+    "one_step",
+    "compare",
+    "View",
+    "make_view",
+    "sparkline",
+]

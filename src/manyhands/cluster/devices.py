@@ -1,0 +1,212 @@
+"""Devices of this machine: what there is, what a person may call it, and virtual ones cut from real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+
+from ..core import DeviceError
+
+_PART = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)/)?(?P<kind>[a-z]+)?(?::?(?P<index>\d+))?(?:\*(?P<copies>\d+))?")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that a replica can live on, real or virtual.
+
+    >>> str(Device("cuda", 1, host="host2"))
+    'host2/cuda:1'
+    """
+
+    kind: str
+    index: int = 0
+    host: str = ""
+    share: float = 1.0
+    """The part of the real device that this one may use; below 1 for virtual devices."""
+    slot: int = 0
+    """Which of the virtual devices cut from the same real one."""
+    model: str = field(default="", compare=False)
+    memory: int = field(default=0, compare=False)
+    """Bytes in all, of the whole real device."""
+    free: int = field(default=0, compare=False)
+    capability: str = field(default="", compare=False)
+    links: str = field(default="", compare=False)
+    cure: str = field(default="", compare=False)
+    """Why this torch build cannot use the device and what helps; empty when it can."""
+
+    @property
+    def torch(self) -> torch.device:
+        """As torch calls it."""
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def name(self) -> str:
+        """Without the host: `cuda:0`, `cpu`, or `cpu#1` for the second virtual one."""
+        base = "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+        return base if self.share == 1.0 else f"{base}#{self.slot}"
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.name}" if self.host else self.name
+
+
+def this_host() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def devices() -> list[Device]:
+    """All devices of this machine, accelerators first, with memory, links and what keeps one from being used.
+
+    >>> devices()[-1].kind
+    'cpu'
+    """
+    return [*_accelerators(), _cpu()]
+
+
+def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) -> tuple[list[Device], list[str]]:
+    """The devices that `on=` names, and notices about what was chosen for the person.
+
+    `num_wanted` is how many the strategy needs; None takes all that are named.
+    """
+    notices: list[str] = []
+    if on is None or on == "gpu":
+        found, notices = _default(on, num_wanted)
+    elif isinstance(on, str):
+        found = _parse(on)
+    else:
+        found = list(on)
+    if num_wanted is None:
+        return found, notices
+    if num_wanted > len(found):
+        names = ", ".join(map(str, found))
+        first = replace(found[0], share=1.0, slot=0)
+        raise DeviceError(
+            f"the strategy needs {num_wanted} devices",
+            got=f"{len(found)} ({names})",
+            remedy=f'ask for fewer replicas, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
+        )
+    return found[:num_wanted], notices
+
+
+def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list[str]]:
+    usable = [device for device in _accelerators() if not device.cure]
+    if usable:
+        return usable, []
+    if on == "gpu":
+        return [_cpu()], ["no accelerator that this torch can use was found: running on the CPU instead"]
+    if num_wanted is not None and num_wanted > 1:
+        notice = f"this machine has no accelerator: {num_wanted} processes share its {num_cores()} CPU cores"
+        return _cut(_cpu(), num_wanted), [notice]
+    return [_cpu()], []
+
+
+def _parse(text: str) -> list[Device]:
+    if "://" in text:
+        raise DeviceError(
+            'on= names devices of this machine, such as "cuda:0,1" or "cpu*2"',
+            got=repr(text),
+            remedy="start the program on that cluster's machines",
+        )
+    found: list[Device] = []
+    kind = ""
+    for part in text.replace(" ", "").split(","):
+        match = _PART.fullmatch(part)
+        if match is None or not (match["kind"] or kind) or not part:
+            raise DeviceError(
+                "a device is written like cuda:0, cpu, cpu*2 or host2/cuda:1",
+                got=repr(part),
+                remedy='pass for instance on="cuda:0,1"',
+            )
+        kind = match["kind"] or kind
+        _require_here(match["host"])
+        found.extend(_named(kind, match["index"], match["copies"]))
+    return found
+
+
+def _named(kind: str, index: str | None, copies: str | None) -> Iterator[Device]:
+    known = [_cpu()] if kind == "cpu" else [device for device in _accelerators() if device.kind == kind]
+    if index is not None and kind != "cpu":
+        known = [device for device in known if device.index == int(index)]
+    if not known:
+        have = ", ".join(str(device) for device in devices())
+        wanted = kind if index is None else f"{kind}:{index}"
+        raise DeviceError(f"this machine has {have}", got=wanted, remedy='name one of these, or on="cpu*2" for a trial')
+    for device in known:
+        if device.cure:
+            raise DeviceError(f"{device} cannot be used by this torch", got=device.model, remedy=device.cure)
+        if copies is not None and int(copies) < 1:
+            raise DeviceError("a device is cut into at least one", got=copies, remedy=f"write {device}*2")
+        yield from _cut(device, int(copies)) if copies is not None else [device]
+
+
+def _cut(device: Device, parts: int) -> list[Device]:
+    return [replace(device, share=1 / parts, slot=slot) for slot in range(parts)]
+
+
+def _require_here(host: str | None) -> None:
+    if host not in (None, "localhost", this_host()):
+        raise DeviceError(
+            f"this process reaches the devices of {this_host()} only", got=host, remedy="leave the host away"
+        )
+
+
+def _cpu() -> Device:
+    memory = psutil.virtual_memory()
+    return Device(
+        "cpu", model=f"{num_cores()} cores", memory=memory.total, free=memory.available, links="shared memory"
+    )
+
+
+def _accelerators() -> list[Device]:
+    """Every accelerator that torch knows; CUDA's count does not touch the driver's context."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    count = torch.accelerator.device_count()
+    if kind.type == "cuda":
+        return [_cuda(index, count) for index in range(count)]
+    return [Device(kind.type, index, model=kind.type) for index in range(count)]
+
+
+def _cuda(index: int, count: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    capability = (properties.major, properties.minor)
+    peers = [other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
+    return Device(
+        "cuda",
+        index,
+        model=properties.name,
+        memory=total,
+        free=free,
+        capability=f"{capability[0]}.{capability[1]}",
+        links=f"peer access to cuda:{','.join(map(str, peers))}" if peers else "through the host",
+        cure=_capability_cure(capability, torch.cuda.get_arch_list(), torch.version.cuda or "?"),
+    )
+
+
+def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:
+    """Empty when a build for these architectures runs on a device of this capability.
+
+    >>> _capability_cure((9, 0), ["sm_80", "sm_90"], "13.0")
+    ''
+    """
+    majors = [int(arch.split("_")[1].rstrip("af")[:-1]) for arch in built_for if arch.startswith("sm_")]
+    forward = [int(arch.split("_")[1].rstrip("af")) for arch in built_for if arch.startswith("compute_")]
+    number = capability[0] * 10 + capability[1]
+    if capability[0] in majors or any(arch <= number for arch in forward):
+        return ""
+    have = ", ".join(built_for)
+    return f"it is an sm_{number} device and this torch (CUDA {cuda}) was built for {have}: install a torch built for it"

@@ -1,0 +1,42 @@
+"""Engines: how a function is started on devices, watched and stopped. Whoever needs processes asks one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core import Event
+from .devices import Device
+from .world import DEFAULT_TIMEOUT, World
+
+OnEvent = Callable[[int, Event], None]
+"""Called with a rank and what it reported."""
+OnOutput = Callable[[int, str], None]
+"""Called with a rank and a line that it printed."""
+
+
+class Job(ABC):
+    """A function running on several devices."""
+
+    @abstractmethod
+    def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
+        """Returns the results in rank order, or raises the first failure after ending all the others."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Asks the ranks to finish their step and return."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends every rank at once."""
+
+
+class Engine(ABC):
+    """Starts a function on devices, one rank each."""
+
+    @abstractmethod
+    def start(
+        self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT
+    ) -> Job:
+        """Runs `fn(world)` on every device."""

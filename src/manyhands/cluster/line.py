@@ -1,0 +1,128 @@
+"""The line between a rank and whoever started it: events go up, news comes down."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from ..core import Event
+
+_HEAD = struct.Struct("!cI")
+MAX_FRAME = 64 * 1024 * 1024
+
+
+class Line(ABC):
+    """What a rank says to its controller and hears from it."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
+        self.lost = ""
+        """Who was lost, in words, once the controller knows."""
+        self._news = threading.Event()
+        self._on_lost: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def report(self, entry: Event) -> None:
+        """Sends an event up."""
+
+    def on_lost(self, act: Callable[[], None]) -> None:
+        """Calls `act` (on another thread) as soon as a peer is known to be lost."""
+        self._on_lost.append(act)
+
+    def wait_for_news(self, seconds: float) -> str:
+        """Who was lost; waits a little, because a broken connection is noticed before its reason."""
+        self._news.wait(seconds)
+        return self.lost
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Takes a message from the controller."""
+        if message.get("stop"):
+            self.stopping = True
+        if message.get("lost"):
+            self.lost = str(message["lost"])
+            self._news.set()
+            for act in self._on_lost:
+                act()
+
+
+class DirectLine(Line):
+    """A rank that lives in the controller's own process."""
+
+    def __init__(self, handler: Callable[[Event], None] | None = None) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def report(self, entry: Event) -> None:
+        if self._handler is not None:
+            self._handler(entry)
+
+
+class SocketLine(Line):
+    """A rank in a process of its own, at the end of a socket pair that it inherited."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._socket = sock
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
+
+    def report(self, entry: Event) -> None:
+        self.send(b"E", json.dumps(entry, default=str).encode())
+
+    def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Sends one frame, with file descriptors where it carries a parcel."""
+        frame = _HEAD.pack(kind, len(body)) + body
+        with self._sending:
+            sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
+            self._socket.sendall(frame[sent:])
+
+    def _listen(self) -> None:
+        frames = Frames()
+        while chunk := _receive(self._socket):
+            for _, body in frames.feed(chunk):
+                self.hear(json.loads(body))
+
+
+class Frames:
+    """Cuts a stream of bytes into frames.
+
+    >>> list(Frames().feed(_HEAD.pack(b"E", 2) + b"{}"))
+    [(b'E', b'{}')]
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
+        """The frames that this chunk completes."""
+        self._rest += chunk
+        frames = []
+        while len(self._rest) >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(self._rest)
+            if length > MAX_FRAME:
+                raise ValueError(f"a frame holds at most {MAX_FRAME} bytes, but got {length}")
+            end = _HEAD.size + length
+            if len(self._rest) < end:
+                break
+            frames.append((kind, self._rest[_HEAD.size : end]))
+            self._rest = self._rest[end:]
+        return frames
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """A message from the controller to a rank."""
+    body = json.dumps(message).encode()
+    return _HEAD.pack(b"M", len(body)) + body
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(65536)
+    except OSError:
+        return b""

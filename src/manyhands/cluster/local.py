@@ -1,0 +1,312 @@
+"""The local engine: a process per device on this machine, forked from one zygote."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core import RunError, WorkerFailed
+from .devices import Device, this_host
+from .engine import Engine, Job, OnEvent, OnOutput
+from .line import Frames, frame
+from .parcel import pack, unpack
+from .rank import Assignment
+from .world import DEFAULT_TIMEOUT, World
+from .zygote import MAX_REQUEST
+
+_PRELOAD = ["manyhands.cluster", "cloudpickle", "numpy"]
+_jobs = itertools.count(1)
+
+
+class LocalEngine(Engine):
+    """Forks ranks from a zygote that it starts once and keeps for the life of the program."""
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = [*_PRELOAD, *preload]
+        self._zygote: _ZygoteHandle | None = None
+
+    def warm_up(self) -> None:
+        """Starts the zygote, which takes as long as importing torch, without waiting for it."""
+        if self._zygote is None or not self._zygote.alive:
+            self._zygote = _ZygoteHandle(self._preload)
+
+    def start(
+        self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT
+    ) -> Job:
+        server, port = _open_store(len(devices))
+        assignment = Assignment(
+            fn=fn,
+            devices=list(devices),
+            timeout=timeout,
+            generation=0,
+            port=port,
+            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            cwd=os.getcwd(),
+            path=list(sys.path),
+            environ=dict(os.environ),
+            argv=list(sys.argv),
+        )
+        parcel = pack(assignment)
+        try:
+            self.warm_up()
+            assert self._zygote is not None
+            return _LocalJob(self._zygote, server, parcel, len(devices), timeout)
+        finally:
+            os.close(parcel)
+
+    def close(self) -> None:
+        """Ends the zygote and whatever still runs under it."""
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+
+class _ZygoteHandle:
+    def __init__(self, preload: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = f"from manyhands.cluster.zygote import serve; serve({theirs.fileno()}, {list(preload)!r})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+        self.socket = ours
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, job: int, rank: int, fds: Sequence[int]) -> None:
+        request = {"job": job, "rank": rank, "path": sys.path}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
+
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.send(json.dumps({"kill": pid}).encode())
+
+    def receive(self) -> dict[str, Any]:
+        """What the zygote says next; an empty answer when it is gone."""
+        data = self.socket.recv(MAX_REQUEST)
+        return json.loads(data) if data else {}
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.socket.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Rank:
+    """The controller's end of one rank: its line, its output, what became of it."""
+
+    def __init__(self) -> None:
+        self.line, self.their_line = socket.socketpair()
+        self.out, self.their_out = os.pipe()
+        self.err, self.their_err = os.pipe()
+        self.pid = 0
+        self.exit_code: int | None = None
+        self.exited_at = 0.0
+        self.result: Any = None
+        self.done = False
+        self.failure: dict[str, Any] | None = None
+        self.frames = Frames()
+        self.text = {self.out: b"", self.err: b""}
+        self.open: set[int] = {self.line.fileno(), self.out, self.err}
+
+    def close_theirs(self) -> None:
+        self.their_line.close()
+        os.close(self.their_out)
+        os.close(self.their_err)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended and said all; a process that it left behind may keep its pipes open."""
+        return self.exit_code is not None and (not self.open or time.monotonic() > self.exited_at + 1.0)
+
+
+class _LocalJob(Job):
+    def __init__(self, zygote: _ZygoteHandle, server: object, parcel: int, size: int, timeout: float) -> None:
+        self._zygote, self._server, self._timeout = zygote, server, timeout
+        self._ranks = [_Rank() for _ in range(size)]
+        self._first: int | None = None
+        self._deadline: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(zygote.socket, selectors.EVENT_READ, None)
+        job = next(_jobs)
+        for index, rank in enumerate(self._ranks):
+            zygote.fork(job, index, [rank.their_line.fileno(), parcel, rank.their_out, rank.their_err])
+            rank.close_theirs()
+            for fd in rank.open:
+                self._selector.register(fd, selectors.EVENT_READ, index)
+
+    def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
+        interrupted = False
+        try:
+            while not all(rank.over for rank in self._ranks):
+                try:
+                    self._turn(on_event, on_output)
+                except KeyboardInterrupt:
+                    if interrupted:
+                        raise
+                    interrupted = True
+                    self.stop()
+        finally:
+            self._finish()
+        self._raise_first_failure()
+        return [rank.result for rank in self._ranks]
+
+    def stop(self) -> None:
+        self._tell({"stop": True})
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            if rank.exit_code is None and rank.pid:
+                self._zygote.kill(rank.pid)
+
+    def _turn(self, on_event: OnEvent, on_output: OnOutput) -> None:
+        for key, _ in self._selector.select(0.5):
+            if key.data is None:
+                self._hear_zygote()
+            elif key.fd == self._ranks[key.data].line.fileno():
+                self._hear_rank(key.data, on_event)
+            else:
+                self._hear_output(key.data, key.fd, on_output)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.kill()
+
+    def _hear_zygote(self) -> None:
+        message = self._zygote.receive()
+        if not message:
+            raise RunError("the process that starts ranks has died; see its output above")
+        if "forked" in message:
+            self._ranks[message["forked"]].pid = message["pid"]
+            return
+        for index, rank in enumerate(self._ranks):
+            if rank.pid == message["exited"]:
+                rank.exit_code, rank.exited_at = message["code"], time.monotonic()
+                if rank.exit_code != 0 or not rank.done:
+                    self._lose(index)
+
+    def _hear_rank(self, index: int, on_event: OnEvent) -> None:
+        rank = self._ranks[index]
+        try:
+            chunk, fds, _, _ = socket.recv_fds(rank.line, 65536, 1)
+        except ConnectionError:
+            chunk, fds = b"", []
+        if not chunk:
+            self._forget(rank, rank.line.fileno())
+            return
+        for kind, body in rank.frames.feed(chunk):
+            if kind == b"E":
+                on_event(index, json.loads(body))
+        for fd in fds:
+            self._take_outcome(index, unpack(fd))
+            os.close(fd)
+
+    def _take_outcome(self, index: int, outcome: Any) -> None:
+        rank = self._ranks[index]
+        if isinstance(outcome, dict) and outcome.keys() == {"error", "reason", "traceback", "echo"}:
+            rank.failure = outcome
+            if not outcome["echo"]:
+                self._lose(index)
+        else:
+            rank.result, rank.done = outcome, True
+
+    def _hear_output(self, index: int, fd: int, on_output: OnOutput) -> None:
+        rank = self._ranks[index]
+        chunk = os.read(fd, 65536)
+        *lines, rank.text[fd] = (rank.text[fd] + chunk).split(b"\n")
+        if not chunk:
+            lines = [rank.text[fd]] if rank.text[fd] else []
+            self._forget(rank, fd)
+        for line in lines:
+            on_output(index, line.decode(errors="replace"))
+
+    def _forget(self, rank: _Rank, fd: int) -> None:
+        self._selector.unregister(fd)
+        rank.open.discard(fd)
+
+    def _lose(self, index: int) -> None:
+        """The first failure ends the job: the others are told who was lost, then given a short time."""
+        if self._first is not None:
+            return
+        self._first = index
+        rank = self._ranks[index]
+        self._tell({"lost": f"rank {index} on {this_host()} {_fate(rank)}"}, without=index)
+        self._deadline = time.monotonic() + min(10.0, self._timeout / 5)
+
+    def _tell(self, message: dict[str, Any], without: int | None = None) -> None:
+        for index, rank in enumerate(self._ranks):
+            if index != without and rank.exit_code is None:
+                with contextlib.suppress(OSError):
+                    rank.line.sendall(frame(message))
+
+    def _finish(self) -> None:
+        """Leaves no process, pipe or port behind, however the wait ended."""
+        self.kill()
+        while self._zygote.alive and any(rank.exit_code is None for rank in self._ranks):
+            try:
+                self._hear_zygote()
+                self.kill()
+            except (RunError, OSError):
+                break
+        self._selector.close()
+        for rank in self._ranks:
+            rank.line.close()
+            os.close(rank.out)
+            os.close(rank.err)
+        self._server = None
+
+    def _raise_first_failure(self) -> None:
+        if self._first is None:
+            return
+        rank = self._ranks[self._first]
+        failure = rank.failure or {}
+        cause = failure.get("error")
+        failed = WorkerFailed(self._first, this_host(), failure.get("reason") or _fate(rank), failure.get("traceback", ""))
+        if cause is not None:
+            raise cause from failed
+        raise failed
+
+
+def _fate(rank: _Rank) -> str:
+    if rank.failure is not None:
+        return f"raised {rank.failure['reason']}"
+    code = rank.exit_code or 0
+    if code < 0:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code} before it was done"
+
+
+def _open_store(size: int) -> tuple[object, int]:
+    """A store for the ranks to meet at, on loopback alone: given a host name, torch would listen everywhere."""
+    if size == 1:
+        return None, 0
+    import torch.distributed as dist
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return server, port

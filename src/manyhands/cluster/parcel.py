@@ -1,0 +1,147 @@
+"""Parcels: Python objects sent to processes of ours, with arrays and tensors in shared memory, once for all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ..core import SendError
+
+_INLINE = 4096
+_ALIGN = 64
+_HEAD = struct.Struct("!QQ")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle with CPU tensors as out-of-band buffers, as numpy's arrays already are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            data = obj.detach().contiguous()
+            raw = data.view(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape), obj.requires_grad)
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_leaf
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+        and not tensor.dtype.is_complex
+    )
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(buffer) if memoryview(buffer).readonly else buffer, dtype=dtype)
+    return flat.view(shape).requires_grad_(requires_grad)
+
+
+def pack(obj: Any, what: str = "the task") -> int:
+    """Puts an object into anonymous shared memory and returns its file descriptor, which the caller closes."""
+    buffers: list[pickle.PickleBuffer] = []
+
+    def aside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _INLINE:
+            return True
+        buffers.append(buffer)
+        return False
+
+    body = io.BytesIO()
+    try:
+        _Pickler(body, protocol=5, buffer_callback=aside).dump(obj)
+    except Exception as error:
+        raise _unsendable(obj, what, error) from error
+    views = [buffer.raw() for buffer in buffers]
+    index = pickle.dumps((body.getvalue(), [view.nbytes for view in views]))
+    fd = os.memfd_create("manyhands", os.MFD_CLOEXEC)
+    offset = _aligned(_HEAD.size + len(index))
+    _write(fd, _HEAD.pack(len(index), offset) + index, 0)
+    for view in views:
+        _write(fd, view, offset)
+        offset = _aligned(offset + view.nbytes)
+    return fd
+
+
+def unpack(fd: int) -> Any:
+    """The object of a parcel; its arrays are private copy-on-write views of the shared memory."""
+    memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    view = memoryview(memory)
+    length, offset = _HEAD.unpack_from(view)
+    body, sizes = pickle.loads(view[_HEAD.size : _HEAD.size + length])
+    buffers = []
+    for size in sizes:
+        buffers.append(view[offset : offset + size])
+        offset = _aligned(offset + size)
+    return pickle.loads(body, buffers=buffers)
+
+
+def _aligned(offset: int) -> int:
+    return (offset + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+    os.truncate(fd, max(offset, os.fstat(fd).st_size))
+
+
+def _unsendable(obj: Any, what: str, error: Exception) -> SendError:
+    path, culprit = _culprit(obj, what) or (what, obj)
+    return SendError(
+        "what a worker process needs must be picklable",
+        got=f"{path}, a {type(culprit).__name__} ({error})",
+        remedy="make it inside the function that uses it, or pass plain data",
+    )
+
+
+def _culprit(obj: Any, path: str, depth: int = 0) -> tuple[str, Any] | None:
+    """The innermost part that cannot be pickled, and the way to it."""
+    if depth > 6 or _picklable(obj):
+        return None
+    for name, part in _parts(obj):
+        found = _culprit(part, f"{path} {name}", depth + 1)
+        if found is not None:
+            return found
+    return path, obj
+
+
+def _picklable(obj: Any) -> bool:
+    try:
+        cloudpickle.dumps(obj)
+    except Exception:
+        return False
+    return True
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if inspect.isfunction(obj):
+        captured = inspect.getclosurevars(obj)
+        for name, value in {**captured.globals, **captured.nonlocals}.items():
+            yield f"→ captured variable {name!r}", value
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for item in dataclasses.fields(obj):
+            yield f"→ {item.name}", getattr(obj, item.name)
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"→ [{key!r}]", value
+    elif isinstance(obj, (list, tuple)):
+        for position, value in enumerate(obj):
+            yield f"→ [{position}]", value
+    elif hasattr(obj, "__dict__") and not isinstance(obj, type):
+        for name, value in vars(obj).items():
+            yield f"→ attribute {name!r}", value

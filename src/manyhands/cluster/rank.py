@@ -1,0 +1,133 @@
+"""What a forked process does as a rank: settle on its device, join the world, run the function, report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import ManyhandsError, PeerLost
+from .devices import Device
+from .line import SocketLine
+from .parcel import pack, unpack
+from .torch_world import TorchWorld, backend_for
+from .world import NullWorld, Seat, World, enter_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a job's ranks have in common, sent to them once as a parcel."""
+
+    fn: Callable[[World], Any]
+    devices: Sequence[Device]
+    timeout: float
+    generation: int
+    port: int
+    """Of the store, on loopback."""
+    cores: Sequence[int]
+    cwd: str
+    path: Sequence[str]
+    environ: dict[str, str]
+    argv: Sequence[str]
+
+
+def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
+    """Runs one rank and returns its exit code; the outcome travels up the line."""
+    line = SocketLine(sock)
+    rank = int(request["rank"])
+    try:
+        _settle_signals()
+        sys.path[:] = request["path"]
+        assignment: Assignment = unpack(parcel)
+        os.close(parcel)
+        _settle(assignment, rank)
+        world = _join(assignment, rank, line)
+        enter_world(world)
+        result = assignment.fn(world)
+        world.close()
+    except BaseException as error:
+        _send_failure(line, error)
+        return 1
+    fd = pack(result, "the result")
+    line.send(b"R", b"", (fd,))
+    os.close(fd)
+    return 0
+
+
+def _settle_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _settle(assignment: Assignment, rank: int) -> None:
+    """Takes over the program's folder, environment and its share of the cores."""
+    os.environ.clear()
+    os.environ.update(assignment.environ)
+    sys.argv[:] = assignment.argv
+    with contextlib.suppress(OSError):
+        os.chdir(assignment.cwd)
+    share = core_share(assignment.cores, rank, len(assignment.devices))
+    torch.set_num_threads(len(share))
+    if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
+        os.sched_setaffinity(0, share)
+    device = assignment.devices[rank]
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.index)
+        if device.share < 1.0:
+            torch.cuda.set_per_process_memory_fraction(device.share, device.index)
+
+
+def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
+    """The cores of one rank, so that two ranks on two cores do not fight.
+
+    >>> core_share([0, 1, 2, 3], 1, 2)
+    [2, 3]
+    >>> core_share([0, 1], 2, 4)
+    [0]
+    """
+    each = len(cores) // num_ranks
+    if each == 0:
+        return [cores[rank % len(cores)]]
+    return list(cores[rank * each : (rank + 1) * each])
+
+
+def _join(assignment: Assignment, rank: int, line: SocketLine) -> World:
+    device = assignment.devices[rank]
+    size = len(assignment.devices)
+    if size == 1:
+        return NullWorld(device, line)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    seat = Seat(rank=rank, size=size, device=device, generation=assignment.generation, timeout=assignment.timeout)
+    store = dist.TCPStore("127.0.0.1", assignment.port, is_master=False)
+    return TorchWorld(seat, line, store, backend_for(assignment.devices))
+
+
+def _send_failure(line: SocketLine, error: BaseException) -> None:
+    """The error itself where it can travel, else its text; and whether it is only an echo of another's."""
+    failure = {
+        "error": error if isinstance(error, ManyhandsError) else None,
+        "reason": f"{type(error).__name__}: {error}",
+        "traceback": _trimmed(error),
+        "echo": isinstance(error, PeerLost),
+    }
+    with contextlib.suppress(Exception):
+        fd = pack(failure, "the failure")
+        line.send(b"F", b"", (fd,))
+        os.close(fd)
+
+
+def _trimmed(error: BaseException) -> str:
+    """The traceback from the person's own first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    start = next((i for i, frame in enumerate(frames) if os.sep + "manyhands" + os.sep not in frame.filename), 0)
+    text = "".join(traceback.format_list(frames[start:]))
+    return f"Traceback (most recent call last):\n{text}{type(error).__name__}: {error}"

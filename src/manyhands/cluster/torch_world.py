@@ -1,0 +1,154 @@
+"""The world over torch.distributed: gloo, and nccl where every rank has a GPU of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core import PeerLost
+from .devices import Device
+from .line import Line
+from .world import Pending, Seat, World, caller_line
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def backend_for(devices: Sequence[Device]) -> str:
+    """Nccl beside gloo where each rank has its own GPU (nccl refuses two on one), else gloo alone."""
+    cuda = {(d.host, d.index) for d in devices if d.kind == "cuda"}
+    return "cpu:gloo,cuda:nccl" if len(cuda) == len(devices) else "gloo"
+
+
+class TorchWorld(World):
+    """Ranks in processes of their own, joined through a store under their generation's own prefix."""
+
+    def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
+        super().__init__(seat, line)
+        before = set(_listening_ports())
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"generation{seat.generation}", store),
+            rank=seat.rank,
+            world_size=seat.size,
+            timeout=timedelta(seconds=seat.timeout),
+            device_id=self.device if "nccl" in backend else None,
+        )
+        self._ports = _share_ports(store, seat, set(_listening_ports()) - before)
+        line.on_lost(self._abort)
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        with self._naming("all_reduce"):
+            return _TorchPending(self, dist.all_reduce(tensor, _OPS[op], async_op=True))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._naming("all_gather"):
+            dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        with self._naming("broadcast"):
+            dist.broadcast(tensor, source)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self._naming("gather"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        with self._naming("mesh"):
+            return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _abort(self) -> None:
+        """Wakes whoever waits in a collective: gloo has no abort of its own, but its sockets can be shut."""
+        for sock in _sockets():
+            with sock, contextlib.suppress(OSError):
+                ends = {sock.getsockname()[1], sock.getpeername()[1]}
+                if ends & self._ports:
+                    sock.shutdown(socket.SHUT_RDWR)
+        if self.device.type == "cuda" and dist.is_initialized() and hasattr(dist.group.WORLD, "abort"):
+            with contextlib.suppress(RuntimeError):
+                dist.group.WORLD.abort()
+
+    @contextlib.contextmanager
+    def _naming(self, operation: str) -> Iterator[None]:
+        """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            who = self.line.wait_for_news(self.seat.patience)
+            if not who and not _is_connection_error(error):
+                raise
+            raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
+
+
+class _TorchPending(Pending):
+    def __init__(self, world: TorchWorld, work: Any) -> None:
+        self._world, self._work = world, work
+
+    def wait(self) -> None:
+        with self._world._naming("all_reduce"):
+            self._work.wait()
+
+
+def _brief(error: RuntimeError) -> str:
+    """What the transport said, without its source file and its advice.
+
+    >>> _brief(RuntimeError("[/gloo/pair.cc:537] Connection closed by peer. This is typically caused by a crash."))
+    'Connection closed by peer'
+    """
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is")[0].splitlines()[0]
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "socket", "timed out", "timeout", "nccl", "peer"))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Copies of this process's TCP sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            yield sock
+        else:
+            sock.close()
+
+
+def _listening_ports() -> Iterator[int]:
+    for sock in _sockets():
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield sock.getsockname()[1]
+
+
+def _share_ports(store: dist.Store, seat: Seat, ours: set[int]) -> set[int]:
+    """The ports that gloo listens on, of all ranks: both ends of its connections are known by them."""
+    prefix = f"ports{seat.generation}"
+    store.set(f"{prefix}/{seat.rank}", ",".join(map(str, ours)) or "0")
+    texts = [store.get(f"{prefix}/{rank}").decode() for rank in range(seat.size)]
+    return {int(port) for text in texts for port in text.split(",")} - {0}

@@ -1,0 +1,150 @@
+"""World: the replicas that work together, and the collectives between them. Rank and size come from here alone."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .devices import Device, this_host
+from .line import DirectLine, Line
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NOT_THEIRS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+DEFAULT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one rank sits: plain data that an engine gives to a process."""
+
+    rank: int = 0
+    size: int = 1
+    device: Device = field(default_factory=lambda: Device("cpu"))
+    host: str = field(default_factory=this_host)
+    generation: int = 0
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds that a healthy operation may take; every other time limit derives from it."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for something that should come at once."""
+        return min(5.0, self.timeout / 10)
+
+
+class Pending:
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Returns when the result is there."""
+
+
+class World(ABC):
+    """The replicas that work together. Collectives act in place or return new tensors, as named."""
+
+    def __init__(self, seat: Seat, line: Line) -> None:
+        self.seat, self.line = seat, line
+        self.rank, self.size = seat.rank, seat.size
+        self.device = seat.device.torch
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == 0
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """Begins to combine a tensor over the ranks, in place; op is sum, avg, max or min."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, stacked along a new first dimension."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copies a tensor from one rank to all, in place."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small Python values of all ranks, in rank order."""
+
+    @abstractmethod
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """A device mesh over all ranks, one dimension per axis, for torch's own parallel parts."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Combines a tensor over the ranks, in place."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        self.gather_objects(None)
+
+    def close(self) -> None:
+        """Leaves the world."""
+
+
+class NullWorld(World):
+    """One replica alone: every collective is the identity."""
+
+    def __init__(self, device: Device | None = None, line: Line | None = None) -> None:
+        super().__init__(Seat(device=device or Device("cpu")), line or DirectLine())
+        self._owns_group = False
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        return Pending()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).clone()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        pass
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """A mesh of one rank needs a process group all the same; it lives in this process and opens no port."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self._owns_group = True
+        return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def close(self) -> None:
+        if self._owns_group:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            self._owns_group = False
+
+
+_current: list[World] = []
+
+
+def enter_world(world: World) -> None:
+    """Makes a world the one that this process takes part in."""
+    _current[:] = [world]
+
+
+def current_world() -> World | None:
+    """The world that this process was started in; None in a program that was started by hand."""
+    return _current[0] if _current else None
+
+
+def caller_line() -> str:
+    """The innermost line of the person's own code that led here; ours when there is none."""
+    frames = traceback.extract_stack()[:-1]
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    last = (theirs or frames)[-1]
+    return f"{last.filename}:{last.lineno}"

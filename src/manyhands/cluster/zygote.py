@@ -1,0 +1,127 @@
+"""The zygote: a process with torch imported, from which ranks are forked in milliseconds.
+
+It is started once per program, talks to it over an inherited socket, never touches an accelerator and has a
+single thread. When its program goes away, the socket closes, and the zygote ends its children and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+MAX_REQUEST = 65536
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(fd: int, preload: list[str]) -> None:
+    """Answers requests on the socket until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in preload:
+        importlib.import_module(name)
+    gc.freeze()
+    control = socket.socket(fileno=fd)
+    _Zygote(control).loop()
+
+
+class _Zygote:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._children: dict[int, int] = {}
+
+    def loop(self) -> None:
+        with contextlib.suppress(ConnectionError, BrokenPipeError):
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is not self._control:
+                        self._reap(int(key.fd))
+                    elif not self._answer():
+                        return self._end()
+        return self._end()
+
+    def _answer(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 16)
+        if not data:
+            return False
+        request = json.loads(data)
+        if "kill" in request:
+            self._kill(request["kill"])
+        else:
+            self._fork(request, list(fds))
+        return True
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._control.close()
+            self._selector.close()
+            for child in self._children:
+                os.close(child)
+            die_with_parent(zygote)
+            _become_rank(request, fds)
+        for fd in fds:
+            os.close(fd)
+        watch = os.pidfd_open(pid)
+        self._children[watch] = pid
+        self._selector.register(watch, selectors.EVENT_READ)
+        self._say({"forked": request["rank"], "job": request["job"], "pid": pid})
+
+    def _kill(self, pid: int) -> None:
+        """Only children that were not reaped yet, so the number cannot belong to somebody else."""
+        if pid in self._children.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap(self, watch: int) -> None:
+        pid = self._children.pop(watch)
+        self._selector.unregister(watch)
+        os.close(watch)
+        _, status = os.waitpid(pid, 0)
+        self._say({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._control.send(json.dumps(message).encode())
+
+    def _end(self) -> None:
+        for pid in self._children.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel ends this process when its parent dies (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
+    """Turns the forked child into a rank; never returns."""
+    from .rank import run_rank
+
+    code = 1
+    try:
+        line, parcel, out, err = fds
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        code = run_rank(request, socket.socket(fileno=line), parcel)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Exit handlers belong to the zygote and to libraries that it imported, not to this rank.
+        os._exit(code)

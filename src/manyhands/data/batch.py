@@ -1,0 +1,206 @@
+"""Batches: nested tensors, their rows, their parts, and where the feed stands after them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core import DataError
+from .order import Ids
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a feed stands: an epoch, and how many of its samples are consumed, by all replicas together."""
+
+    epoch: int = 0
+    position: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """JSON-ready data."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Cursor:
+        """The inverse of `to_dict`."""
+        return cls(int(values["epoch"]), int(values["position"]))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One replica's part of a global batch.
+
+    A replica without samples in a micro-batch still takes part in its collectives: it gets a borrowed row,
+    a ghost, with size 0, which `ids` does not name.
+    """
+
+    data: Any
+    """Nested tensors on the device."""
+    sizes: tuple[int, ...]
+    """Samples of this replica in each micro-batch."""
+    global_sizes: tuple[int, ...]
+    """Samples of all replicas in each micro-batch."""
+    ids: Ids
+    """Ids of this replica's samples, in order; positions, where the data is a stream."""
+    cursor: Cursor
+    """Where the feed stands after this batch."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this replica."""
+        return sum(self.sizes)
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all replicas."""
+        return sum(self.global_sizes)
+
+    def micros(self) -> Iterator[tuple[Any, int, int]]:
+        """The micro-batches: (part of the data, samples of this replica, samples of all replicas)."""
+        if len(self.sizes) == 1:
+            yield self.data, self.sizes[0], self.global_sizes[0]
+            return
+        yield from zip(split(self.data, self.sizes), self.sizes, self.global_sizes, strict=True)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """The same nesting with `function` applied to everything that is not a tuple, list or mapping."""
+    if isinstance(data, tuple | list | Mapping):
+        return _map_children(lambda child: map_leaves(function, child), data)
+    return function(data)
+
+
+def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
+    """Tuples, lists and mappings with `function` applied to what they hold; anything else as it is."""
+    if type(data) is dict:
+        return {key: function(child) for key, child in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(function, data))
+    if isinstance(data, tuple | list):
+        return type(data)([function(child) for child in data])
+    if isinstance(data, Mapping):
+        # A copy keeps what a mapping class carries besides its items.
+        changed: Any = copy.copy(data)
+        for key, child in data.items():
+            changed[key] = function(child)
+        return changed
+    return data
+
+
+def tensors(data: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested batch."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping | tuple | list):
+        for child in data.values() if isinstance(data, Mapping) else data:
+            yield from tensors(child)
+
+
+def first_dim(data: Any) -> int:
+    """Rows of a nested batch.
+
+    >>> first_dim({"x": torch.zeros(4, 2)})
+    4
+    """
+    for tensor in tensors(data):
+        if tensor.ndim:
+            return int(tensor.shape[0])
+    raise DataError(
+        "a batch must hold a tensor whose first dim is its samples",
+        got=_outline(data),
+        remedy="return such tensors from collate",
+    )
+
+
+def to_device(
+    data: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
+) -> Any:
+    """A nested batch on a device; `dtype` is for floating-point tensors only.
+
+    >>> to_device([torch.zeros(1), torch.tensor([0])], torch.device("cpu"), dtype=torch.float64)
+    [tensor([0.], dtype=torch.float64), tensor([0])]
+    """
+
+    def move(leaf: Any) -> Any:
+        tensor = _as_tensor(leaf)
+        if not isinstance(tensor, torch.Tensor):
+            return tensor.to(device) if hasattr(tensor, "to") else tensor
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else None
+        if tensor.device == device and wanted is None:
+            return tensor
+        return tensor.to(device, wanted, non_blocking=non_blocking)
+
+    return map_leaves(move, data)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A tensor of a numpy array of numbers; anything else as it is."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    return leaf
+
+
+def split(data: Any, sizes: Sequence[int]) -> list[Any]:
+    """Contiguous parts of a nested batch along dim 0, as views; a part of size 0 is a ghost, the first row.
+
+    >>> split((torch.arange(3), ["a", "b", "c"]), [1, 2])
+    [(tensor([0]), ['a']), (tensor([1, 2]), ['b', 'c'])]
+    """
+    rows = max(1, sum(sizes))
+    parts, start = [], 0
+    for size in sizes:
+        first, stop = (start, start + size) if size else (0, 1)
+        parts.append(_part(data, first, stop, rows))
+        start += size
+    return parts
+
+
+def _part(data: Any, start: int, stop: int, rows: int) -> Any:
+    if not _splits(data, rows):
+        raise _unsplittable(data, rows)
+    if isinstance(data, torch.Tensor):
+        return data[start:stop]
+    if _is_sequence(data) and not _children_split(data, rows):
+        return data[start:stop] if len(data) == rows else data
+    return _map_children(lambda child: _part(child, start, stop, rows), data)
+
+
+def _splits(data: Any, rows: int) -> bool:
+    """Whether a batch can be cut by rows: along its tensors, or as a sequence with one item for each row."""
+    if isinstance(data, torch.Tensor):
+        return _has_rows(data, rows)
+    if _is_sequence(data):
+        return _children_split(data, rows) or len(data) == rows or next(tensors(data), None) is None
+    if isinstance(data, Mapping | tuple):
+        return all(_splits(child, rows) for child in (data.values() if isinstance(data, Mapping) else data))
+    return not hasattr(data, "to")
+
+
+def _children_split(data: Sequence[Any], rows: int) -> bool:
+    nested = [child for child in data if isinstance(child, torch.Tensor | Mapping | tuple | list)]
+    return bool(nested) and all(_splits(child, rows) for child in nested)
+
+
+def _is_sequence(data: Any) -> bool:
+    return isinstance(data, tuple | list) and not hasattr(data, "_fields")
+
+
+def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == rows
+
+
+def _unsplittable(data: Any, rows: int) -> DataError:
+    return DataError(
+        f"to be cut into micro-batches, a batch of {rows} samples must have them along dim 0 of every tensor",
+        got=_outline(next((tensor for tensor in tensors(data) if not _has_rows(tensor, rows)), data)),
+        remedy="use accumulate=1, or a collate that keeps samples along dim 0",
+    )
+
+
+def _outline(data: Any) -> str:
+    return f"a tensor of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__

@@ -1,0 +1,151 @@
+"""Reading ahead: a background thread, and copies to an accelerator on a stream of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import psutil
+import torch
+
+from .batch import map_leaves, tensors, to_device
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """Runs an iterator in a background thread, a few items ahead of the consumer.
+
+    The depth doubles, up to `limit`, each time the consumer had to wait and `room(item, depth)` says that
+    memory allows it, so that a stall of the input is ridden out from then on.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[T],
+        *,
+        depth: int = 2,
+        limit: int = 16,
+        room: Callable[[T, int], bool] = lambda item, depth: True,
+    ) -> None:
+        self.depth = depth
+        self.waited = 0.0
+        self._items, self._limit, self._room = items, limit, room
+        self._ready: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ended = self._closed = self._started = False
+        self._thread = threading.Thread(target=self._produce, name="manyhands-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._changed:
+            had_to_wait = not self._ready and not self._ended
+            if had_to_wait:
+                self._wait()
+            if not self._ready:
+                self._raise_end()
+            item = self._ready.popleft()
+            # Nobody could have been ahead of the first item, so waiting for it says nothing.
+            if had_to_wait and self._started:
+                self._deepen(item)
+            self._started = True
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        """Stops the thread and lets go of what was read ahead."""
+        with self._changed:
+            self._closed = self._ended = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _wait(self) -> None:
+        asked = perf_counter()
+        self._changed.wait_for(lambda: self._ready or self._ended)
+        self.waited += perf_counter() - asked
+
+    def _raise_end(self) -> None:
+        error, self._error = self._error, None
+        raise error if error is not None else StopIteration
+
+    def _deepen(self, item: T) -> None:
+        deeper = min(2 * self.depth, self._limit)
+        if self._room(item, deeper):
+            self.depth = deeper
+
+    def _produce(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    break
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finish()
+
+    def _put(self, item: T) -> bool:
+        with self._changed:
+            self._ready.append(item)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self.depth)
+            return not self._closed
+
+    def _finish(self) -> None:
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class DeviceCopy:
+    """Copies batches to an accelerator on a side stream, from pinned memory, while the device computes."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
+        self._module: Any = getattr(torch, device.type, None)
+        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
+
+    def send(self, data: Any) -> tuple[Any, Any]:
+        """Starts the copy, in any thread; gives the batch and the event that marks its arrival."""
+        if self._stream is None:
+            return to_device(data, self._device, dtype=self._dtype), None
+        with self._module.stream(self._stream):
+            moved = map_leaves(self._copied, data)
+            return moved, self._stream.record_event()
+
+    def receive(self, data: Any, arrival: Any) -> Any:
+        """Makes the consumer's stream wait for the copy, without stopping the host."""
+        if arrival is None:
+            return data
+        current = self._module.current_stream(self._device)
+        current.wait_event(arrival)
+        for tensor in tensors(data):
+            # The side stream must not get this memory again while the consumer still reads it.
+            tensor.record_stream(current)
+        # Objects with tensors inside cannot be recorded, so they travel on the consumer's stream.
+        return to_device(data, self._device)
+
+    def _copied(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        pinned = leaf.pin_memory() if leaf.device.type == "cpu" else leaf
+        return to_device(pinned, self._device, non_blocking=True, dtype=self._dtype)
+
+    def room(self, data: Any, depth: int) -> bool:
+        """Whether `depth` such batches are small against the memory of host and device."""
+        needed = depth * sum(tensor.nbytes for tensor in tensors(data))
+        on_device = getattr(self._module, "mem_get_info", None)
+        if on_device is not None and needed > on_device(self._device)[1] // 20:
+            return False
+        return bool(needed < psutil.virtual_memory().available // 10)

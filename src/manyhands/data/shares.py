@@ -1,0 +1,58 @@
+"""How a global batch is cut: into micro-batches first, and each micro-batch over the replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from .order import Ids
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one replica takes of a global batch."""
+
+    rows: slice | Ids
+    """Its rows, in order."""
+    sizes: tuple[int, ...]
+    """Its samples in each micro-batch."""
+    global_sizes: tuple[int, ...]
+    """All replicas' samples in each micro-batch."""
+
+
+def cut(count: int, parts: int) -> tuple[int, ...]:
+    """Sizes of contiguous parts, as even as possible, the larger ones first.
+
+    >>> cut(10, 4)
+    (3, 3, 2, 2)
+    """
+    base, extra = divmod(count, parts)
+    return (base + 1,) * extra + (base,) * (parts - extra)
+
+
+@lru_cache(maxsize=256)
+def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Share:
+    """The part of one replica in a global batch of `count` samples.
+
+    >>> share_of(10, 2, replica=1, num_replicas=2)
+    Share(rows=array([3, 4, 8, 9]), sizes=(2, 2), global_sizes=(5, 5))
+    """
+    global_sizes = cut(count, min(accumulate, count))
+    runs, start = [], 0
+    for size in global_sizes:
+        per_replica = cut(size, num_replicas)
+        first = start + sum(per_replica[:replica])
+        runs.append((first, first + per_replica[replica]))
+        start += size
+    sizes = tuple(stop - first for first, stop in runs)
+    return Share(_rows(runs), sizes, global_sizes)
+
+
+def _rows(runs: list[tuple[int, int]]) -> slice | Ids:
+    """A slice where the runs touch, since that costs nothing to index with."""
+    if all(stop == first for (_, stop), (first, _) in pairwise(runs)):
+        return slice(runs[0][0], runs[-1][1])
+    return np.concatenate([np.arange(*run, dtype=np.int64) for run in runs])

@@ -1,0 +1,119 @@
+"""What `Task.data` may be: the kinds, tried in order, and the source of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from ..core import DataError
+from .arrays import ArraySource, Rows, SubsetSource, is_arrays
+from .loader import loader_source
+from .mapped import MapSource
+from .source import Collate, Source
+from .stream import StreamSource
+
+Kind = tuple[Callable[[Any], bool], Callable[[Any, Collate | None], Source]]
+"""Whether data is of a kind, and what makes a source of it."""
+
+
+def as_source(data: Any, *, collate: Collate | None = None) -> Source:
+    """The source that reads this data.
+
+    >>> import numpy as np
+    >>> as_source((np.zeros((8, 2)), np.zeros(8))).size
+    8
+    """
+    for matches, make in KINDS:
+        if matches(data):
+            return make(data, collate)
+    raise DataError(
+        "data is arrays, a dataset, an iterable, a DataLoader, or a function that makes one",
+        got=_described(data),
+        remedy="a dataset has __getitem__ and __len__, or __iter__",
+    )
+
+
+def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> Source:
+    own = None if loader.collate_fn is default_collate else loader.collate_fn
+    return loader_source(loader, _from_dataset(loader.dataset, collate or own))
+
+
+def _from_dataset(dataset: Any, collate: Collate | None) -> Source:
+    """The source of a loader's dataset, where a tuple or a list is a sequence of samples, never of arrays."""
+    if isinstance(dataset, tuple | list):
+        return MapSource(dataset, collate)
+    return as_source(dataset, collate=collate)
+
+
+def _from_arrays(data: Any, collate: Collate | None) -> Source:
+    return ArraySource(data) if collate is None else MapSource(Rows(data), collate)
+
+
+def _from_tensors(data: TensorDataset, collate: Collate | None) -> Source:
+    return _from_arrays(data.tensors, collate)
+
+
+def _from_subset(data: Subset[Any], collate: Collate | None) -> Source:
+    inner = as_source(data.dataset, collate=collate)
+    return (
+        SubsetSource(inner, data.indices)
+        if isinstance(inner, ArraySource | SubsetSource)
+        else MapSource(data, collate)
+    )
+
+
+def _from_iterable(data: Iterable[Any], collate: Collate | None) -> Source:
+    if _is_one_shot(data):
+        raise DataError(
+            "data must be readable more than once",
+            got=f"a {type(data).__name__}, which ends for good",
+            remedy="pass a function that makes it",
+        )
+    return StreamSource(lambda: data, type(data).__name__, collate)
+
+
+def _from_function(function: Callable[[], Any], collate: Collate | None) -> Source:
+    made = function()
+    if _is_one_shot(made):
+        name = getattr(function, "__name__", type(made).__name__)
+        return StreamSource(function, name, collate)
+    if callable(made) and not _is_mapped(made) and not isinstance(made, Iterable):
+        raise DataError(
+            "a data function must make data", got=_described(made), remedy="return a dataset from it"
+        )
+    return as_source(made, collate=collate)
+
+
+def _is_mapped(data: Any) -> bool:
+    return (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, dict | str | type)
+    )
+
+
+def _is_iterable(data: Any) -> bool:
+    return isinstance(data, Iterable) and not isinstance(data, dict | str | type)
+
+
+def _is_one_shot(data: Any) -> bool:
+    return isinstance(data, Iterator) and iter(data) is data
+
+
+def _described(data: Any) -> str:
+    if isinstance(data, dict):
+        return f"a dict with {', '.join(f'{key}: {type(value).__name__}' for key, value in data.items())}"
+    return f"a {type(data).__name__}"
+
+
+KINDS: list[Kind] = [
+    (lambda data: isinstance(data, DataLoader), _from_loader),
+    (lambda data: type(data) is TensorDataset, _from_tensors),
+    (lambda data: type(data) is Subset, _from_subset),
+    (is_arrays, _from_arrays),
+    (lambda data: isinstance(data, IterableDataset), _from_iterable),
+    (_is_mapped, MapSource),
+    (_is_iterable, _from_iterable),
+    (callable, _from_function),
+]
+"""A new kind of data is one file and one line here; the first that matches is taken."""

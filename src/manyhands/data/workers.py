@@ -1,0 +1,109 @@
+"""Worker processes that read batches, and how their failures come back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..core import DataError
+from .batch import Batch
+from .source import Source
+
+Read = Callable[[int, int], Iterator[Batch]]
+"""`read(first, step)` gives batches number first, first + step, ... of an epoch."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error of a worker, and what caused it, on their way to the consumer."""
+
+    error: DataError
+    cause: BaseException
+    trace: str
+
+
+class _InWorker(IterableDataset[Any]):
+    """Each worker reads every n-th batch; the DataLoader takes from them in turn, which keeps the order."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Batch | _Failure]:
+        info = get_worker_info()
+        assert info is not None, "made to run in a worker"
+        try:
+            yield from self._read(info.id, info.num_workers)
+        except DataError as error:
+            yield _Failure(error, _sendable(error.__cause__ or error), traceback.format_exc())
+
+
+def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
+    """The batches of an epoch in order, read by processes."""
+    loader: DataLoader[Any] = DataLoader(
+        _InWorker(read),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        worker_init_fn=source.worker_init,
+        # Without a generator of its own a DataLoader draws from the one of the network's dropout.
+        generator=torch.Generator(),
+        multiprocessing_context=_context(),
+    )
+    # The processes are forked here, not at the first batch: a background thread may ask for that.
+    with _quiet_children():
+        return _received(iter(loader), source.name)
+
+
+def _received(items: Iterator[Batch | _Failure], name: str) -> Iterator[Batch]:
+    position = 0
+    try:
+        for item in items:
+            if isinstance(item, _Failure):
+                item.cause.add_note(f"in a worker process:\n{item.trace}")
+                raise item.error from item.cause
+            position = item.cursor.position
+            yield item
+    except RuntimeError as error:
+        raise DataError(
+            f"worker processes that read {name} must stay alive",
+            got=f"{error} (soon after position {position} of the epoch)",
+            remedy="look for lack of memory or a crash in native code; workers=0 reads in this process",
+        ) from error
+
+
+@contextmanager
+def _quiet_children() -> Iterator[None]:
+    """Takes back DataLoader's signal handler, which raises a worker's death anywhere in the consumer's code.
+
+    Without it the death is raised where the next batch is asked for, some seconds later.
+    """
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    yield
+    if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _context() -> str:
+    """Forking needs no pickling, so datasets may hold functions and open files."""
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,421 @@
+"""Exported models: numbered versions in a folder, written whole or not at all, and a loader that runs no foreign code.
+
+A version folder holds `weights.safetensors`, `program.json`, `signature.json` and `manifest.json`, nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec
+from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
+from .program import build, trace, user_line
+from .tensors import read_tensors, require_storable, write_tensors
+
+FORMAT = 1
+WEIGHTS, PROGRAM, SIGNATURE, MANIFEST = (
+    "weights.safetensors",
+    "program.json",
+    "signature.json",
+    "manifest.json",
+)
+FILES = (WEIGHTS, PROGRAM, SIGNATURE)
+VERSION = re.compile(r"[1-9][0-9]{0,8}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+JSON_CAP = 256 << 20
+"""Bytes of a JSON file; a program of 100,000 operators has 20 MB."""
+WEIGHTS_CAP = 1 << 40
+DEPTH_CAP = 40
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+Predict = Callable[..., Any]
+
+
+class Archive(Predictor):
+    """An exported model, ready to answer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        signature: Signature,
+        version: int,
+        meta: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self.signature, self.version, self.meta, self.device = signature, version, meta, device
+        self.module = module
+        """The network as a torch.fx module of the inputs in their order; it can be compiled."""
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Answers checked inputs with named outputs, on the archive's device."""
+        with torch.inference_mode():
+            answers = self.module(*(inputs[name].to(self.device) for name in self.signature.inputs))
+        return dict(zip(self.signature.outputs, answers, strict=True))
+
+
+def export(
+    model: nn.Module,
+    predict: Predict,
+    inputs: dict[str, Tensor],
+    path: Path,
+    *,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Writes `predict(model, *inputs)` as the next version under `path` and returns the version's folder.
+
+    `inputs` are examples by name; their dimension 0 is the batch, which stays free.
+    """
+    device = next(
+        (tensor.device for tensor in model.state_dict().values() if isinstance(tensor, Tensor)), None
+    )
+    examples = _examples(inputs, device or torch.device("cpu"))
+    with _evaluating(model):
+        network = _Network(model, predict, tuple(examples.values()))
+        traced = trace(network, tuple(examples.values()))
+        weights = _dense(traced.weights)
+        signature = _signature(examples, network.names, traced.shapes)
+        program = _json(traced.program)
+        _require_same_answers(network, program, weights, examples)
+    described = {"format": FORMAT, "signature": signature.to_dict(), "extra": extra or {}}
+    return _publish(Path(path), weights, {PROGRAM: program, SIGNATURE: _json(described)})
+
+
+def load(path: Path, device: str = "cpu") -> Archive:
+    """Reads a version folder, or the newest version of a model folder, and refuses what could execute code."""
+    folder, place = _version_folder(Path(path)), torch.device(device)
+    _require_plain_folder(folder)
+    files = _checked(folder)
+    described, program = _parsed(SIGNATURE, files[SIGNATURE]), _parsed(PROGRAM, files[PROGRAM])
+    signature = _read_signature(described)
+    weights = {name: tensor.to(place) for name, tensor in _read_weights(folder / WEIGHTS).items()}
+    module = build(program, weights, place)
+    meta = {"torch": str(program["torch"]), **described["extra"]}
+    return Archive(module, signature, int(folder.name) if VERSION.fullmatch(folder.name) else 0, meta, place)
+
+
+def versions(path: Path) -> list[int]:
+    """The versions under a model folder, ascending; other files, links and half-made folders are passed over."""
+    if not Path(path).is_dir():
+        return []
+    return sorted(
+        int(entry.name)
+        for entry in Path(path).iterdir()
+        if _is_version(entry) and (entry / MANIFEST).is_file()
+    )
+
+
+class _Network(nn.Module):
+    """A model and its predict function as one network of tensors to a tuple of tensors."""
+
+    def __init__(self, model: nn.Module, predict: Predict, examples: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.model, self.predict = model, predict
+        try:
+            with torch.no_grad():
+                answer = predict(model, *examples)
+        except Exception as error:
+            raise ArchiveError(
+                "predict(model, *inputs) must work on the examples",
+                got=f"{type(error).__name__} at {user_line(error)} ({str(error)[:200]})",
+                remedy="pass examples as the model takes them",
+            ) from error
+        self.names = _output_names(answer)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        answer = self.predict(self.model, *tensors)
+        return (answer,) if isinstance(answer, Tensor) else tuple(answer[name] for name in self.names)
+
+
+def _output_names(answer: object) -> list[str]:
+    if isinstance(answer, Tensor):
+        return ["output"]
+    if (
+        not isinstance(answer, Mapping)
+        or not answer
+        or not all(isinstance(v, Tensor) for v in answer.values())
+    ):
+        raise ArchiveError(
+            "predict must return a tensor or a dict of tensors",
+            got=type(answer).__name__,
+            remedy='return {"name": tensor, ...}',
+        )
+    for name in answer:
+        _require_name(name)
+    return list(answer)
+
+
+def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Examples on the model's device with at least two rows, since torch.export treats 1 as a fixed size."""
+    sizes = {}
+    for name, tensor in inputs.items():
+        _require_name(name)
+        if not isinstance(tensor, Tensor) or tensor.dim() < 1 or tensor.shape[0] < 1:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArchiveError(
+                f"the example {name!r} must be a tensor with rows", got=shape, remedy="pass a batch"
+            )
+        sizes[name] = tensor.shape[0]
+    if len(set(sizes.values())) != 1:
+        raise ArchiveError(
+            "the examples must have the same number of rows", got=sizes, remedy="pass one batch"
+        )
+    return {name: _two_rows(tensor.detach().to(device)) for name, tensor in inputs.items()}
+
+
+def _two_rows(tensor: Tensor) -> Tensor:
+    return tensor if len(tensor) > 1 else torch.cat([tensor, tensor])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _dense(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with _as_archive_errors():
+        return {
+            name: require_storable(name, tensor).detach().cpu().contiguous().clone()
+            for name, tensor in weights.items()
+        }
+
+
+def _signature(
+    examples: Mapping[str, Tensor], names: list[str], shapes: list[tuple[str, tuple[int | None, ...]]]
+) -> Signature:
+    inputs = {
+        name: TensorSpec(str(tensor.dtype).removeprefix("torch."), (None, *tensor.shape[1:]))
+        for name, tensor in examples.items()
+    }
+    outputs = {name: TensorSpec(*shape) for name, shape in zip(names, shapes, strict=True)}
+    return Signature(inputs, outputs)
+
+
+def _require_same_answers(
+    network: _Network, program: bytes, weights: Mapping[str, Tensor], examples: Mapping[str, Tensor]
+) -> None:
+    """What was written must answer as the model does, for the example's batch and for others."""
+    device = next(iter(examples.values())).device
+    before = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
+    module = build(_parsed(PROGRAM, program), before, device)
+    for rows in (None, 1, -1):
+        batch = tuple(_with_rows(tensor, rows) for tensor in examples.values())
+        with torch.no_grad():
+            wanted, found = network(*batch), module(*(tensor.clone() for tensor in batch))
+        for name, want, have in zip(network.names, wanted, found, strict=True):
+            _require_close(name, len(batch[0]), want, have)
+    for name, tensor in before.items():
+        if not torch.equal(tensor.cpu().view(-1).view(torch.uint8), weights[name].view(-1).view(torch.uint8)):
+            raise ArchiveError("a prediction leaves the model as it is", got=f"a change of {name!r}")
+
+
+def _with_rows(tensor: Tensor, rows: int | None) -> Tensor:
+    """The example itself, its first row alone, or one row more."""
+    if rows is None:
+        return tensor
+    return tensor[:1] if rows == 1 else torch.cat([tensor, tensor[:1]])
+
+
+def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
+    if want.shape == have.shape and want.dtype == have.dtype:
+        bound = TOLERANCE.get(want.dtype, 0.0)
+        if torch.allclose(have.cpu(), want.cpu(), rtol=bound, atol=bound, equal_nan=True):
+            return
+        got = f"another for {rows} rows in {name!r}"
+    else:
+        got = f"{tuple(have.shape)} instead of {tuple(want.shape)} for {rows} rows in {name!r}"
+    raise ArchiveError(
+        "the exported program must answer as the model does",
+        got=got,
+        remedy="take randomness out of predict, and take sizes from the inputs' shapes",
+    )
+
+
+def _publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
+    """Writes a version aside and moves it to the next free number."""
+    disk = Disk()
+    path.mkdir(parents=True, exist_ok=True)
+    remove_stale(disk, path)
+    temporary = path / temporary_name()
+    try:
+        _write(disk, temporary, weights, texts)
+        target = _place(disk, temporary, path)
+    except BaseException:
+        disk.discard(temporary)
+        raise
+    disk.fsync(path)
+    return target
+
+
+def _write(disk: Disk, folder: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> None:
+    disk.make_folder(folder)
+    files: dict[str, Digest] = {WEIGHTS: write_tensors(disk, folder / WEIGHTS, weights)}
+    for name, text in texts.items():
+        files[name] = disk.write(folder / name, [text])
+    listed = {name: digest.to_dict() for name, digest in files.items()}
+    disk.write(folder / MANIFEST, [_json({"format": FORMAT, "files": listed})])
+    for name in (*files, MANIFEST):
+        disk.fsync(folder / name)
+    disk.fsync(folder)
+
+
+def _place(disk: Disk, temporary: Path, path: Path) -> Path:
+    """Renaming onto a full folder fails, so of two exports that choose one number the later takes the next."""
+    while True:
+        taken = [int(entry.name) for entry in path.iterdir() if VERSION.fullmatch(entry.name)]
+        target = path / str(max(taken, default=0) + 1)
+        try:
+            disk.rename(temporary, target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        else:
+            return target
+
+
+def _is_version(entry: Path) -> bool:
+    return bool(VERSION.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
+
+
+def _version_folder(path: Path) -> Path:
+    if (path / MANIFEST).exists():
+        return path
+    found = versions(path)
+    if not found:
+        raise ArchiveError(
+            "a model folder holds numbered versions",
+            got=f"none in {path.name!r}",
+            remedy="export a model there first",
+        )
+    return path / str(found[-1])
+
+
+def _require_plain_folder(folder: Path) -> None:
+    """Four plain files and nothing beside them: no links, no pickles, no libraries."""
+    if folder.is_symlink():
+        raise _unsafe("a link as its folder")
+    names = {entry.name for entry in folder.iterdir()}
+    if odd := sorted(names - {*FILES, MANIFEST}):
+        raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
+    if missing := sorted({*FILES, MANIFEST} - names):
+        raise ArchiveError(
+            "an exported model has four files", got=f"no {', '.join(missing)}", remedy="copy it again"
+        )
+    for name in names:
+        entry = folder / name
+        if entry.is_symlink() or not entry.is_file():
+            raise _unsafe(f"{name}, which is no plain file")
+        cap = WEIGHTS_CAP if name == WEIGHTS else JSON_CAP
+        if entry.stat().st_size > cap:
+            raise _unsafe(f"{name} of more than {cap} bytes")
+
+
+def _checked(folder: Path) -> dict[str, bytes]:
+    """The JSON files, after every file's digest was checked."""
+    manifest = _parsed(MANIFEST, (folder / MANIFEST).read_bytes())
+    files = manifest.get("files")
+    if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
+        raise _unsafe("a manifest that lists other files")
+    texts = {name: (folder / name).read_bytes() for name in (PROGRAM, SIGNATURE)}
+    for name, said in files.items():
+        if digest_of(folder / name).to_dict() != said:
+            raise ArchiveError(
+                "every file must have the digest of the manifest",
+                got=f"another in {name}",
+                remedy="copy it again",
+            )
+    return texts
+
+
+def _parsed(name: str, text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArchiveError(f"{name} must be JSON", got=str(error)[:200], remedy="copy it again") from error
+    if not isinstance(value, dict):
+        raise ArchiveError(f"{name} must hold an object", got=type(value).__name__)
+    _require_shallow(name, value)
+    return value
+
+
+def _require_shallow(name: str, value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > DEPTH_CAP:
+            raise _unsafe(f"{name} nested more than {DEPTH_CAP} deep")
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+
+
+def _read_signature(described: Mapping[str, Any]) -> Signature:
+    try:
+        if set(described) != {"format", "signature", "extra"} or described["format"] != FORMAT:
+            raise ValueError("fields")
+        dict(described["extra"])
+        signature = Signature.from_dict(described["signature"])
+        for name, spec in (*signature.inputs.items(), *signature.outputs.items()):
+            _require_name(name)
+            _require_spec(spec)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArchiveError(f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200]) from error
+    return signature
+
+
+def _require_spec(spec: TensorSpec) -> None:
+    if not isinstance(getattr(torch, str(spec.dtype), None), torch.dtype):
+        raise ValueError(f"dtype {spec.dtype!r}")
+    if not all(size is None or (type(size) is int and size >= 0) for size in spec.shape):
+        raise ValueError(f"shape {spec.shape!r}")
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    with _as_archive_errors():
+        # Own memory: a file that is mapped and then overwritten would end the process.
+        return {name: tensor.clone() for name, tensor in read_tensors(path).items()}
+
+
+@contextmanager
+def _as_archive_errors() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise ArchiveError(error.rule, got=error.got, remedy=error.remedy) from error
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ArchiveError(
+            "names are made of letters, digits, dots, dashes and underscores, at most 64 of them",
+            got=repr(name)[:100],
+            remedy="rename it",
+        )
+
+
+def _json(value: object) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise ArchiveError("extra is made of JSON's types", got=str(error), remedy="convert it") from error
+
+
+def _unsafe(what: str) -> ArchiveError:
+    return ArchiveError(
+        f"an exported model is {', '.join(FILES)} and {MANIFEST}",
+        got=what,
+        remedy="load only what export wrote",
+    )

@@ -1,0 +1,413 @@
+"""A folder of checkpoints: written in the background, whole or not at all, checked by digest when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core import CheckpointError
+from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
+from .snapshot import Snapshot
+from .tensors import read_tensors, write_tensors
+
+FORMAT = 1
+MARKER = "COMMITTED"
+MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
+FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on, in memory."""
+
+    step: int
+    model: dict[str, Tensor]
+    """Parameters and buffers by the plain module's names."""
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Optimizer key to what `optimizer_state` gives."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """JSON-able: the feed's cursor, schedule, epoch, best, metrics, spec."""
+    random: dict[str, Tensor] = field(default_factory=dict)
+    """Generator states, such as "rank0.cpu"."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A checkpoint as it was when `save` was called, ready to be written."""
+
+    step: int
+    score: float | None
+    tensors: dict[str, dict[str, Tensor]]
+    text: bytes
+
+
+@dataclass(frozen=True, order=True)
+class _Folder:
+    """A committed or half-made checkpoint on disk; a step that is saved again gets the next generation."""
+
+    step: int
+    generation: int
+    path: Path
+
+    @property
+    def committed(self) -> bool:
+        return (self.path / MARKER).is_file()
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"a checkpoint could not be written: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _notice(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+class CheckpointStore:
+    """Checkpoints under one root: one writer, any number of readers.
+
+    `save` copies and returns; a thread writes. An error of that thread never stops the caller: it goes to
+    `on_error` in the caller's next `save`, `wait` or `close`, and the last good checkpoint stays.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int = 2,
+        on_error: Callable[[Exception], None] = _warn,
+        on_notice: Callable[[str], None] = _notice,
+        disk: Disk | None = None,
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError("keep must be at least 1", got=keep, remedy="pass keep=2")
+        self.root, self.keep = Path(root), keep
+        self.blocked_seconds = 0.0
+        """Time that `save` held up its caller."""
+        self.written_seconds = 0.0
+        """Time that the background thread took."""
+        self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
+        self._snapshots = {MODEL: Snapshot(), OPTIMIZER: Snapshot(), RANDOM: Snapshot()}
+        self._thread: threading.Thread | None = None
+        self._errors: list[Exception] = []
+        remove_stale(self._disk, self.root)
+
+    def save(self, checkpoint: Checkpoint, *, score: float | None = None) -> None:
+        """Copies a checkpoint now and writes it in the background; the lowest score is the best."""
+        began = time.perf_counter()
+        self.wait()
+        copy = self._copy(checkpoint, score)
+        self._thread = threading.Thread(target=self._write_safely, args=(copy,), name="checkpoint-writer")
+        self._thread.start()
+        self.blocked_seconds += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        errors, self._errors = self._errors, []
+        for error in errors:
+            self._on_error(error)
+
+    def close(self) -> None:
+        """Finishes writing and gives the memory of the copies back."""
+        self.wait()
+        for snapshot in self._snapshots.values():
+            snapshot.clear()
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps that have a committed checkpoint, ascending."""
+        return sorted({folder.step for folder in self._committed()})
+
+    def best(self) -> int | None:
+        """The step of the committed checkpoint with the lowest score."""
+        folder = _best(self._committed())
+        return None if folder is None else folder.step
+
+    def load(self, step: int | None = None) -> Checkpoint:
+        """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
+        folders = [f for f in reversed(self._committed()) if step is None or f.step == step]
+        bad: list[str] = []
+        for folder in folders:
+            try:
+                found = _read(folder)
+            except CheckpointError as error:
+                bad.append(f"{folder.path.name}: {error}")
+                continue
+            for text in bad:
+                self._on_notice(
+                    f"passed over a corrupt checkpoint and took {folder.path.name} instead; {text}"
+                )
+            return found
+        raise self._nothing(step, bad)
+
+    def _nothing(self, step: int | None, bad: list[str]) -> CheckpointError:
+        which = "a whole checkpoint" if step is None else f"a whole checkpoint of step {step}"
+        steps = ", ".join(map(str, self.steps()))
+        found = "; ".join(bad) if bad else f"steps {steps}" if steps else describe(self.root)
+        return CheckpointError(
+            f"{self.root} must hold {which}", got=found, remedy="pass another folder or step, or start anew"
+        )
+
+    def _folders(self) -> list[_Folder]:
+        if not self.root.is_dir():
+            return []
+        matches = ((FOLDER.fullmatch(path.name), path) for path in self.root.iterdir())
+        return sorted(
+            _Folder(int(match[1]), int(match[2] or 0), path)
+            for match, path in matches
+            if match and path.is_dir() and not path.is_symlink()
+        )
+
+    def _committed(self) -> list[_Folder]:
+        return [folder for folder in self._folders() if folder.committed]
+
+    def _copy(self, checkpoint: Checkpoint, score: float | None) -> _Copy:
+        step = checkpoint.step
+        if not isinstance(step, int) or not 0 <= step < 10**18:
+            raise CheckpointError(
+                "a step is a whole number from 0", got=repr(step), remedy="pass such a step"
+            )
+        slots, plain = _parted(checkpoint.optimizers)
+        tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
+        return _Copy(
+            step=step,
+            score=None if score is None or math.isnan(score) else float(score),
+            tensors={name: self._snapshots[name].take(part) for name, part in tensors.items()},
+            text=_json({"format": FORMAT, "step": step, "state": checkpoint.state, "optimizers": plain}),
+        )
+
+    def _write_safely(self, copy: _Copy) -> None:
+        began = time.perf_counter()
+        temporary = self.root / temporary_name()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            folder = self._target(copy.step)
+            try:
+                self._write(copy, temporary, folder.path)
+            except Exception:
+                self._disk.discard(temporary)
+                self._disk.discard(folder.path)
+                raise
+            self._prune(folder)
+        except Exception as error:
+            self._errors.append(error)
+        self.written_seconds += time.perf_counter() - began
+
+    def _target(self, step: int) -> _Folder:
+        """Where a step goes; what is there already stays until the new one is committed."""
+        taken = [folder.generation for folder in self._folders() if folder.step == step]
+        generation = max(taken, default=-1) + 1
+        name = f"step-{step:09d}" + (f".{generation}" if generation else "")
+        return _Folder(step, generation, self.root / name)
+
+    def _write(self, copy: _Copy, temporary: Path, target: Path) -> None:
+        disk = self._disk
+        disk.make_folder(temporary)
+        files = {name: write_tensors(disk, temporary / name, part) for name, part in copy.tensors.items()}
+        files[STATE] = disk.write(temporary / STATE, [copy.text])
+        listed = {name: digest.to_dict() for name, digest in files.items()}
+        manifest = {"format": FORMAT, "step": copy.step, "score": copy.score, "files": listed}
+        digest = disk.write(temporary / MANIFEST, [_json(manifest)])
+        for name in (*files, MANIFEST):
+            disk.fsync(temporary / name)
+        disk.fsync(temporary)
+        disk.rename(temporary, target)
+        disk.fsync(self.root)
+        self._commit(target, digest)
+
+    def _commit(self, target: Path, manifest: Digest) -> None:
+        """The marker comes last: a folder that has it was on disk whole before it appeared."""
+        waiting = target / f".{MARKER}"
+        self._disk.write(waiting, [_marker(manifest.sha256)])
+        self._disk.fsync(waiting)
+        self._disk.rename(waiting, target / MARKER)
+        self._disk.fsync(target)
+        self._disk.fsync(self.root)
+
+    def _prune(self, written: _Folder) -> None:
+        """Removes all but the newest, the best, and what was just written."""
+        committed = self._committed()
+        newest: dict[int, _Folder] = {folder.step: folder for folder in committed}
+        kept = {*sorted(newest.values())[-self.keep :], written}
+        if (best := _best(list(newest.values()))) is not None:
+            kept.add(best)
+        for folder in self._folders():
+            if folder not in kept:
+                self._remove(folder)
+
+    def _remove(self, folder: _Folder) -> None:
+        """The marker goes first, so that a crash in between leaves no part that looks whole."""
+        if folder.committed:
+            self._disk.remove(folder.path / MARKER)
+            self._disk.fsync(folder.path)
+        self._disk.remove_folder(folder.path)
+
+
+def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raises unless the checkpoint holds exactly the tensors of this model."""
+    have = checkpoint.model
+    want = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    missing = [name for name in want if name not in have]
+    unexpected = [name for name in have if name not in want]
+    shapes = [
+        f"{name} is {tuple(have[name].shape)} and should be {tuple(tensor.shape)}"
+        for name, tensor in want.items()
+        if name in have and have[name].shape != tensor.shape
+    ]
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    if texts := [f"{len(names)} {kind} ({_first(names)})" for kind, names in found.items() if names]:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} must hold the tensors of {type(model).__name__}",
+            got=", ".join(texts),
+            remedy="load it into the model that it was saved from, or start anew in another folder",
+        )
+
+
+def describe(root: Path) -> str:
+    """What a folder holds that is not ours, in words."""
+    if not root.exists():
+        return "no such folder"
+    if not root.is_dir():
+        return f"a file, {root.name}"
+    names = sorted(path.name for path in root.iterdir() if not path.name.startswith(".tmp-"))
+    if ".metadata" in names:
+        return "a torch.distributed.checkpoint folder (.metadata, a pickle that is not read)"
+    pickles = [name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".pkl"))]
+    if pickles:
+        return f"pickled files ({_first(pickles)}), which are not read"
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return "a Hugging Face model folder"
+    if "program.json" in names or any(name.isdecimal() for name in names):
+        return "exported models, which hold no optimizer"
+    half = [name for name in names if FOLDER.fullmatch(name)]
+    if half:
+        return f"checkpoints that were never finished ({_first(half)})"
+    return f"other files ({_first(names)})" if names else "an empty folder"
+
+
+def _read(folder: _Folder) -> Checkpoint:
+    """A checkpoint whose every byte was checked."""
+    try:
+        manifest = _manifest(folder.path)
+        for name, said in manifest["files"].items():
+            if digest_of(folder.path / name).to_dict() != said:
+                raise CheckpointError(
+                    "every file must have the digest of the manifest", got=f"another in {name}"
+                )
+        return _assembled(folder.path, _object(folder.path / STATE))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError("a checkpoint must be whole", got=f"{type(error).__name__}: {error}") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    text = (path / MANIFEST).read_bytes()
+    if (path / MARKER).read_bytes() != _marker(hashlib.sha256(text).hexdigest()):
+        raise CheckpointError("the manifest must have the digest of the marker", got="another")
+    manifest = json.loads(text)
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"a checkpoint has format {FORMAT}",
+            got=manifest["format"],
+            remedy="read it with the version that wrote it",
+        )
+    if set(manifest["files"]) != {MODEL, OPTIMIZER, RANDOM, STATE}:
+        raise CheckpointError("a manifest lists the four files", got=", ".join(manifest["files"]))
+    return dict(manifest)
+
+
+def _assembled(path: Path, text: dict[str, Any]) -> Checkpoint:
+    optimizers: dict[str, dict[str, Any]] = text["optimizers"]
+    for key, tensor in read_tensors(path / OPTIMIZER).items():
+        optimizer, _, tail = key.partition("/")
+        parameter, _, slot = tail.rpartition("/")
+        optimizers[optimizer]["state"][parameter][slot] = tensor
+    return Checkpoint(
+        step=text["step"],
+        model=read_tensors(path / MODEL),
+        optimizers=optimizers,
+        state=text["state"],
+        random=read_tensors(path / RANDOM),
+    )
+
+
+def _parted(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of optimizers under flat keys, and the rest as JSON."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for key, data in optimizers.items():
+        state: dict[str, dict[str, Any]] = {}
+        for parameter, slot, value in _slots(data["state"], state):
+            if "/" in key or "/" in slot:
+                raise CheckpointError("keys of optimizers and slots have no slash", got=f"{key!r}, {slot!r}")
+            if isinstance(value, Tensor):
+                tensors[f"{key}/{parameter}/{slot}"] = value
+            else:
+                state[parameter][slot] = value
+        plain[key] = {"state": state, "groups": data["groups"]}
+    return tensors, plain
+
+
+def _slots(
+    state: Mapping[str, Mapping[str, Any]], seen: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, Any]]:
+    for parameter, slots in state.items():
+        seen[parameter] = {}
+        for slot, value in slots.items():
+            yield parameter, slot, value
+
+
+def _best(folders: list[_Folder]) -> _Folder | None:
+    scored = [(score, folder) for folder in folders if (score := _score(folder)) is not None]
+    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
+def _score(folder: _Folder) -> float | None:
+    try:
+        score = _object(folder.path / MANIFEST)["score"]
+        return None if score is None else float(score)
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_bytes()))
+
+
+def _json(value: object) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            "the state of a checkpoint is made of JSON's types",
+            got=str(error),
+            remedy="convert it to numbers and texts",
+        ) from error
+
+
+def _marker(sha256: str) -> bytes:
+    return f"{sha256}\n".encode()
+
+
+def _first(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

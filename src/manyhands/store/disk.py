@@ -1,0 +1,152 @@
+"""The few operations on a file system that the store is made of, each a method that a test can break."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK = 4 << 20
+"""Bytes per call: large enough that writing and hashing run outside the interpreter's lock."""
+TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A file's size and SHA-256."""
+
+    size: int
+    sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {"size": self.size, "sha256": self.sha256}
+
+
+class Disk:
+    """Every step that changes a disk; subclasses inject crashes and errors."""
+
+    def make_folder(self, path: Path) -> None:
+        """A new folder."""
+        path.mkdir()
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
+        """A new file of these parts, with its digest; not yet safe against a power cut."""
+        digest, size = hashlib.sha256(), 0
+        with path.open("xb", buffering=0) as file:
+            for piece in pieces(parts):
+                digest.update(piece)
+                size += len(piece)
+                self.put(file.fileno(), piece)
+        return Digest(size, digest.hexdigest())
+
+    def put(self, file: int, piece: memoryview) -> None:
+        """Appends one piece to an open file."""
+        while piece:
+            piece = piece[os.write(file, piece) :]
+
+    def fsync(self, path: Path) -> None:
+        """Waits until a file or a folder is safe against a power cut."""
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Moves a file (over another one) or a folder (never over a full one)."""
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file or a link, never what a link points to."""
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        """Removes a folder with all that is in it."""
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                self.remove_folder(entry)
+            else:
+                self.remove(entry)
+        self.remove_empty(path)
+
+    def remove_empty(self, path: Path) -> None:
+        """Removes an empty folder."""
+        path.rmdir()
+
+    def discard(self, path: Path) -> None:
+        """Removes a folder or file if it is there and can be removed; a leftover is no reason to fail."""
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                self.remove_folder(path)
+            else:
+                self.remove(path)
+
+
+def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes, in pieces of at most `CHUNK`."""
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]
+
+
+def digest_of(path: Path) -> Digest:
+    """The digest of a file as it is on disk."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+            size += len(piece)
+    return Digest(size, digest.hexdigest())
+
+
+def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) -> Digest:
+    """Writes a file so that readers see the old one or the new one, never a part."""
+    temporary = path.parent / temporary_name()
+    try:
+        digest = disk.write(temporary, parts)
+        disk.fsync(temporary)
+        disk.rename(temporary, path)
+    except Exception:
+        disk.discard(temporary)
+        raise
+    disk.fsync(path.parent)
+    return digest
+
+
+def temporary_name() -> str:
+    """A hidden name that says whose it is, so that others can tell when its writer is dead."""
+    return f"{TEMPORARY}{_host()}.{os.getpid()}.{uuid.uuid4().hex[:12]}"
+
+
+def remove_stale(disk: Disk, root: Path) -> list[str]:
+    """Removes temporaries whose writer, a process of this host, is gone; returns their names."""
+    stale = [entry for entry in root.glob(f"{TEMPORARY}*") if _writer_is_dead(entry.name)]
+    for entry in stale:
+        disk.discard(entry)
+    return [entry.name for entry in stale]
+
+
+def _writer_is_dead(name: str) -> bool:
+    host, _, tail = name.removeprefix(TEMPORARY).partition(".")
+    pid = tail.partition(".")[0]
+    if host != _host() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _host() -> str:
+    return "".join(c for c in socket.gethostname() if c.isalnum() or c == "-") or "host"

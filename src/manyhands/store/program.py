@@ -1,0 +1,470 @@
+"""A traced network as plain JSON and back: the only file that touches torch.export's graphs.
+
+Why not torch's own serialised form: it is a private schema that changes with each release, reading it turns texts
+into code (sympy's `sympify` on every size, guards), and saving it pickles the example inputs. What inference needs
+of a traced graph is little: operators, their arguments and which value goes where. Sizes are values of the graph
+themselves, so no expression is ever stored or parsed. Tracing and rebuilding use torch's public `torch.export` and
+`torch.fx`; of its private parts only the operators' schemas are read (see `operators`).
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..core import ArchiveError
+from . import operators
+
+FORMAT = 1
+MAX_NODES = 500_000
+MAX_NESTING = 16
+SINGLETONS = ("dtype", "layout", "memory_format")
+"""torch's named constants that an argument may be."""
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A network as data: the program, and the tensors that it names."""
+
+    program: dict[str, Json]
+    weights: dict[str, Tensor]
+    shapes: list[tuple[str, tuple[int | None, ...]]]
+    """dtype and shape of every output; None where the size follows the batch."""
+
+
+def trace(network: nn.Module, examples: tuple[Tensor, ...]) -> Traced:
+    """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs."""
+    exported = _exported(network, examples)
+    _require_pure(exported)
+    return _Encoder(exported).traced()
+
+
+def build(program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """The network that a program describes; raises on anything that is not plain tensor arithmetic."""
+    try:
+        return _Builder(program, weights, device).module()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, ArchiveError):
+            raise
+        raise _malformed(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def user_line(error: BaseException) -> str:
+    """The last line of a traceback that is neither torch's nor ours."""
+    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    seen: BaseException | None = error
+    found = ""
+    while seen is not None:
+        for frame in traceback.extract_tb(seen.__traceback__):
+            if not frame.filename.startswith((ours, torchs, "<")):
+                found = f"{Path(frame.filename).name}:{frame.lineno}: {(frame.line or '').strip()}"
+        seen = seen.__cause__ or seen.__context__
+    return found or "a line that torch does not name"
+
+
+def _exported(network: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    batch = Dim("batch")
+    try:
+        with torch.no_grad():
+            shapes = (tuple({0: batch} for _ in examples),)
+            return torch.export.export(network, examples, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        # torch raises many kinds here, and errors of the network itself come through unchanged.
+        raise _untraceable(error) from error
+
+
+def _untraceable(error: Exception) -> ArchiveError:
+    text = str(error)
+    if any(sign in text for sign in ("Constraints violated", "Suggested fixes", "specializ")):
+        return ArchiveError(
+            "the network must take any batch size",
+            got=f"one that fixes it or restricts it: {_brief(text)}",
+            remedy="take the batch size from an input's shape[0], not from a number",
+        )
+    return ArchiveError(
+        "the network and its predict function must be traceable by torch.export",
+        got=f"{type(error).__name__} at {user_line(error)} ({_brief(text)})",
+        remedy="keep values inside tensors there: no .item(), no branches on values, no data-sized shapes",
+    )
+
+
+def _brief(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:3])[:300]
+
+
+def _require_pure(exported: ExportedProgram) -> None:
+    signature = exported.graph_signature
+    changed = [
+        spec.target or spec.arg.name for spec in signature.output_specs if spec.kind != OutputKind.USER_OUTPUT
+    ]
+    if changed:
+        raise ArchiveError(
+            "a prediction leaves the model as it is", got=f"changes of {', '.join(map(str, changed[:5]))}"
+        )
+
+
+class _Encoder:
+    """Turns the graph of an exported program into JSON."""
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        self.exported = exported
+        self.graphs: list[dict[str, Json]] = []
+        self.weights: dict[str, Tensor] = {}
+        self._keys: dict[Any, str] = {}
+
+    def traced(self) -> Traced:
+        inputs = self._inputs()
+        self._graph(self.exported.graph_module, inputs)
+        program = {"format": FORMAT, "torch": str(torch.__version__), "graphs": self.graphs}
+        return Traced(program, self.weights, self._shapes())
+
+    def _inputs(self) -> list[Json]:
+        found: list[Json] = []
+        for spec in self.exported.graph_signature.input_specs:
+            if spec.kind == InputKind.USER_INPUT:
+                found.append({"input": sum("input" in one for one in found)})
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                found.append({"weight": self._weight(str(spec.target))})
+            else:
+                raise ArchiveError("a network is made of tensors", got=f"{spec.kind.name} {spec.target}")
+        return found
+
+    def _weight(self, target: str) -> str:
+        held: Mapping[str, Any] = {**self.exported.constants, **self.exported.state_dict}
+        tensor = held[target]
+        if not isinstance(tensor, Tensor):
+            raise ArchiveError("constants of a network are tensors", got=f"{target}: {type(tensor).__name__}")
+        # Tied weights are one tensor under two names, and stay one.
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else target
+        if same not in self._keys:
+            key = target.removeprefix("model.")
+            self._keys[same] = target if key in self.weights else key
+            self.weights[self._keys[same]] = tensor.detach()
+        return self._keys[same]
+
+    def _graph(self, module: fx.GraphModule, inputs: list[Json] | None) -> int:
+        """Appends a graph and those inside it; returns its number."""
+        number = len(self.graphs)
+        graph: dict[str, Json] = {}
+        self.graphs.append(graph)
+        places: dict[fx.Node, int] = {}
+        nodes: list[Json] = []
+        outputs: Json = None
+        nested: dict[fx.Node, fx.GraphModule] = {}
+        for node in module.graph.nodes:
+            if node.op == "output":
+                outputs = self._value(node.args[0], places)
+            elif node.op == "get_attr":
+                nested[node] = _submodule(module, node)
+            else:
+                if node.op != "placeholder":
+                    if _is_check(node):
+                        continue
+                    nodes.append(self._node(node, places, nested))
+                places[node] = len(places)
+        count = len(places) - len(nodes)
+        graph.update(inputs=inputs if inputs is not None else count, nodes=nodes, outputs=outputs)
+        return number
+
+    def _node(self, node: fx.Node, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
+        region = REGIONS.get(str(node.target))
+        if region is not None:
+            return region(self, node.args, places, nested)
+        made: dict[str, Json] = {"op": operators.name_of(node.target), "args": self._value(node.args, places)}
+        if node.kwargs:
+            made["kwargs"] = {key: self._value(value, places) for key, value in node.kwargs.items()}
+        return made
+
+    def _value(self, value: Any, places: dict[fx.Node, int]) -> Json:
+        if isinstance(value, fx.Node):
+            return {"ref": places[value]}
+        if isinstance(value, list | tuple):
+            return [self._value(item, places) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, torch.device):
+            return {"device": value.type}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        for kind in SINGLETONS:
+            if isinstance(value, getattr(torch, kind)):
+                return {kind: str(value).removeprefix("torch.")}
+        raise ArchiveError(
+            "arguments in a program are numbers and tensors", got=f"{type(value).__name__} {value}"
+        )
+
+    def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
+        """A prediction never differentiates, so the region is just called."""
+        _, body, *operands = args
+        return {
+            "op": "region.call",
+            "graph": self._graph(nested[body], None),
+            "args": self._value(operands, places),
+        }
+
+    def _autocast(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
+        _, dtype, enabled, _, body, *operands = args
+        return {
+            "op": "region.autocast",
+            "dtype": self._value(dtype, places),
+            "enabled": bool(enabled),
+            "graph": self._graph(nested[body], None),
+            "args": self._value(operands, places),
+        }
+
+    def _branch(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
+        chosen, yes, no, operands = args
+        return {
+            "op": "region.branch",
+            "graphs": [self._graph(nested[yes], None), self._graph(nested[no], None)],
+            "args": self._value([chosen, *operands], places),
+        }
+
+    def _shapes(self) -> list[tuple[str, tuple[int | None, ...]]]:
+        (output,) = (node for node in self.exported.graph.nodes if node.op == "output")
+        found = []
+        for node in output.args[0]:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if not isinstance(value, Tensor):
+                raise ArchiveError("a prediction is made of tensors", got=str(node))
+            shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+            found.append((str(value.dtype).removeprefix("torch."), shape))
+        return found
+
+
+REGIONS: dict[str, Callable[..., Json]] = {
+    "wrap_with_set_grad_enabled": _Encoder._grad,
+    "wrap_with_autocast": _Encoder._autocast,
+    "cond": _Encoder._branch,
+}
+"""Higher-order operators that a program can hold, as regions of our own."""
+
+
+def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    found = getattr(module, str(node.target), None)
+    if not isinstance(found, fx.GraphModule):
+        raise ArchiveError("attributes in a program are graphs", got=f"{node.target}: {type(found).__name__}")
+    return found
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Checks of dtype and device hold for the traced device alone, and nothing uses them."""
+    return str(node.target) == "aten._assert_tensor_metadata.default" and not node.users
+
+
+class _Call(nn.Module):
+    """A region that is just called."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *operands: Any) -> Any:
+        return self.body(*operands)
+
+
+class _Autocast(_Call):
+    """A region with its own precision."""
+
+    def __init__(self, body: nn.Module, device: str, dtype: torch.dtype | None, enabled: bool) -> None:
+        super().__init__(body)
+        self.device, self.dtype, self.enabled = device, dtype, enabled
+
+    def forward(self, *operands: Any) -> Any:
+        with torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled):
+            return self.body(*operands)
+
+
+class _Branch(nn.Module):
+    """Two regions of which one is called."""
+
+    def __init__(self, yes: nn.Module, no: nn.Module) -> None:
+        super().__init__()
+        self.yes, self.no = yes, no
+
+    def forward(self, chosen: Any, *operands: Any) -> Any:
+        return (self.yes if bool(chosen) else self.no)(*operands)
+
+
+class _Builder:
+    """Makes modules of a program's graphs; every graph is used once, so that the whole is a tree."""
+
+    def __init__(
+        self, program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        if set(program) != {"format", "torch", "graphs"} or program["format"] != FORMAT:
+            raise _malformed(f"fields {', '.join(map(str, program))[:200]}")
+        self.graphs, self.weights, self.device = program["graphs"], weights, device
+        self._used: set[int] = set()
+        self._num_nodes = sum(len(graph["nodes"]) for graph in self.graphs)
+        if self._num_nodes > MAX_NODES:
+            raise _malformed(f"{self._num_nodes} nodes")
+
+    def module(self) -> nn.Module:
+        return self._module(0, 0)
+
+    def _module(self, number: Json, nesting: int) -> fx.GraphModule:
+        if type(number) is not int or number in self._used or not 0 <= number < len(self.graphs):
+            raise _malformed(f"graph {number!r} used twice or not there")
+        if nesting > MAX_NESTING:
+            raise _malformed(f"graphs nested more than {MAX_NESTING} deep")
+        self._used.add(number)
+        data = self.graphs[number]
+        _require_fields(data, {"inputs", "nodes", "outputs"})
+        root, graph = nn.Module(), fx.Graph()
+        values = self._placed(root, graph, data["inputs"], nested=nesting > 0)
+        for node in data["nodes"]:
+            values.append(self._call(root, graph, node, values, nesting))
+        graph.output(self._value(data["outputs"], values))
+        return fx.GraphModule(root, graph, class_name="Program")
+
+    def _placed(self, root: nn.Module, graph: fx.Graph, inputs: Json, nested: bool) -> list[fx.Node]:
+        """Placeholders and weights. Names are ours: torch.fx prints them into source."""
+        if nested:
+            return [graph.placeholder(f"x{i}") for i in range(_count(inputs))]
+        given = [one for one in inputs if "input" in one]
+        if [one["input"] for one in given] != list(range(len(given))):
+            raise _malformed("inputs out of order")
+        holders = iter([graph.placeholder(f"x{i}") for i in range(len(given))])
+        return [next(holders) if "input" in one else self._held(root, graph, one) for one in inputs]
+
+    def _held(self, root: nn.Module, graph: fx.Graph, place: Json) -> fx.Node:
+        _require_fields(place, {"weight"})
+        tensor = self.weights.get(place["weight"])
+        if tensor is None:
+            raise _malformed(f"no weight {str(place['weight'])[:80]!r}")
+        name = f"w{len(root._buffers)}"
+        root.register_buffer(name, tensor)
+        return graph.get_attr(name)
+
+    def _call(
+        self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int
+    ) -> fx.Node:
+        name = node["op"]
+        if not isinstance(name, str):
+            raise _malformed("an operator without a name")
+        if name.startswith("region."):
+            return self._region(root, graph, node, values, nesting)
+        _require_fields(node, {"op", "args"}, optional={"kwargs"})
+        function = operators.named(name)
+        args, kwargs = node["args"], node.get("kwargs", {})
+        _require_arguments(name, operators.arguments(function), args, kwargs)
+        return graph.call_function(
+            function,
+            tuple(self._value(arg, values) for arg in args),
+            {key: self._value(arg, values) for key, arg in kwargs.items()},
+        )
+
+    def _region(
+        self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int
+    ) -> fx.Node:
+        body: nn.Module
+        if node["op"] == "region.call":
+            _require_fields(node, {"op", "graph", "args"})
+            body = _Call(self._module(node["graph"], nesting + 1))
+        elif node["op"] == "region.autocast":
+            _require_fields(node, {"op", "graph", "args", "dtype", "enabled"})
+            dtype, inner = self._value(node["dtype"], values), self._module(node["graph"], nesting + 1)
+            body = _Autocast(inner, self.device.type, dtype, node["enabled"] is True)
+        elif node["op"] == "region.branch":
+            _require_fields(node, {"op", "graphs", "args"})
+            yes, no = (self._module(number, nesting + 1) for number in node["graphs"])
+            body = _Branch(yes, no)
+        else:
+            raise _malformed(f"region {node['op'][:80]!r}")
+        name = f"r{len(root._modules)}"
+        root.add_module(name, body)
+        return graph.call_module(name, tuple(self._value(arg, values) for arg in node["args"]))
+
+    def _value(self, value: Json, values: list[fx.Node]) -> Any:
+        if isinstance(value, list):
+            return [self._value(item, values) for item in value]
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise _malformed("a number beyond 64 bits")
+        if not isinstance(value, dict):
+            return value
+        ((kind, held),) = value.items()
+        if kind == "ref":
+            return values[_count(held)]
+        if kind == "device":
+            # A program runs where it is loaded, wherever it was traced.
+            return self.device
+        if kind == "float" and held in ("inf", "-inf", "nan"):
+            return float(held)
+        if kind == "complex":
+            real, imaginary = held
+            return complex(float(real), float(imaginary))
+        return _singleton(kind, held)
+
+
+def _singleton(kind: str, name: Json) -> Any:
+    found = getattr(torch, name, None) if kind in SINGLETONS and isinstance(name, str) else None
+    if found is None or not isinstance(found, getattr(torch, kind)):
+        raise _malformed(f"value {kind[:40]!r}: {str(name)[:80]!r}")
+    return found
+
+
+def _require_arguments(name: str, schema: list[tuple[str, bool]] | None, args: Json, kwargs: Json) -> None:
+    """Arguments must be the operator's own, and texts only where it takes one."""
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise _malformed(f"arguments of {name}")
+    if schema is None:
+        _require_scalars(name, args, kwargs)
+        return
+    if len(args) > len(schema):
+        raise _malformed(f"{len(args)} arguments of {name}")
+    texts = dict(schema)
+    pairs = [*zip((key for key, _ in schema), args, strict=False), *kwargs.items()]
+    for key, value in pairs:
+        # A keyword is printed into source by torch.fx, so it must be one that the operator has.
+        if key not in texts or keyword.iskeyword(key):
+            raise _malformed(f"argument {key[:80]!r} of {name}")
+        if not texts[key] and _has_text(value):
+            raise _malformed(f"a text as {key} of {name}")
+
+
+def _require_scalars(name: str, args: list[Json], kwargs: dict[str, Json]) -> None:
+    many = name == "torch.sym_sum" and len(args) == 1 and isinstance(args[0], list)
+    for value in args[0] if many else args:
+        if isinstance(value, list | str) or (isinstance(value, dict) and set(value) - {"ref", "float"}):
+            raise _malformed(f"an argument of {name} that is no number")
+    if kwargs:
+        raise _malformed(f"keywords of {name}")
+    if name == "operator.pow" and not (len(args) == 2 and type(args[1]) is int and 0 <= args[1] <= 8):
+        raise _malformed("a power beyond 8")
+
+
+def _has_text(value: Json) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value)))
+
+
+def _count(value: Json) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_NODES:
+        raise _malformed(f"{str(value)[:40]!r} where a count belongs")
+    return value
+
+
+def _require_fields(data: Json, wanted: set[str], optional: set[str] | None = None) -> None:
+    if not isinstance(data, dict) or not wanted <= set(data) <= wanted | (optional or set()):
+        raise _malformed(f"fields {', '.join(map(str, data))[:200]} instead of {', '.join(sorted(wanted))}")
+
+
+def _malformed(what: str) -> ArchiveError:
+    return ArchiveError(
+        "a program holds operators, numbers and references alone", got=what, remedy="export the model again"
+    )

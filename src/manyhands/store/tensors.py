@@ -1,0 +1,133 @@
+"""Tensors in safetensors files: a writer without copies, a guarded reader, and plain state dicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..core import CheckpointError
+from .disk import Digest, Disk, replace_file
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The format's own names of what it can hold."""
+
+HEADER_CAP = 100_000_000
+"""The format's own limit of a header, checked here because a reader refuses what is longer."""
+
+
+def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Digest:
+    """Writes contiguous CPU tensors as one safetensors file and returns its digest."""
+    return disk.write(path, encoded(tensors))
+
+
+def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: a header, then views of the tensors' own memory.
+
+    The library's writer copies every tensor while it holds the interpreter's lock, which stops the training
+    loop that runs beside it; these views are hashed and written without a copy and outside the lock.
+    """
+    # Wide elements first: then every tensor starts at a multiple of its element size, as readers expect.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, offset = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_CAP:
+        raise CheckpointError(f"a tensor file's header must be below {HEADER_CAP} bytes", got=len(text))
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel():
+            yield raw(tensors[name])
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """A tensor's memory as bytes."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def require_storable(name: str, tensor: object) -> Tensor:
+    """The tensor itself, or an error that says why a file cannot hold it."""
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name!r} must be a tensor", got=type(tensor).__name__, remedy="leave it out")
+    if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor" or tensor.is_meta:
+        kind = "on the meta device" if tensor.is_meta else f"{type(tensor).__name__} ({tensor.layout})"
+        raise CheckpointError(
+            f"{name!r} must be a dense tensor with values",
+            got=kind,
+            remedy="gather it or make it dense first",
+        )
+    if tensor.dtype not in DTYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise CheckpointError(f"{name!r} must be of {kinds}", got=tensor.dtype, remedy="convert it")
+    return tensor
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; nothing in it is executed."""
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} must be a whole safetensors file", got=str(error)) from error
+
+
+def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:
+    """Writes a plain state dict as one `.safetensors` file, whole or not at all."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            "a state dict is written as .safetensors",
+            got=path.name,
+            remedy=f"name it {path.stem}.safetensors",
+        )
+    plain = {name: require_storable(name, tensor) for name, tensor in model_state.items()}
+    dense = {name: tensor.detach().cpu().contiguous().resolve_neg() for name, tensor in plain.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(Disk(), path, encoded(dense))
+
+
+def load_state_dict(path: Path) -> dict[str, Tensor]:
+    """Reads a plain state dict from a `.safetensors` file; pickled files are refused."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError("a state dict is one .safetensors file", got=str(path), remedy="pass its path")
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+        raise CheckpointError(
+            "a state dict is read from .safetensors alone, because a pickle can execute code",
+            got=f"{path.name}, a pickle",
+            remedy="convert it with safetensors where you trust it",
+        )
+    # The file may be replaced while these tensors live, so they get memory of their own.
+    return {name: tensor.clone() for name, tensor in read_tensors(path).items()}

@@ -1,0 +1,104 @@
+"""Batch statistics over all replicas: BatchNorm that sees the global batch, on any device.
+
+torch's own SyncBatchNorm refuses CPU tensors; this one needs nothing but an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..cluster import World
+
+
+class BatchStats:
+    """Makes a network's BatchNorm layers use the statistics of the whole batch."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        self.is_ghost = False
+        """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
+        self.layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        for layer in self.layers:
+            layer.forward = self._forward_of(layer)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Gives the layers their own forward back."""
+        for layer in self.layers:
+            del layer.forward
+
+    def _forward_of(self, layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            uses_batch = layer.training or layer.running_mean is None
+            if not uses_batch:
+                return type(layer).forward(layer, x)
+            layer._check_input_dim(x)
+            weight = 0.0 if self.is_ghost else 1.0
+            y, mean, var, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, self._world, weight)
+            if layer.training and layer.track_running_stats:
+                _update_running(layer, mean, var, count)
+            return y  # type: ignore[no-any-return]
+
+        return forward
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises by statistics that are summed over the replicas; backward sums its own two in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, share: float) -> Any:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        var, mean = torch.var_mean(wide, dims, correction=0)
+        count = share * x.numel() / x.shape[1]
+        # Sums of squares lose digits in fp32; these vectors are short, so they travel as float64.
+        wide_mean = mean.double()
+        sums = torch.cat([wide_mean, var.double() + wide_mean.square(), wide_mean.new_ones(1)]) * count
+        world.all_reduce(sums)
+        total = sums[-1]
+        mean, square = (sums[:-1] / total).chunk(2)
+        var = (square - mean.square()).clamp_(min=0)
+        stats = (mean.to(wide.dtype), var.to(wide.dtype))
+        y = F.batch_norm(x, *stats, weight, bias, training=False, eps=eps)
+        ctx.save_for_backward(x, weight, *stats, total)
+        ctx.eps, ctx.world = eps, world
+        ctx.mark_non_differentiable(*stats, total)
+        return y, *stats, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        x, weight, mean, var, total = ctx.saved_tensors
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = mean.dtype
+        invstd = torch.rsqrt(var + ctx.eps)
+        xhat = (x.to(wide) - mean.view(shape)) * invstd.view(shape)
+        dy = dy.to(wide)
+        d_bias, d_weight = dy.sum(dims), (dy * xhat).sum(dims)
+        sums = torch.cat([d_bias, d_weight])
+        ctx.world.all_reduce(sums)
+        mean_dy, mean_dy_xhat = (sums / total.to(wide)).chunk(2)
+        scale = invstd if weight is None else invstd * weight.to(wide)
+        dx = (dy - mean_dy.view(shape) - xhat * mean_dy_xhat.view(shape)) * scale.view(shape)
+        if weight is None:
+            return dx.to(x.dtype), None, None, None, None, None
+        return dx.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None, None
+
+
+def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum
+    if momentum is None:
+        momentum = 1.0 / float(layer.num_batches_tracked)
+    with torch.no_grad():
+        unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)

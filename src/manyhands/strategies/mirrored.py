@@ -1,0 +1,84 @@
+"""Mirrored: a replica per device, every one with the whole network; gradients are summed while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import StrategySpec
+from ..sync import Buckets, make_policy
+from .batch_stats import BatchStats
+from .replica import Replica
+
+
+class MirroredReplica(Replica):
+    """One of several equal replicas."""
+
+    def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
+        super().__init__(spec, world, model, optimizers)
+        policy = make_policy(spec.sync)
+        self._buckets = {key: Buckets(group, world, policy) for key, group in self.groups.items()}
+        self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
+
+    def ghost(self, is_ghost: bool) -> None:
+        if self._stats is not None:
+            self._stats.is_ghost = is_ghost
+
+    def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
+        if last:
+            self._buckets[key].arm()
+        super().backward(objective, key, last=last)
+
+    def finish(self, key: str, count: Tensor | None) -> None:
+        self._buckets[key].finish()
+        if count is not None:
+            self._buckets[key].divide(count)
+
+    def differences(self) -> list[str]:
+        """Compares a hash of every tensor; replicas with local batch statistics may differ in those."""
+        named = dict(self._comparable())
+        if not named:
+            return []
+        hashes = torch.stack([_hash(tensor) for tensor in named.values()])
+        gathered = self.world.all_gather(hashes)
+        usual = gathered.mode(dim=0).values
+        found = []
+        for index, name in enumerate(named):
+            odd = [rank for rank in range(self.world.size) if gathered[rank, index] != usual[index]]
+            if odd:
+                found.append(f"{name} (on rank {', '.join(map(str, odd))})")
+        return found
+
+    def close(self) -> None:
+        for buckets in self._buckets.values():
+            buckets.close()
+        if self._stats is not None:
+            self._stats.close()
+
+    def _comparable(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+        local = self.spec.batch_stats == "local"
+        for name, buffer in self.model.named_buffers():
+            if not (local and name.rsplit(".", 1)[-1] in ("running_mean", "running_var")):
+                yield name, buffer
+
+
+def mirror(model: nn.Module, world: World) -> None:
+    """Makes every replica start from the first one's values."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        world.broadcast(tensor.data)
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """A 64-bit sum over the tensor's bits that a single flipped one changes."""
+    data = tensor.detach().contiguous().view(-1)
+    if data.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    bits = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8))
+    wide = bits.to(torch.int64)
+    place = torch.arange(1, wide.numel() + 1, dtype=torch.int64, device=tensor.device)
+    return (wide * (place * 2 + 1)).sum()

@@ -1,0 +1,81 @@
+"""The one function that turns a spec into a replica; the order in which a network is split stands here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import float64, nn
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import StrategyError, StrategySpec, TaskError
+from .mirrored import MirroredReplica, mirror
+from .replica import Replica
+
+MAIN = ""
+"""The key of the only optimizer, where a task has just one."""
+
+
+def realise(
+    spec: StrategySpec, world: World, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+) -> Replica:
+    """A replica of the network on this rank: precision, then device, then equal values, then optimizers and sync."""
+    require_built(spec)
+    _require_place(model, world)
+    if spec.precision == "fp64":
+        model = model.to(float64)
+    model = model.to(world.device)
+    if world.size == 1:
+        return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
+    mirror(model, world)
+    return MirroredReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
+
+
+def require_built(spec: StrategySpec) -> None:
+    """Refuses axes that this version cannot split along."""
+    for axis in ("shards", "tensor", "stages"):
+        if getattr(spec, axis) != 1:
+            raise StrategyError(
+                f"this version splits along replicas only, so {axis} must be 1", got=getattr(spec, axis), remedy="use mh.Mirrored()"
+            )
+
+
+def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers by key, checked to cover every trainable parameter once."""
+    optimizers = {MAIN: made} if isinstance(made, Optimizer) else dict(made)
+    for key, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TaskError(
+                "the optimizer factory returns a torch optimizer or a dict of them",
+                got=f"{key + ': ' if key else ''}{type(optimizer).__name__}",
+                remedy="return torch.optim.AdamW(model.parameters())",
+            )
+    covered = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+    known = set(covered)
+    missed = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+    if missed:
+        raise TaskError(
+            "the optimizer must hold every trainable parameter",
+            got=f"{len(missed)} missing: {', '.join(missed[:5])}{' …' if len(missed) > 5 else ''}",
+            remedy="pass them to the optimizer, or freeze them with requires_grad_(False)",
+        )
+    foreign = len(known - set(model.parameters()))
+    if foreign:
+        raise TaskError(
+            "the optimizer must hold this model's parameters only", got=f"{foreign} of another", remedy="build it from its argument"
+        )
+    if len(known) != len(covered):
+        raise TaskError("a parameter belongs to one optimizer", got="one in two of them", remedy="split them by submodule")
+    return optimizers
+
+
+def _require_place(model: nn.Module, world: World) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError("the model factory returns an nn.Module", got=type(model).__name__, remedy="return the network")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", world.device.type):
+            raise TaskError(
+                f"the model factory must build on the CPU (it is moved to {world.device})",
+                got=f"{name} on {tensor.device}",
+                remedy="leave .to(device) away",
+            )

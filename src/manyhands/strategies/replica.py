@@ -1,0 +1,67 @@
+"""Replica: what one rank holds of a network, and how a step is taken on it. One device alone is the plain case."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import StrategySpec
+
+
+class Replica:
+    """One replica of a network with its optimizers. Subclasses change what differs when it is split."""
+
+    def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
+        self.spec, self.world, self.model, self.optimizers = spec, world, model, dict(optimizers)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where the network and its loss are computed: the chosen precision."""
+        if self.spec.precision != "bf16":
+            yield
+            return
+        with torch.autocast(self.world.device.type, dtype=torch.bfloat16):
+            yield
+
+    def ghost(self, is_ghost: bool) -> None:
+        """Says whether the micro-batch that follows is only borrowed, so that its statistics must not count."""
+
+    def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
+        """Adds the objective's gradients to the parameters of one optimizer; `last` of the step's micro-batches."""
+        if len(self.optimizers) == 1:
+            objective.backward()  # type: ignore[no-untyped-call]
+        else:
+            objective.backward(inputs=list(self.groups[key].values()))  # type: ignore[no-untyped-call]
+
+    def finish(self, key: str, count: Tensor | None) -> None:
+        """Completes the gradients of one optimizer; divides them by what was counted, where the loss counts."""
+        if count is not None:
+            gradients = [p.grad for p in self.groups[key].values() if p.grad is not None]
+            torch._foreach_div_(gradients, count)
+
+    def clip(self, key: str, max_norm: float) -> Tensor:
+        """Shortens the gradient to a norm; returns the norm it had."""
+        return nn.utils.clip_grad_norm_(list(self.groups[key].values()), max_norm)
+
+    def update(self, key: str) -> None:
+        """Takes the optimizer's step and forgets the gradients."""
+        self.optimizers[key].step()
+        self.optimizers[key].zero_grad(set_to_none=True)
+
+    def differences(self) -> list[str]:
+        """Names of parameters and buffers that should be equal over the replicas and are not."""
+        return []
+
+    def close(self) -> None:
+        """Takes off whatever the strategy put on the network."""
+
+    def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return {name: parameter for parameter, name in self.names.items() if parameter in mine}

@@ -1,0 +1,152 @@
+"""Buckets: gradients gathered into flat buffers and summed over the replicas while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..cluster import Pending, World
+from ..core import TaskError
+from .policy import Policy
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
+BUCKET_BYTES = 25 << 20
+
+
+class Buckets:
+    """The gradients of some parameters, summed over the replicas.
+
+    Every parameter has a slot behind its bucket's gradients that counts the replicas in which it was used, so a
+    parameter that none used keeps no gradient, exactly as on one device.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, policy: Policy) -> None:
+        self._world, self._policy = world, policy
+        self._armed = False
+        self._next = 0
+        trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._buckets = [_Bucket(part) for part in _plan(trainable)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel per step."""
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+
+    def arm(self) -> None:
+        """The backward that follows is the last of this step: sum each bucket as soon as it is full."""
+        self._armed = True
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.num_ready = 0
+
+    def finish(self) -> None:
+        """Waits until every parameter's gradient is the sum over the replicas."""
+        while self._next < len(self._buckets):
+            self._launch()
+        self._armed = False
+        for bucket in self._buckets:
+            bucket.finish()
+
+    def divide(self, count: Tensor) -> None:
+        """Divides the summed gradients by what was counted."""
+        for bucket in self._buckets:
+            bucket.gradients.div_(count.to(bucket.flat.dtype))
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]
+        def ready(_: Tensor) -> None:
+            if not self._armed:
+                return
+            bucket.num_ready += 1
+            # In order, because every rank must start the same collectives in the same sequence.
+            while self._next < len(self._buckets) and self._buckets[self._next].is_full:
+                self._launch()
+
+        return ready
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.fill()
+        bucket.pending = self._policy.start(self._world, bucket.flat)
+        self._next += 1
+
+
+class _Bucket:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        first = self.parameters[0]
+        sizes = [p.numel() for p in self.parameters]
+        num_gradients = sum(sizes)
+        self.flat = torch.zeros(num_gradients + len(sizes), dtype=first.dtype, device=first.device)
+        self.gradients, self._used = self.flat[:num_gradients], self.flat[num_gradients:]
+        self._views = [
+            part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)
+        ]
+        self.num_ready = 0
+        self.pending = Pending()
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_ready >= len(self.parameters)
+
+    def fill(self) -> None:
+        """Copies the gradients in; zero where this replica did not use the parameter."""
+        gradients = [p.grad for p in self.parameters]
+        if any(gradient is None for gradient in gradients):
+            self._fill_partly(gradients)
+            return
+        self._used.fill_(1)
+        self._require_dense(gradients)
+        torch._foreach_copy_(self._views, gradients)
+
+    def _fill_partly(self, gradients: Sequence[Tensor | None]) -> None:
+        self.flat.zero_()
+        self._require_dense(gradients)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._views[index].copy_(gradient)
+                self._used[index] = 1
+
+    def finish(self) -> None:
+        self.pending.wait()
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
+            if parameter.grad is not None or self._used[index].item() > 0:
+                parameter.grad = view
+
+    def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TaskError(
+                    "gradients must be dense to be summed over replicas",
+                    got=f"a sparse gradient of {name}",
+                    remedy="build its layer with sparse=False",
+                )
+
+
+def _plan(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Parameters by bucket, in the order in which backward makes their gradients: last layers first."""
+    plan: list[dict[str, nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
+    for name, parameter in reversed(parameters.items()):
+        key = (parameter.dtype, parameter.device)
+        bucket, num_bytes = open_buckets.get(key, ({}, 0))
+        if not bucket:
+            plan.append(bucket)
+        bucket[name] = parameter
+        num_bytes += parameter.numel() * parameter.element_size()
+        limit = FIRST_BYTES if len(plan) == 1 else BUCKET_BYTES
+        open_buckets[key] = ({}, 0) if num_bytes >= limit else (bucket, num_bytes)
+    return plan

@@ -1,0 +1,83 @@
+"""Evaluation and prediction over all replicas: totals and counts are summed before they are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cluster import World
+from ..core import Mean, Task
+from ..data import Cursor, Feed
+from .hand import Hand
+from .predictor import inputs_of, named, outputs_of
+
+
+def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
+    """The task's loss and metrics over a feed; every sample counts once, whatever the number of replicas."""
+    sums = _Sums(hand.world)
+    with evaluating(hand.model), torch.no_grad():
+        for batch in feed.epoch(Cursor(epoch=0, position=0)):
+            with hand.replica.scope():
+                if task.loss is not None:
+                    sums.add("loss", task.loss(hand.model, batch.data), batch.num_samples)
+                if task.metrics:
+                    outputs = outputs_of(task, hand.model, inputs_of(task, batch.data))
+                    for name, metric in task.metrics.items():
+                        sums.add(name, metric(outputs, batch.data), batch.num_samples)
+    return sums.means()
+
+
+def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor]:
+    """What the task predicts for every sample of a feed, in order, on the first replica."""
+    rows: dict[str, list[Tensor]] = {}
+    places: list[Any] = []
+    with evaluating(hand.model), torch.no_grad():
+        for batch in feed.epoch(Cursor(epoch=0, position=0)):
+            with hand.replica.scope():
+                outputs = named(outputs_of(task, hand.model, inputs_of(task, batch.data)))
+            for name, value in outputs.items():
+                rows.setdefault(name, []).append(value[: batch.num_samples].cpu())
+            places.extend(batch.ids.tolist())
+    mine = {name: torch.cat(parts) for name, parts in rows.items()}
+    gathered = hand.world.gather_objects((places, mine))
+    order = torch.tensor([place for ids, _ in gathered for place in ids]).argsort()
+    return {name: torch.cat([part[name] for _, part in gathered])[order] for name in mine}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The network in evaluation mode, and back as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+class _Sums:
+    """Totals and counts by name."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor | Mean | float, num_samples: int) -> None:
+        if isinstance(value, Mean):
+            weight = 0.0 if num_samples == 0 else 1.0
+            pair = torch.stack([value.total.double(), value.count.double()]) * weight
+        else:
+            mean = torch.as_tensor(value, device=self._world.device).double()
+            pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def means(self) -> dict[str, float]:
+        if not self._sums:
+            return {}
+        table = torch.stack(list(self._sums.values()))
+        self._world.all_reduce(table)
+        return {name: float(total / count) for name, (total, count) in zip(self._sums, table.tolist(), strict=True)}

@@ -1,0 +1,295 @@
+"""Hand: what one replica holds. `fit` drives it; whoever writes the whole loop uses it directly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..cluster import NullWorld, World, current_world
+from ..core import Mean, StrategyError, StrategySpec, TaskError, event, mix, seed_all
+from ..data import Batch, Cursor, Feed, as_source, check_source
+from ..store import CheckpointStore
+from ..strategies import MAIN, Replica, realise
+from .snapshot import restore_snapshot, take_snapshot
+from .tally import Part, Tally
+
+Key = str
+
+
+class Hand:
+    """One replica's view of the work: who it is, its part of the data, and collectives with the others."""
+
+    def __init__(self, world: World, spec: StrategySpec) -> None:
+        self.world, self.spec = world, spec
+        self.rank, self.size, self.device = world.rank, world.size, world.device
+        self.is_first = world.is_first
+        self.cursor = Cursor(epoch=0, position=0)
+        self.num_steps = 0
+        self.clip: float | None = None
+        self.seconds = {"sync": 0.0, "optimizer": 0.0, "save": 0.0}
+        """Where this replica's time went, besides input and compute."""
+        self.feed: Feed | None = None
+        self._replica: Replica | None = None
+        self._batch: Batch | None = None
+        self._part = Part(1, world.size)
+        self._tallies: dict[Key, Tally] = {}
+        self.losses: dict[Key, Tensor] = {}
+        """The losses of the last step, over all replicas."""
+        self._stores: dict[Path, CheckpointStore] = {}
+
+    # -- setting up -----------------------------------------------------------------------------------------------
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]) -> tuple[nn.Module, Any]:
+        """Puts a network and its optimizer under the strategy; returns both, ready to use.
+
+        >>> hand = Hand(NullWorld(), StrategySpec())
+        >>> net = nn.Linear(2, 1)
+        >>> model, optimizer = hand.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        """
+        self.realise(model, lambda _: optimizer)
+        return self.model, optimizer
+
+    def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
+        """Puts a network under the strategy, and makes its optimizer there."""
+        self._replica = realise(self.spec, self.world, model, make_optimizer)
+
+    @property
+    def replica(self) -> Replica:
+        """The network as this rank holds it."""
+        if self._replica is None:
+            raise TaskError("a hand needs a network first", got="none", remedy="call hand.setup(model, optimizer)")
+        return self._replica
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.replica.model
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name; the only one is under the empty name."""
+        return self.replica.optimizers
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that is under way."""
+        return self.cursor.epoch
+
+    def seed(self, seed: int) -> None:
+        """Seeds every generator, differently on each replica."""
+        seed_all(mix(seed, self.rank))
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def batches(
+        self, data: Any, batch_size: int | None = None, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, collate: Any = None
+    ) -> Iterator[Any]:
+        """This replica's part of every global batch, for some passes over the data.
+
+        >>> hand = Hand(NullWorld(), StrategySpec())
+        >>> [batch.tolist() for batch in hand.batches(torch.arange(5), 2, shuffle=False)]
+        [[0, 1], [2, 3], [4]]
+        """
+        source = as_source(data, collate=collate)
+        feed = self.make_feed(source, check_source(source, batch_size), shuffle=shuffle, seed=seed)
+        try:
+            while self.cursor.epoch < epochs:
+                yield from (batch.data for batch in self.one_epoch(feed))
+        finally:
+            feed.close()
+
+    def make_feed(self, source: Any, batch_size: int, *, shuffle: bool, seed: int = 0, workers: int | None = None) -> Feed:
+        """A feed of this replica's part."""
+        return Feed(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            replica=self.rank,
+            num_replicas=self.size,
+            accumulate=self.spec.accumulate,
+            device=self.device,
+            workers=workers,
+            dtype=torch.float64 if self.spec.precision == "fp64" else None,
+        )
+
+    def one_epoch(self, feed: Feed) -> Iterator[Batch]:
+        """Batches from where the cursor stands to the end of its epoch."""
+        self.feed = feed
+        for batch in feed.epoch(self.cursor):
+            self.take(batch)
+            self.cursor = batch.cursor
+            yield batch
+        self.cursor = Cursor(epoch=self.cursor.epoch + 1, position=0)
+
+    def take(self, batch: Batch) -> None:
+        """Makes this the batch that losses are weighed by."""
+        self._batch = batch
+        self._part = Part(batch.num_samples, batch.global_samples)
+        if self._replica is not None:
+            self._replica.ghost(self._part.is_ghost)
+
+    def accumulate(self, batch: Any = None) -> Iterator[Any]:
+        """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
+        current = self._batch
+        if current is None or (batch is not None and batch is not current.data):
+            raise TaskError("hand.accumulate takes what hand.batches gave last", got=type(batch).__name__, remedy="pass that batch")
+        num_micros = len(current.sizes)
+        for index, (data, size, _) in enumerate(current.micros()):
+            self._part = Part(size, current.global_samples, last=index == num_micros - 1)
+            self.replica.ghost(self._part.is_ghost)
+            yield data
+        self._part = Part(current.num_samples, current.global_samples)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | Mean, key: Key = MAIN) -> None:
+        """Adds a loss's gradients, weighed by this replica's share of the batch; the last one starts the sums."""
+        tally = self._tallies.get(key)
+        if tally is None:
+            tally = self._tallies[key] = Tally(self.world)
+        objective = tally.add(loss, self._part)
+        if self._part.last:
+            tally.send(self.world.line.stopping)
+        self.replica.backward(objective, key, last=self._part.last)
+
+    def step(self, key: Key = MAIN) -> None:
+        """Finishes the gradients over all replicas, clips them, and updates the parameters."""
+        tally = self._tallies.pop(key, None)
+        if tally is None:
+            raise TaskError("hand.step follows hand.backward", got="no backward before it", remedy="call hand.backward(loss)")
+        start = time.perf_counter()
+        tally.receive()
+        self.replica.finish(key, tally.count)
+        reduced = time.perf_counter()
+        if self.clip is not None:
+            self.replica.clip(key, self.clip)
+        self.replica.update(key)
+        self.seconds["sync"] += reduced - start
+        self.seconds["optimizer"] += time.perf_counter() - reduced
+        self.losses[key] = tally.loss
+        self._last_tally = tally
+        if key == MAIN:
+            self.num_steps += 1
+
+    def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: Key = MAIN) -> Tensor:
+        """Backward and step in one, for one of several optimizers; returns the loss over all replicas.
+
+        Under accumulation pass a function of the micro-batch instead of a loss.
+        """
+        if key not in self.replica.groups:
+            known = ", ".join(map(repr, self.replica.groups))
+            raise TaskError(f"the optimizers are {known}", got=repr(key), remedy="name one of these")
+        if callable(loss):
+            for data in self.accumulate():
+                with self.replica.scope():
+                    part = loss(data)
+                self.backward(part, key)
+        else:
+            if self._batch is not None and len(self._batch.sizes) > 1:
+                raise StrategyError(
+                    "under accumulate a step's losses are computed per micro-batch",
+                    got="a loss that is computed already",
+                    remedy="pass a function: hand.minimize(lambda part: loss(hand.model, part), key)",
+                )
+            self.backward(loss, key)
+        self.step(key)
+        return self.losses[key]
+
+    @property
+    def loss(self) -> float:
+        """The last step's loss over all replicas."""
+        return float(next(iter(self.losses.values())))
+
+    def stop(self) -> None:
+        """Asks all replicas to end after a step that they agree on."""
+        self.world.line.stopping = True
+
+    def voted_to_stop(self) -> bool:
+        """Whether the last step carried such a wish; the same answer on every replica."""
+        if self.size == 1:
+            return self.world.line.stopping
+        return self._last_tally.stopping
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def sum(self, value: Tensor | float) -> Tensor:
+        """The sum over the replicas."""
+        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        self.world.all_reduce(tensor)
+        return tensor
+
+    def mean(self, value: Tensor | float) -> Tensor:
+        """The mean over the replicas.
+
+        >>> Hand(NullWorld(), StrategySpec()).mean(3.0)
+        tensor(3.)
+        """
+        return self.sum(torch.as_tensor(value, device=self.device) * 1.0) / self.size
+
+    def gather(self, value: Tensor | float) -> Tensor:
+        """The values of all replicas, stacked in rank order."""
+        return self.world.all_gather(torch.as_tensor(value, device=self.device).detach())
+
+    def broadcast(self, value: Tensor, source: int = 0) -> Tensor:
+        """The value of one replica, on all."""
+        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        self.world.broadcast(tensor, source)
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when every replica has come here."""
+        self.world.barrier()
+
+    def log(self, **values: Any) -> None:
+        """Reports values of the first replica to the event log and the screen."""
+        if self.is_first:
+            plain = {key: float(v) if isinstance(v, (Tensor, float, int)) else v for key, v in values.items()}
+            self.world.line.report(event("log", step=self.num_steps, values=plain))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
+        """Writes a checkpoint in the background: network, optimizers, place in the data, random states, and `state`."""
+        start = time.perf_counter()
+        checkpoint = take_snapshot(self, state)
+        if self.is_first:
+            self.store(path).save(checkpoint, score=score)
+        self.seconds["save"] += time.perf_counter() - start
+
+    def restore(self, path: str | Path) -> dict[str, Any] | None:
+        """Continues from the newest good checkpoint; returns the `state` that was saved, None if there is none."""
+        store = self.store(path)
+        if not self.world.gather_objects(bool(store.steps()))[0]:
+            return None
+        return restore_snapshot(self, store.load())
+
+    def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:
+        """The folder of checkpoints at this path."""
+        root = Path(path)
+        if root not in self._stores:
+            self._stores[root] = CheckpointStore(root, keep=keep)
+        return self._stores[root]
+
+    def close(self) -> None:
+        """Waits for what is being written and takes the strategy off the network."""
+        for store in self._stores.values():
+            store.close()
+        if self._replica is not None:
+            self._replica.close()
+
+
+def hand(spec: StrategySpec | None = None) -> Hand:
+    """The hand of this process: one of many under `manyhands launch`, the only one otherwise.
+
+    >>> hand().size
+    1
+    """
+    world = current_world() or NullWorld()
+    return Hand(world, spec or StrategySpec(replicas=world.size))

@@ -1,0 +1,298 @@
+"""The training loop of one replica: from the network's first value to the last checkpoint, top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..cluster import World
+from ..core import LossNotFinite, ReplicasDiffer, StrategySpec, Task, event, mix, seed_all
+from ..data import Batch, Feed, as_source, check_source
+from ..strategies import MAIN
+from .callbacks import Callback
+from .evaluation import evaluate
+from .hand import Hand
+from .trial import NUM_SAMPLES, try_loss
+
+CHECKPOINTS = "checkpoints"
+REPORT_SECONDS = 0.25
+COMPARE_EVERY = 1000
+"""Steps between two comparisons of the replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a replica is to train: plain data, the same on every one."""
+
+    task: Task
+    spec: StrategySpec
+    folder: Path
+    epochs: int = 1
+    steps: int | None = None
+    """Ends the run after so many steps, even in mid-epoch."""
+    resume: bool = False
+    save_every: int | None = None
+    """Steps between two checkpoints, besides the one after each epoch."""
+    keep: int = 2
+    callbacks: Sequence[Callback] = ()
+
+
+@dataclass
+class Outcome:
+    """What a replica says at the end."""
+
+    num_steps: int
+    metrics: dict[str, float]
+    stopped: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_samples: int = 0
+
+
+def train(world: World, job: Job) -> Outcome:
+    """Trains one replica."""
+    hand = Hand(world, job.spec)
+    try:
+        return _Loop(hand, job).run()
+    finally:
+        hand.close()
+
+
+class _Loop:
+    def __init__(self, hand: Hand, job: Job) -> None:
+        self.hand, self.job, self.task = hand, job, job.task
+        self.metrics: dict[str, float] = {}
+        self.reporter = _Reporter(hand)
+        self.path = job.folder / CHECKPOINTS
+        self.stopped = False
+        # On a GPU reading a loss waits for it, so it is read now and then only.
+        self.look_every = 1 if hand.device.type == "cpu" else 20
+
+    def run(self) -> Outcome:
+        job, hand, task = self.job, self.hand, self.task
+        train_feed, valid_feed = self.prepare()
+        for callback in job.callbacks:
+            callback.on_start(hand)
+        self.reporter.start(train_feed)
+        while hand.epoch < job.epochs and not self.is_over:
+            epoch = hand.epoch
+            for batch in hand.one_epoch(train_feed):
+                self.set_learning_rate()
+                self.train_step(batch)
+                self.look(batch)
+                for callback in job.callbacks:
+                    callback.on_step(hand)
+                if job.save_every and hand.num_steps % job.save_every == 0:
+                    self.save()
+                if self.is_over:
+                    break
+            else:
+                self.end_epoch(epoch, valid_feed)
+        self.end()
+        train_feed.close()
+        if valid_feed is not None:
+            valid_feed.close()
+        return Outcome(hand.num_steps, self.metrics, self.stopped, self.reporter.breakdown(), self.reporter.num_samples)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stopped or (self.job.steps is not None and self.hand.num_steps >= self.job.steps)
+
+    def prepare(self) -> tuple[Feed, Feed | None]:
+        """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
+        hand, task = self.hand, self.task
+        seed_all(mix(task.seed, 0))
+        hand.realise(task.model(), task.optimizer)
+        hand.model.train()
+        hand.clip = task.clip
+        hand.seed(task.seed)
+        source = as_source(task.data, collate=task.collate)
+        batch_size = check_source(source, task.batch_size)
+        feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
+        if task.loss is not None:
+            self.try_loss(feed)
+        steps = feed.num_steps()
+        self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
+        valid = None
+        if task.valid is not None:
+            held = as_source(task.valid, collate=task.collate)
+            valid = hand.make_feed(held, task.batch_size or batch_size, shuffle=False, workers=task.workers)
+        hand.store(self.path, keep=self.job.keep)
+        if self.job.resume:
+            self.resume()
+        self.report_start(feed)
+        return feed, valid
+
+    def try_loss(self, feed: Feed) -> None:
+        is_split = self.hand.size > 1 or self.hand.spec.accumulate > 1
+        notice = try_loss(self.task, self.hand.model, feed.peek(NUM_SAMPLES), is_split=is_split)
+        if notice:
+            self.notice(notice)
+
+    def resume(self) -> None:
+        state = self.hand.restore(self.path)
+        if state is None:
+            self.notice("there is no checkpoint to resume from: starting from the beginning")
+            return
+        self.metrics = state["metrics"]
+        self.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}")
+
+    def train_step(self, batch: Batch) -> None:
+        hand, task = self.hand, self.task
+        if task.step is not None:
+            task.step(hand, batch.data)
+            if MAIN not in hand.optimizers:
+                hand.num_steps += 1
+            return
+        assert task.loss is not None
+        for data in hand.accumulate(batch.data):
+            with hand.replica.scope():
+                loss = task.loss(hand.model, data)
+            hand.backward(loss)
+        hand.step()
+
+    def set_learning_rate(self) -> None:
+        if self.task.schedule is None:
+            return
+        assert self.total is not None
+        factor = self.task.schedule(self.hand.num_steps, self.total)
+        for optimizer in self.hand.optimizers.values():
+            for group in optimizer.param_groups:
+                base = group.setdefault("initial_lr", float(group["lr"]))
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base * factor)
+                else:
+                    group["lr"] = base * factor
+
+    def look(self, batch: Batch) -> None:
+        """Records the step; now and then reads losses, hears votes and compares replicas."""
+        hand = self.hand
+        self.reporter.record(batch)
+        if hand.num_steps % self.look_every == 0:
+            self.reporter.read()
+            self.stopped = hand.voted_to_stop()
+        if hand.num_steps % COMPARE_EVERY == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        different = self.hand.replica.differences()
+        if different:
+            raise ReplicasDiffer(
+                f"after step {self.hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was changed "
+                "outside of the optimizer, a buffer is not synchronised, or memory was corrupted"
+            )
+
+    def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
+        hand = self.hand
+        self.reporter.read()
+        start = time.perf_counter()
+        if valid_feed is not None:
+            self.metrics = {f"valid_{name}": value for name, value in evaluate(hand, self.task, valid_feed).items()}
+        self.reporter.validation += time.perf_counter() - start
+        self.reporter.epoch(epoch, self.metrics)
+        for callback in self.job.callbacks:
+            callback.on_epoch(hand, self.metrics)
+        self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
+        self.save()
+
+    def save(self) -> None:
+        self.reporter.read()
+        score = self.metrics.get("valid_loss", self.reporter.last_loss)
+        self.hand.save(self.path, score=score, metrics=self.metrics)
+        self.reporter.report(event("checkpoint", step=self.hand.num_steps))
+
+    def end(self) -> None:
+        """The last look: every loss read, replicas compared, the final state on disk."""
+        hand = self.hand
+        self.reporter.read()
+        self.compare()
+        store = hand.store(self.path)
+        saved = hand.world.gather_objects(hand.is_first and (store.wait(), hand.num_steps in store.steps())[1])[0]
+        if not saved:
+            self.save()
+            store.wait()
+        for callback in self.job.callbacks:
+            callback.on_end(hand)
+        self.reporter.flush()
+
+    def notice(self, text: str) -> None:
+        if self.hand.is_first:
+            self.hand.world.line.report(event("notice", text=text))
+
+    def report_start(self, feed: Feed) -> None:
+        parameters = sum(p.numel() for p in self.hand.model.parameters())
+        self.reporter.report(
+            event("start", total=self.total, epochs=self.job.epochs, parameters=parameters, step=self.hand.num_steps)
+        )
+
+
+class _Reporter:
+    """Keeps losses until they are read, and sends events up the line at a pace that costs nothing."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+        self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._sent_at = 0.0
+        self._started_at = time.perf_counter()
+        self._feed: Feed | None = None
+        self.last_loss: float | None = None
+        self.num_samples = 0
+        self.validation = 0.0
+
+    def start(self, feed: Feed) -> None:
+        self._feed = feed
+        self._started_at = time.perf_counter()
+
+    def record(self, batch: Batch) -> None:
+        self.num_samples += batch.global_samples
+        self._unread.append((self._hand.num_steps, dict(self._hand.losses)))
+
+    def read(self) -> None:
+        for step, losses in self._unread:
+            values = {key or "loss": float(loss) for key, loss in losses.items()}
+            self._unsent.append((step, values))
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    raise LossNotFinite(
+                        f"{name} became {value} at step {step}; the last good checkpoint is kept: lower the learning rate, "
+                        "set clip=1.0, or look at the batch"
+                    )
+            self.last_loss = next(iter(values.values()), None)
+        self._unread.clear()
+        if time.perf_counter() - self._sent_at > REPORT_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends the losses since the last time, and where this replica's time went."""
+        self._sent_at = time.perf_counter()
+        hand = self._hand
+        if hand.is_first and self._unsent:
+            names = list(self._unsent[-1][1])
+            losses = {name: [values.get(name) for _, values in self._unsent] for name in names}
+            steps = [step for step, _ in self._unsent]
+            elapsed = self._sent_at - self._started_at
+            rate = self.num_samples / elapsed if elapsed > 0 else 0.0
+            self.report(event("steps", steps=steps, losses=losses, epoch=hand.epoch, samples_per_second=rate))
+        self._unsent.clear()
+        hand.world.line.report(event("waits", rank=hand.rank, seconds=self.breakdown()))
+
+    def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
+        self.flush()
+        self.report(event("epoch", epoch=epoch, step=self._hand.num_steps, metrics=metrics, loss=self.last_loss))
+
+    def report(self, entry: dict[str, Any]) -> None:
+        if self._hand.is_first:
+            self._hand.world.line.report(entry)
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by what they were spent on; compute is what is left."""
+        total = time.perf_counter() - self._started_at
+        waited = self._feed.waited if self._feed is not None else 0.0
+        known = {"input": waited, **self._hand.seconds, "validation": self.validation}
+        return {"total": total, "compute": max(0.0, total - sum(known.values())), **known}

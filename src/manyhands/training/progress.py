@@ -1,0 +1,148 @@
+"""Progress: what a person sees while a run goes on; live in a terminal, a line per epoch elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..core import Event
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"compute": "green", "input": "yellow", "sync": "red", "optimizer": "blue", "save": "magenta", "validation": "cyan"}
+REFRESH_SECONDS = 0.25
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A small curve of text.
+
+    >>> sparkline([0, 1, 2, 3], width=4)
+    '▁▃▆█'
+    """
+    if not values:
+        return ""
+    step = max(1, len(values) / width)
+    picked = [values[min(len(values) - 1, int(i * step))] for i in range(min(width, len(values)))]
+    low, high = min(picked), max(picked)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in picked)
+
+
+def share_bar(seconds: dict[str, float], width: int = 30) -> Text:
+    """Where a replica's time went, as a coloured bar."""
+    total = seconds.get("total", 0.0) or 1e-9
+    text = Text()
+    for name, colour in _COLOURS.items():
+        text.append("█" * round(width * seconds.get(name, 0.0) / total), style=colour)
+    waits = {name: seconds.get(name, 0.0) / total for name in _COLOURS if name != "compute"}
+    name, share = max(waits.items(), key=lambda item: item[1])
+    text.append(f"  {100 * seconds.get('compute', 0.0) / total:.0f}% compute", style="green")
+    if share >= 0.005:
+        text.append(f", {100 * share:.0f}% {name}", style=_COLOURS[name])
+    return text
+
+
+class View:
+    """Takes a run's events and shows them. The base shows nothing."""
+
+    def show(self, rank: int, entry: Event) -> None:
+        """Takes an event of one rank."""
+
+    def line(self, text: str) -> None:
+        """Shows a line that a rank printed or a notice."""
+
+    def close(self) -> None:
+        """Leaves the screen as it should stay."""
+
+
+class LineView(View):
+    """A line per epoch, for logs and pipes."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
+
+    def show(self, rank: int, entry: Event) -> None:
+        if entry["kind"] == "epoch":
+            self.line(f"{self._title}  epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}")
+        elif entry["kind"] == "notice":
+            self.line(f"{self._title}  {entry['text']}")
+        elif entry["kind"] == "log":
+            self.line(f"{self._title}  step {entry['step']}  " + _pairs(entry["values"]))
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView(LineView):
+    """A bar, the loss curve, samples per second, and what each replica waits for."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        super().__init__(console, title)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        )
+        self._task = self._bar.add_task(title, total=None)
+        self._losses: list[float] = []
+        self._rate = 0.0
+        self._waits: dict[int, dict[str, float]] = {}
+        self._drawn_at = 0.0
+        # Drawn by hand: a refreshing thread would take time from training in this very process.
+        self._live = Live(self._draw(), console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, rank: int, entry: Event) -> None:
+        kind = entry["kind"]
+        if kind == "start":
+            self._bar.update(self._task, total=entry["total"], completed=entry["step"])
+        elif kind == "steps":
+            self._losses.extend(next(iter(entry["losses"].values())))
+            self._rate = entry["samples_per_second"]
+            self._bar.update(self._task, completed=entry["steps"][-1])
+        elif kind == "waits":
+            self._waits[entry["rank"]] = entry["seconds"]
+        else:
+            super().show(rank, entry)
+        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
+            self._refresh()
+
+    def close(self) -> None:
+        self._refresh()
+        self._live.stop()
+
+    def _refresh(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._live.update(self._draw(), refresh=True)
+
+    def _draw(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        if self._losses:
+            rate = f"{self._rate:,.0f} samples/s"
+            table.add_row("loss", f"{self._losses[-1]:.4f}  {sparkline(self._losses)}  {rate}")
+        for rank, seconds in sorted(self._waits.items()):
+            table.add_row(f"replica {rank}", share_bar(seconds))
+        return Group(self._bar, table)
+
+
+def make_view(title: str, progress: bool | None) -> View:
+    """The view for where we are; `progress=False` shows nothing, None decides by the terminal."""
+    if progress is False:
+        return View()
+    console = Console(stderr=True)
+    if console.is_terminal or console.is_jupyter:
+        return LiveView(console, title)
+    return LineView(console, title)
+
+
+def _values(entry: dict[str, Any]) -> str:
+    loss = {"loss": entry["loss"]} if entry["loss"] is not None else {}
+    return _pairs({**loss, **entry["metrics"]})
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,165 @@
+"""Run: what training left behind, on disk and in hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core import CheckpointError, SettingsError, Task, TaskError, read_events, restore_random_state, seed_all
+from ..core import random_state as _random_state
+from ..data import Feed, as_source
+from ..store import CheckpointStore, check_matches, export, save_state_dict
+from .loop import CHECKPOINTS, Outcome
+from .predictor import ModelPredictor
+
+EVENTS = "events.jsonl"
+RECORD = "run.json"
+
+
+class Run:
+    """A finished or stopped run.
+
+    `run.metrics` holds the last values, `run.history` every value by step, `run.model()` the trained network.
+    """
+
+    def __init__(self, path: str | Path, task: Task | None = None, outcome: Outcome | None = None) -> None:
+        self.path, self.task, self.outcome = Path(path), task, outcome
+        if not (self.path / RECORD).exists():
+            raise CheckpointError("a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/")
+        self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text())
+        self.history: dict[str, dict[int, float]] = {}
+        self._read_history()
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return list(next(iter(self.history.values()), {}).values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of everything that was measured."""
+        return {name: values[max(values)] for name, values in self.history.items() if values}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are committed to a checkpoint."""
+        steps = self._store().steps()
+        return steps[-1] if steps else 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped before its end."""
+        return self.outcome is not None and self.outcome.stopped
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the first replica's time went."""
+        return {} if self.outcome is None else self.outcome.seconds
+
+    def model(self, *, best: bool = False) -> nn.Module:
+        """The trained network, plain and on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
+        task = self._require_task()
+        model = self._build(task)
+        store = self._store()
+        checkpoint = store.load(store.best() if best else None)
+        check_matches(checkpoint, model)
+        if self.record["spec"].get("precision") == "fp64":
+            model = model.double()
+        model.load_state_dict(checkpoint.model)
+        return model.eval()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last weights by the plain module's names; needs no task."""
+        return self._store().load().model
+
+    def predictor(self, *, best: bool = False) -> ModelPredictor:
+        """The trained network as a Predictor."""
+        task = self._require_task()
+        model = self.model(best=best)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        feed = Feed(as_source(task.data, collate=task.collate), batch_size=2, shuffle=False, dtype=dtype)
+        return ModelPredictor(task, model, feed.peek(2))
+
+    def export(self, path: str | Path, *, best: bool = False, weights_only: bool = False) -> Path:
+        """Writes the network as the next version under a folder: weights and program, nothing pickled.
+
+        With `weights_only` it writes a plain state dict to one .safetensors file instead.
+        """
+        if weights_only:
+            target = Path(path)
+            save_state_dict(self.model(best=best).state_dict(), target)
+            return target
+        task = self._require_task()
+        predictor = self.predictor(best=best)
+        predict = task.predict or (lambda model, *inputs: model(*inputs))
+        extra = {"run": self.name, "step": self.num_steps, "metrics": self.metrics}
+        return export(self.model(best=best), predict, predictor.example, Path(path), extra=extra)
+
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(self.path / CHECKPOINTS)
+
+    def _build(self, task: Task) -> nn.Module:
+        """Builds the network without disturbing the caller's random numbers."""
+        import torch
+
+        states = _random_state(torch.device("cpu"))
+        try:
+            seed_all(task.seed)
+            return task.model()
+        finally:
+            restore_random_state(states, torch.device("cpu"))
+
+    def _require_task(self) -> Task:
+        if self.task is None:
+            raise TaskError("this needs the task that was trained", got="a run opened without it", remedy="mh.Run(path, task)")
+        return self.task
+
+    def _read_history(self) -> None:
+        for entry in read_events(self.path / EVENTS):
+            if entry["kind"] == "steps":
+                for name, values in entry["losses"].items():
+                    self.history.setdefault(name, {}).update(zip(entry["steps"], values, strict=True))
+            elif entry["kind"] == "epoch":
+                for name, value in entry["metrics"].items():
+                    self.history.setdefault(name, {})[entry["step"]] = value
+            elif entry["kind"] == "start" and entry["step"]:
+                self._forget_after(entry["step"])
+
+    def _forget_after(self, step: int) -> None:
+        """Steps after the checkpoint that a run was resumed from were taken again."""
+        for name, values in self.history.items():
+            self.history[name] = {at: value for at, value in values.items() if at <= step}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"Run({self.name!r}, {self.num_steps} steps, {shown})"
+
+
+def new_folder(folder: str | Path, name: str | None, default: str, resume: bool) -> Path:
+    """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten."""
+    root = Path(folder)
+    if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64):
+        raise SettingsError("a run's name has letters, digits, - _ and . only (at most 64)", got=repr(name), remedy="rename it")
+    if resume:
+        if name is None:
+            raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
+        (root / name).mkdir(parents=True, exist_ok=True)
+        return root / name
+    chosen = name or default
+    for suffix in ["", *(f"-{n}" for n in range(2, 10_000))] if name is None else [""]:
+        try:
+            (root / f"{chosen}{suffix}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return root / f"{chosen}{suffix}"
+    raise SettingsError(
+        "a run is never overwritten", got=f"{root / chosen}, which exists", remedy="pass resume=True to go on, or another name"
+    )

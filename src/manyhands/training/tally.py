@@ -1,0 +1,102 @@
+"""Tally: the loss of one step over all replicas and micro-batches, and the vote that travels with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cluster import Pending, World
+from ..core import Mean, TaskError
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much of the step's global batch a micro-batch of this replica is."""
+
+    size: int
+    """Samples of this replica; 0 when the one at hand is only borrowed."""
+    total: int
+    """Samples of the whole step, over all replicas and micro-batches."""
+    last: bool = True
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether it only takes part in the collectives."""
+        return self.size == 0
+
+
+class Tally:
+    """Adds up losses; one small all-reduce per step carries them and whether somebody wants to stop."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._totals: list[Tensor] = []
+        self._counts: list[Tensor | float] = []
+        self._pending = Pending()
+        self._sums: Tensor | None = None
+        self.counts_tokens = False
+        """Whether the loss brought its own count, so that gradients must be divided by it at the end."""
+
+    def add(self, loss: Tensor | Mean, part: Part) -> Tensor:
+        """Takes a micro-batch's loss; returns what backward must start from."""
+        if isinstance(loss, Mean):
+            self.counts_tokens = True
+            weight = 0.0 if part.is_ghost else 1.0
+            self._totals.append(loss.total.detach() * weight)
+            self._counts.append(loss.count * weight)
+            return loss.total * weight if part.is_ghost else loss.total
+        _require_scalar(loss)
+        self._totals.append(loss.detach() * part.size if part.size != part.total else loss.detach())
+        self._counts.append(part.size if part.size != part.total else 1.0)
+        return loss * (part.size / part.total) if part.size != part.total else loss
+
+    def send(self, stopping: bool) -> None:
+        """Begins to sum over the replicas; to be called before backward, so that the two overlap."""
+        if self._world.size == 1:
+            return
+        device, wide = self._world.device, torch.float64
+        total = torch.stack(self._totals).to(wide).sum()
+        counts = torch.stack([torch.as_tensor(count, dtype=wide, device=device) for count in self._counts]).sum()
+        self._sums = torch.stack([total, counts, torch.as_tensor(float(stopping), dtype=wide, device=device)])
+        self._pending = self._world.start_all_reduce(self._sums)
+
+    def receive(self) -> None:
+        """Waits for the sums."""
+        self._pending.wait()
+
+    @property
+    def count(self) -> Tensor | None:
+        """What gradients must be divided by; None when the loss was a mean over samples already."""
+        if not self.counts_tokens:
+            return None
+        return self._sums[1] if self._sums is not None else torch.stack([torch.as_tensor(c) for c in self._counts]).sum()
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean over the whole step."""
+        if self._sums is not None:
+            return self._sums[0] / self._sums[1]
+        if len(self._totals) == 1 and not self.counts_tokens:
+            return self._totals[0]
+        total = torch.stack(self._totals).sum()
+        return total / torch.stack([torch.as_tensor(c, device=total.device) for c in self._counts]).sum()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether any replica was asked to stop; all of them read the same answer."""
+        return self._sums is not None and bool(self._sums[2] > 0)
+
+
+def _require_scalar(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise TaskError(
+            "a loss returns a scalar tensor or mh.mean(total, count)", got=type(loss).__name__, remedy="return the loss tensor"
+        )
+    if loss.dim() != 0:
+        raise TaskError(
+            "a loss is a scalar, the mean over the batch's samples",
+            got=f"a tensor of shape {tuple(loss.shape)}",
+            remedy="end it with .mean(), or return mh.mean(losses.sum(), count)",
+        )

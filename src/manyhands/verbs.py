@@ -1,0 +1,339 @@
+"""The verbs: thin functions that join the rooms. One word, the strategy, changes how the work is split."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import training
+from .cluster import DEFAULT_TIMEOUT, Device, DirectLine, LocalEngine, NullWorld, World, current_world, resolve
+from .core import (
+    Event,
+    EventLog,
+    Predictor,
+    StrategySpec,
+    Task,
+    TaskError,
+    as_spec,
+    as_task,
+    event,
+    random_state,
+    restore_random_state,
+    task_name,
+    typed,
+)
+from .data import as_source, check_source
+from .strategies import require_built
+from .sync import make_policy
+from .training import Callback, Hand, Job, Outcome, Run, Verdict, View, make_view, new_folder
+
+TaskLike = Task | Callable[..., Task]
+On = str | Sequence[Device] | None
+
+_engine = LocalEngine(preload=["manyhands.verbs", "torch._dynamo"])
+
+
+def fit(
+    task: TaskLike,
+    strategy: StrategySpec | str | None = None,
+    *,
+    epochs: int = 1,
+    steps: int | None = None,
+    on: On = None,
+    params: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    folder: str | Path = "runs",
+    resume: bool = False,
+    save_every: int | None = None,
+    keep: int = 2,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Run:
+    """Trains a task, split as the strategy says; with one device in this very process.
+
+    Ctrl-C ends the run after the current step and returns it; `resume=True` with the same name goes on from the
+    last checkpoint, on any number of devices.
+
+    >>> import tempfile, torch, manyhands as mh
+    >>> task = mh.Task(
+    ...     model=lambda: torch.nn.Linear(4, 1),
+    ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=(torch.ones(8, 4), torch.ones(8, 1)),
+    ...     batch_size=4,
+    ... )
+    >>> run = mh.fit(task, mh.Single(), epochs=2, on="cpu", folder=tempfile.mkdtemp(), progress=False)
+    >>> run.num_steps
+    4
+    """
+    _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
+    made = as_task(task, params)
+    spec, devices, notices = settle(strategy, on)
+    _check_data(made, steps)
+    path = new_folder(folder, name, f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}", resume)
+    job = Job(
+        task=made, spec=spec, folder=path, epochs=epochs, steps=steps, resume=resume, save_every=save_every, keep=keep,
+        callbacks=tuple(callbacks),
+    )  # fmt: skip
+    shown = typed(task, params or {}) if not isinstance(task, Task) else {}
+    _write_record(job, devices, shown)
+    view = make_view(f"{spec} on {_place(devices)}", progress)
+    log = EventLog(path / training.EVENTS)
+    for text in [*notices, *_notices(spec)]:
+        log.write(event("notice", text=text))
+        view.line(text)
+
+    def on_event(rank: int, entry: Event) -> None:
+        log.write(entry)
+        view.show(rank, entry)
+
+    try:
+        outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
+        log.write(event("end", step=outcomes[0].num_steps, stopped=outcomes[0].stopped, seconds=outcomes[0].seconds))
+    except BaseException as error:
+        log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        view.close()
+        log.close()
+    return Run(path, made, outcomes[0])
+
+
+def launch(
+    fn: Callable[[Hand], Any],
+    strategy: StrategySpec | str | None = None,
+    *,
+    on: On = None,
+    progress: bool | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> list[Any]:
+    """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
+
+    >>> launch(lambda hand: hand.rank, "single", on="cpu")
+    [0]
+    """
+    spec, devices, notices = settle(strategy, on)
+    view = make_view(f"{spec} on {_place(devices)}", progress)
+    for text in notices:
+        view.line(text)
+    try:
+        return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
+    finally:
+        view.close()
+
+
+def check(
+    task: TaskLike,
+    strategy: StrategySpec | str | None = None,
+    *,
+    on: On = None,
+    params: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Verdict:
+    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why."""
+    made = as_task(task, params)
+    spec, devices, _ = settle(strategy, on)
+    _check_data(made, None)
+    with _own_randomness():
+        whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
+    step = functools.partial(training.one_step, task=made, spec=spec)
+    parts = _start(step, devices, timeout, lambda rank, entry: None, View())
+    return training.compare(whole, again, parts[0], spec)
+
+
+def evaluate(
+    run: Run,
+    data: Any = None,
+    strategy: StrategySpec | str | None = "single",
+    *,
+    on: On = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> dict[str, float]:
+    """The task's loss and metrics of a trained run over some data; the task's validation data by default."""
+    task = _task_of(run)
+    held = task.valid if data is None else data
+    if held is None:
+        raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
+    return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
+
+
+def predict(
+    run: Run | Predictor,
+    data: Any,
+    strategy: StrategySpec | str | None = "single",
+    *,
+    on: On = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Any:
+    """What a trained run predicts for every row of some data, in order; a dict where there are several outputs."""
+    if isinstance(run, Predictor):
+        return run(data)
+    outputs: dict[str, Tensor] = _over_data(training.predict, run, _task_of(run), data, strategy, on, timeout)
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def settle(strategy: StrategySpec | str | None, on: On) -> tuple[StrategySpec, list[Device], list[str]]:
+    """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
+    spec = as_spec(strategy)
+    require_built(spec)
+    make_policy(spec.sync)
+    world = current_world()
+    if world is not None:
+        return spec.with_replicas(world.size), [world.seat.device] * world.size, []
+    devices, notices = resolve(on, spec.num_devices)
+    if spec.replicas is None and len(devices) == 1 and strategy is not None:
+        notices.append(f'there is one device ({devices[0]}), so one replica; on="{devices[0].name}*2" makes two')
+    return spec.with_replicas(len(devices)), devices, notices
+
+
+def _start(
+    fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, on_event: Callable[[int, Event], None], view: View
+) -> list[Any]:
+    """Runs a function on the devices: here when there is one or when this process is already a rank."""
+    world = current_world()
+    if world is not None:
+        return [fn(world)]
+    if len(devices) == 1:
+        line = DirectLine(lambda entry: on_event(0, entry))
+        with _own_randomness(), _stopping(line):
+            here = NullWorld(devices[0], line)
+            try:
+                return [fn(here)]
+            finally:
+                here.close()
+    job = _engine.start(fn, devices, timeout=timeout)
+    return job.wait(on_event, lambda rank, text: view.line(f"[rank {rank}] {text}"))
+
+
+def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec) -> Any:
+    hand = Hand(world, spec)
+    try:
+        return fn(hand)
+    finally:
+        hand.close()
+
+
+def _over_data(
+    act: Callable[..., Any], run: Run, task: Task, data: Any, strategy: StrategySpec | str | None, on: On, timeout: float
+) -> Any:
+    spec, devices, _ = settle(strategy, on)
+    precision = run.record["spec"].get("precision", "fp32")
+    spec = dataclasses.replace(spec, precision=precision)
+    work = functools.partial(_act, act=act, task=task, spec=spec, data=data, weights=run.state_dict())
+    return _start(work, devices, timeout, lambda rank, entry: None, View())[0]
+
+
+def _act(world: World, act: Callable[..., Any], task: Task, spec: StrategySpec, data: Any, weights: dict[str, Tensor]) -> Any:
+    hand = Hand(world, spec)
+    hand.realise(task.model(), task.optimizer)
+    hand.model.load_state_dict(weights)
+    source = as_source(data, collate=task.collate)
+    rows = source.size if source.size is not None else task.batch_size or 32
+    size = min(source.batch_size or task.batch_size or 32, max(1, rows))
+    feed = hand.make_feed(source, size, shuffle=False)
+    try:
+        return act(hand, task, feed)
+    finally:
+        feed.close()
+        hand.close()
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Gives the caller's generators back as they were."""
+    device = torch.device("cpu")
+    states = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(states, device)
+
+
+@contextlib.contextmanager
+def _stopping(line: DirectLine) -> Iterator[None]:
+    """The first Ctrl-C asks the loop to end after its step, the second interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        if line.stopping:
+            raise KeyboardInterrupt
+        line.stopping = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_data(task: Task, steps: int | None) -> None:
+    """What can be known about the data before any process is started."""
+    source = as_source(task.data, collate=task.collate)
+    check_source(source, task.batch_size)
+    if task.schedule is not None and source.size is None and steps is None:
+        raise TaskError(
+            "a schedule needs the number of steps", got="a stream of unknown length", remedy="pass steps= to fit"
+        )
+
+
+def _task_of(run: Run) -> Task:
+    if run.task is None:
+        raise TaskError("this needs the task that was trained", got="a run without it", remedy="mh.Run(path, task)")
+    return run.task
+
+
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
+    """What was asked for, saved with the run; a resumed run keeps what it had and adds what it has now."""
+    record = {
+        "manyhands": version("manyhands"),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "spec": job.spec.to_dict(),
+        "devices": [str(device) for device in devices],
+        "params": dict(params),
+        "epochs": job.epochs,
+        "steps": job.steps,
+        "batch_size": job.task.batch_size,
+        "seed": job.task.seed,
+        "save_every": job.save_every,
+    }
+    path = job.folder / training.RECORD
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    os.replace(temporary, path)
+
+
+def _notices(spec: StrategySpec) -> list[str]:
+    if make_policy(spec.sync).changes_mathematics:
+        return [f"the policy {spec.sync!r} changes the mathematics: results differ from one device's"]
+    return []
+
+
+def _place(devices: Sequence[Device]) -> str:
+    kinds = {str(dataclasses.replace(device, share=1.0, slot=0)): 0 for device in devices}
+    for device in devices:
+        kinds[str(dataclasses.replace(device, share=1.0, slot=0))] += 1
+    return ", ".join(name if count == 1 else f"{name}*{count}" for name, count in kinds.items())
+
+
+def _require_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise TaskError(f"{name} must be at least 1", got=value, remedy=f"pass {name}=1 or more")

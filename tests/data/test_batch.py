@@ -1,0 +1,106 @@
+"""Nested batches: rows, moving, cutting."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.core import DataError
+from manyhands.data import Batch, Cursor, first_dim, split, to_device
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_cursor_goes_through_json():
+    cursor = Cursor(3, 512)
+    assert Cursor.from_dict(cursor.to_dict()) == cursor
+
+
+def test_first_dim_of_nested_data():
+    assert first_dim(({"a": torch.zeros(5, 2)}, torch.zeros(5))) == 5
+    assert first_dim(["name", torch.tensor(1.0), torch.zeros(3)]) == 3
+    with pytest.raises(DataError, match="must hold a tensor"):
+        first_dim(["a", "b"])
+
+
+def test_to_device_casts_floats_only_and_keeps_the_nesting():
+    data = {"x": Pair(torch.zeros(2), torch.zeros(2, dtype=torch.int64)), "names": ["a", "b"], "n": 3}
+    moved = to_device(data, CPU, dtype=torch.float64)
+    assert isinstance(moved["x"], Pair)
+    assert moved["x"].x.dtype == torch.float64
+    assert moved["x"].y.dtype == torch.int64
+    assert moved["names"] == ["a", "b"]
+    assert moved["n"] == 3
+
+
+def test_to_device_makes_tensors_of_numpy_arrays():
+    frozen = np.arange(3.0)
+    frozen.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved = to_device([np.arange(3), frozen, np.array(["a"])], CPU)
+    assert isinstance(moved[0], torch.Tensor)
+    assert moved[1].tolist() == [0, 1, 2]
+    assert isinstance(moved[2], np.ndarray)
+
+
+def test_to_device_leaves_a_tensor_that_is_there():
+    tensor = torch.zeros(3)
+    assert to_device(tensor, CPU) is tensor
+
+
+def test_to_device_uses_an_objects_own_to():
+    class Graphs:
+        where = "host"
+
+        def to(self, device):
+            self.where = str(device)
+            return self
+
+    assert to_device((Graphs(),), CPU)[0].where == "cpu"
+
+
+def test_split_gives_views():
+    data = {"x": torch.arange(6), "pair": Pair(torch.arange(6), torch.arange(6)), "names": list("abcdef")}
+    parts = split(data, [2, 4])
+    assert parts[0]["x"].data_ptr() == data["x"].data_ptr()
+    assert parts[1]["pair"].y.tolist() == [2, 3, 4, 5]
+    assert parts[1]["names"] == list("cdef")
+
+
+def test_split_gives_ghosts_for_empty_parts():
+    assert [part.tolist() for part in split(torch.arange(3), [0, 2, 1, 0])] == [[0], [0, 1], [2], [0]]
+    assert [part.tolist() for part in split(torch.arange(1), [0, 0])] == [[0], [0]]
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_split_cuts_sequences_of_samples(rows):
+    images = tuple(torch.zeros(3, 8 + i, 8) for i in range(rows))
+    targets = tuple({"boxes": torch.zeros(i, 4)} for i in range(rows))
+    parts = split((images, targets), [1, rows - 1])
+    assert [len(part[0]) for part in parts] == [1, rows - 1]
+    assert parts[1][0][0] is images[1]
+    assert parts[1][1][0] is targets[1]
+
+
+def test_split_names_what_cannot_be_cut():
+    with pytest.raises(DataError, match=r"batch of 4 samples.*shape \(7, 2\).*accumulate=1"):
+        split((torch.zeros(4), torch.zeros(7, 2)), [2, 2])
+    with pytest.raises(DataError, match=r"shape \(\)"):
+        split((torch.zeros(4), torch.tensor(1.0)), [2, 2])
+
+
+def test_one_micro_batch_needs_no_cutting():
+    data = object()
+    batch = Batch(data, (3,), (7,), np.arange(3), Cursor())
+    assert list(batch.micros()) == [(data, 3, 7)]
+    assert (batch.num_samples, batch.global_samples) == (3, 7)

@@ -1,0 +1,124 @@
+"""Reading ahead: a thread whose depth follows the consumer's waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from manyhands.data import Cursor, Feed, Prefetcher, as_source
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "manyhands-prefetch"]
+
+
+def slow(count, seconds):
+    for i in range(count):
+        time.sleep(seconds)
+        yield i
+
+
+def test_gives_everything_in_order_and_ends():
+    ahead = Prefetcher(iter(range(100)))
+    assert list(ahead) == list(range(100))
+    with pytest.raises(StopIteration):
+        next(ahead)
+    ahead.close()
+    assert not prefetch_threads()
+
+
+def test_depth_doubles_while_the_consumer_waits():
+    ahead = Prefetcher(slow(12, 0.005))
+    assert list(ahead) == list(range(12))
+    assert ahead.depth == 16
+    assert ahead.waited > 0.03
+    ahead.close()
+
+
+def test_depth_stays_where_nobody_waits():
+    ahead = Prefetcher(iter(range(20)))
+    for _ in ahead:
+        time.sleep(0.002)
+    assert ahead.depth == 2
+    ahead.close()
+
+
+def test_depth_stays_where_memory_is_short():
+    ahead = Prefetcher(slow(6, 0.005), room=lambda item, depth: depth <= 4)
+    assert len(list(ahead)) == 6
+    assert ahead.depth == 4
+    ahead.close()
+
+
+def test_reads_no_further_than_its_depth():
+    taken = []
+    ahead = Prefetcher((taken.append(i) or i for i in range(50)), depth=3)
+    time.sleep(0.05)
+    assert taken == [0, 1, 2]
+    next(ahead)
+    time.sleep(0.05)
+    assert taken == [0, 1, 2, 3]
+    ahead.close()
+
+
+def test_an_error_comes_after_the_items_before_it():
+    def failing():
+        yield 1
+        raise OSError("disk")
+
+    ahead = Prefetcher(failing())
+    assert next(ahead) == 1
+    with pytest.raises(OSError, match="disk"):
+        next(ahead)
+    ahead.close()
+
+
+def test_close_stops_the_thread_and_closes_the_items():
+    closed = threading.Event()
+
+    def endless():
+        try:
+            while True:
+                yield 0
+        finally:
+            closed.set()
+
+    ahead = Prefetcher(endless())
+    next(ahead)
+    ahead.close()
+    assert closed.is_set()
+    assert not prefetch_threads()
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+@pytest.mark.parametrize("data", [torch.arange(100), list(range(100))], ids=["arrays", "map"])
+def test_a_feed_to_another_device_reads_ahead(data):
+    """The meta device has no streams: it takes the way of an accelerator without them."""
+    feed = Feed(as_source(data), batch_size=8, device=torch.device("meta"), workers=1)
+    batches = list(feed.epoch(Cursor()))
+    assert sorted(i for batch in batches for i in batch.ids.tolist()) == list(range(100))
+    assert all(batch.data.is_meta for batch in batches)
+    assert not prefetch_threads()
+
+
+def test_an_epoch_that_is_left_early_leaves_no_thread():
+    feed = Feed(as_source(torch.arange(100)), batch_size=8, device=torch.device("meta"))
+    for _ in feed.epoch(Cursor()):
+        break
+    feed.close()
+    assert not prefetch_threads()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("data", [torch.arange(100_000.0), list(range(2000))], ids=["arrays", "map"])
+def test_batches_arrive_whole_on_cuda(data):
+    feed = Feed(as_source(data), batch_size=256, device=torch.device("cuda", 0), dtype=torch.float64)
+    for epoch in range(2):
+        for batch in feed.epoch(Cursor(epoch, 0)):
+            assert batch.data.device.type == "cuda"
+            assert batch.data.long().cpu().tolist() == batch.ids.tolist()
