@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from . import training
-from .cluster import DEFAULT_TIMEOUT, Device, DirectLine, LocalEngine, NullWorld, World, current_world, resolve
+from .cluster import (
+    DEFAULT_TIMEOUT,
+    Device,
+    DirectLine,
+    LocalEngine,
+    NullWorld,
+    World,
+    current_world,
+    resolve,
+)
 from .core import (
     Event,
     EventLog,
@@ -202,7 +211,11 @@ def settle(strategy: StrategySpec | str | None, on: On) -> tuple[StrategySpec, l
 
 
 def _start(
-    fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, on_event: Callable[[int, Event], None], view: View
+    fn: Callable[[World], Any],
+    devices: Sequence[Device],
+    timeout: float,
+    on_event: Callable[[int, Event], None],
+    view: View,
 ) -> list[Any]:
     """Runs a function on the devices: here when there is one or when this process is already a rank."""
     world = current_world()
@@ -229,7 +242,13 @@ def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec) -> A
 
 
 def _over_data(
-    act: Callable[..., Any], run: Run, task: Task, data: Any, strategy: StrategySpec | str | None, on: On, timeout: float
+    act: Callable[..., Any],
+    run: Run,
+    task: Task,
+    data: Any,
+    strategy: StrategySpec | str | None,
+    on: On,
+    timeout: float,
 ) -> Any:
     spec, devices, _ = settle(strategy, on)
     precision = run.record["spec"].get("precision", "fp32")
@@ -238,7 +257,14 @@ def _over_data(
     return _start(work, devices, timeout, lambda rank, entry: None, View())[0]
 
 
-def _act(world: World, act: Callable[..., Any], task: Task, spec: StrategySpec, data: Any, weights: dict[str, Tensor]) -> Any:
+def _act(
+    world: World,
+    act: Callable[..., Any],
+    task: Task,
+    spec: StrategySpec,
+    data: Any,
+    weights: dict[str, Tensor],
+) -> Any:
     hand = Hand(world, spec)
     hand.realise(task.model(), task.optimizer)
     hand.model.load_state_dict(weights)
@@ -289,7 +315,9 @@ def _check_data(task: Task, steps: int | None) -> None:
     check_source(source, task.batch_size)
     if task.schedule is not None and source.size is None and steps is None:
         raise TaskError(
-            "a schedule needs the number of steps", got="a stream of unknown length", remedy="pass steps= to fit"
+            "a schedule needs the number of steps",
+            got="a stream of unknown length",
+            remedy="pass steps= to fit",
         )
 
 

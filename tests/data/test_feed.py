@@ -45,9 +45,7 @@ KINDS = {
     "iterable": Stream,
     "loader": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True),
     "sampler": lambda: DataLoader(Numbers(), batch_size=8, sampler=torch.randperm(SIZE).tolist()),
-    "batches": lambda: DataLoader(
-        Numbers(), batch_sampler=[[i, i + 1] for i in range(0, SIZE - 1, 2)] + [[36]]
-    ),
+    "batches": lambda: DataLoader(Numbers(), batch_sampler=[[i, i + 1] for i in range(0, SIZE - 1, 2)] + [[36]]),
 }
 
 
@@ -93,9 +91,7 @@ def test_micro_batches_do_not_depend_on_the_replicas(num_replicas, accumulate):
         found = []
         for step in steps(source, replicas, batch_size=10, accumulate=accumulate):
             parts = [list(batch.micros()) for batch in step]
-            found.append(
-                [[x for data, n, _ in micro for x in data[:n].tolist()] for micro in zip(*parts, strict=True)]
-            )
+            found.append([[x for data, n, _ in micro for x in data[:n].tolist()] for micro in zip(*parts, strict=True)])
         return found
 
     source = as_source(torch.arange(SIZE))
@@ -114,9 +110,7 @@ def test_the_last_batch_is_kept():
 
 
 def test_ghosts_stand_in_where_a_replica_has_no_samples():
-    step = steps(
-        as_source((torch.arange(5) + 100, torch.zeros(5, 3))), 4, batch_size=5, accumulate=2, shuffle=False
-    )[0]
+    step = steps(as_source((torch.arange(5) + 100, torch.zeros(5, 3))), 4, batch_size=5, accumulate=2, shuffle=False)[0]
     assert [batch.sizes for batch in step] == [(1, 1), (1, 1), (1, 0), (0, 0)]
     assert {batch.global_sizes for batch in step} == {(3, 2)}
     third, fourth = list(step[2].micros()), list(step[3].micros())
@@ -134,6 +128,13 @@ def test_fewer_samples_than_micro_batches():
 def test_an_epoch_that_is_consumed_is_empty():
     for make in KINDS.values():
         assert list(Feed(as_source(make()), batch_size=4).epoch(Cursor(0, SIZE))) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peek_gives_the_first_samples(kind):
+    feed = Feed(as_source(KINDS[kind]()), batch_size=8, seed=2)
+    first = next(feed.epoch(Cursor())).data
+    assert feed.peek(2).tolist() == first[:2].tolist()
 
 
 def test_floats_are_cast_on_request():
@@ -227,9 +228,7 @@ class TestWorkers:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_failing_sample_is_named(self, workers):
         feed = Feed(as_source(Broken()), batch_size=4, workers=workers)
-        with pytest.raises(
-            DataError, match=r"every sample of Broken.*OSError: torn page at sample 23"
-        ) as info:
+        with pytest.raises(DataError, match=r"every sample of Broken.*OSError: torn page at sample 23") as info:
             list(feed.epoch(Cursor()))
         assert isinstance(info.value.__cause__, OSError)
 

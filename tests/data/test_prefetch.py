@@ -39,9 +39,9 @@ def test_depth_doubles_while_the_consumer_waits():
 
 
 def test_depth_stays_where_nobody_waits():
-    ahead = Prefetcher(iter(range(20)))
+    ahead = Prefetcher(iter(range(10)))
     for _ in ahead:
-        time.sleep(0.002)
+        time.sleep(0.02)
     assert ahead.depth == 2
     ahead.close()
 

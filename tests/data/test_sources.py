@@ -136,9 +136,7 @@ class TestMapped:
 
         if many:
             Broken.__getitems__ = lambda self, ids: [self[i] for i in ids]
-        with pytest.raises(
-            DataError, match=r"sample of Broken must be readable.*ZeroDivision.*at sample 3"
-        ) as info:
+        with pytest.raises(DataError, match=r"sample of Broken must be readable.*ZeroDivision.*at sample 3") as info:
             as_source(Broken()).fetch(IDS)
         assert isinstance(info.value.__cause__, ZeroDivisionError)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,9 +75,7 @@ def version(exported: Path, tmp_path: Path) -> Path:
 def reseal(folder: Path, names: tuple[str, ...] = FILES) -> None:
     """Makes the digests right again, as an attacker would."""
     data = {name: (folder / name).read_bytes() for name in names}
-    files = {
-        name: {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()} for name, text in data.items()
-    }
+    files = {name: {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()} for name, text in data.items()}
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
 
 
@@ -149,7 +148,23 @@ def test_low_precision_weights_regions_and_branches(tmp_path: Path) -> None:
     archive = load(export(model, predict, {"x": torch.randn(2, 4)}, tmp_path / "regions"))
     for sign in (5.0, -5.0):
         x = torch.randn(3, 4) + sign
-        torch.testing.assert_close(archive(x), predict(model, x))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (model(x) + 1).float()
+        torch.testing.assert_close(archive(x), y.sin() if y.sum() > 0 else y.cos())
+
+
+@pytest.mark.gpu
+def test_a_program_runs_where_it_is_loaded(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = Gpt()
+    path = export(model, call, {"x": torch.randint(0, 32, (2, 6))}, tmp_path / "cpu")
+    ids = torch.randint(0, 32, (5, 6))
+    wanted = model.eval()(ids)
+    torch.testing.assert_close(load(path, "cuda")(ids).cpu(), wanted, rtol=1e-4, atol=1e-4)
+    model.scale = model.scale.cuda()
+    path = export(model.cuda(), call, {"x": ids}, tmp_path / "cuda")
+    torch.testing.assert_close(load(path)(ids), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_versions_count_up_and_junk_is_ignored(tmp_path: Path, exported: Path) -> None:
@@ -305,9 +320,8 @@ def place(program: dict[str, Any], where: str, text: str) -> None:
         graph["outputs"] = {"code": text}
 
 
-PLACES = (
-    "size expr_str range_constraints guards_code sym_int_values operator keyword dtype weight input reference text output"
-).split()
+PLACES = ["size", "expr_str", "range_constraints", "guards_code", "sym_int_values", "operator", "keyword"]
+PLACES += ["dtype", "weight", "input", "reference", "text", "output"]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -316,9 +330,8 @@ def test_exploit_by_expression_is_refused(version: Path, tmp_path: Path, where: 
     import sympy
 
     marker = tmp_path / "executed"
-    with pytest.raises(Exception, match=""):  # noqa: B017 (sympy dislikes the value, after having run the text)
+    with contextlib.suppress(Exception):  # it fails after having run the text
         sympy.sympify(attack(marker))
-        raise RuntimeError("sympify took the value")
     assert marker.exists(), "the attack must work, or this test shows nothing"
     marker.unlink()
 
@@ -334,9 +347,7 @@ def test_exploit_by_torchs_own_program_is_refused(version: Path, tmp_path: Path)
 
     marker = tmp_path / "executed"
     batch = torch.export.Dim("batch")
-    program = torch.export.export(
-        nn.Linear(4, 2), (torch.ones(3, 4),), dynamic_shapes=({0: batch},), strict=False
-    )
+    program = torch.export.export(nn.Linear(4, 2), (torch.ones(3, 4),), dynamic_shapes=({0: batch},), strict=False)
     torch.export.save(program, tmp_path / "plain.pt2")
     with (
         zipfile.ZipFile(tmp_path / "plain.pt2") as source,
@@ -349,9 +360,8 @@ def test_exploit_by_torchs_own_program_is_refused(version: Path, tmp_path: Path)
                 _poison(found, attack(marker))
                 data = stolen = json.dumps(found).encode()
             target.writestr(name, data)
-    with pytest.raises(Exception, match=""):  # noqa: B017 (how torch fails afterwards is its own affair)
+    with contextlib.suppress(Exception):  # it fails after having run the text
         torch.export.load(tmp_path / "bad.pt2")
-        raise RuntimeError("torch took it")
     assert marker.exists(), "the attack must work, or this test shows nothing"
     marker.unlink()
 
@@ -385,16 +395,15 @@ class Bomb:
         return Path.touch, (self.marker,)
 
 
-@pytest.mark.parametrize(
-    "name", ["sample_inputs.pt", "weights.safetensors", "program.json", "signature.json"]
-)
+@pytest.mark.parametrize("name", ["sample_inputs.pt", "weights.safetensors", "program.json", "signature.json"])
 def test_exploit_by_pickled_part_is_refused(version: Path, tmp_path: Path, name: str) -> None:
     """torch.export.load retries example inputs with weights_only=False."""
     marker = tmp_path / "executed"
-    torch.save(Bomb(marker), version / name)
-    torch.load(version / name, weights_only=False)
+    torch.save(Bomb(marker), tmp_path / "bomb.pt")
+    torch.load(tmp_path / "bomb.pt", weights_only=False)
     assert marker.exists(), "the attack must work, or this test shows nothing"
     marker.unlink()
+    (version / name).write_bytes((tmp_path / "bomb.pt").read_bytes())
     reseal(version)
     with pytest.raises(ArchiveError):
         load(version)
@@ -408,9 +417,7 @@ def test_exploit_by_keyword_is_real(tmp_path: Path) -> None:
     """torch.fx prints keywords into source; this is why each must be one of the operator's own."""
     marker = tmp_path / "executed"
     graph = fx.Graph()
-    graph.output(
-        graph.call_function(torch.ops.aten.ones.default, ([2],), {f"dtype={attack(marker)}, device": None})
-    )
+    graph.output(graph.call_function(torch.ops.aten.ones.default, ([2],), {f"dtype={attack(marker)}, device": None}))
     fx.GraphModule(nn.Module(), graph)()
     assert marker.exists()
 
@@ -472,7 +479,7 @@ def deep(levels: int) -> Any:
         lambda p: p["graphs"][0].update(nodes=7),
         lambda p: p.update(graphs=[]),
         lambda p: p.update(format=99),
-        lambda p: [],
+        lambda p: [1],
     ],
 )
 def test_malformed_programs_are_refused(version: Path, change: Callable[[Any], Any]) -> None:
@@ -514,7 +521,7 @@ def test_links_and_other_files_are_refused(version: Path, tmp_path: Path) -> Non
     with pytest.raises(ArchiveError, match="no plain file"):
         load(version)
     (version / "program.json").unlink()
-    with pytest.raises(ArchiveError, match="no program.json"):
+    with pytest.raises(ArchiveError, match=r"no program\.json"):
         load(version)
     secret.rename(version / "program.json")
     (version / "model.so").write_bytes(b"")
@@ -542,3 +549,57 @@ def test_too_large_files_are_refused_by_their_size_alone(version: Path) -> None:
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="none in"):
         load(tmp_path)
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**40,
+    1e308,
+    "",
+    "x",
+    "__import__",
+    [],
+    [[]],
+    {},
+    {"ref": 0},
+    {"dtype": "load"},
+]
+
+
+def mutate(value: Any, chance: random.Random) -> Any:
+    """Replaces, removes or doubles one thing somewhere inside."""
+    if isinstance(value, dict | list) and value and chance.random() < 0.8:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = chance.choice(list(keys))
+        kind = chance.random()
+        if kind < 0.1:
+            del value[key]
+        elif kind < 0.2 and isinstance(value, list):
+            value.append(value[key])
+        else:
+            value[key] = mutate(value[key], chance)
+        return value
+    return chance.choice(JUNK)
+
+
+def test_mutated_programs_load_or_are_refused(tmp_path: Path, version: Path) -> None:
+    """Whatever a program holds, the only error is ours."""
+    made = export(Gpt(), call, {"x": torch.randint(0, 32, (2, 6))}, tmp_path / "gpt")
+    chance = random.Random(0)
+    refused = 0
+    for folder, name in ((made, "program.json"), (version, "program.json"), (version, "signature.json")):
+        whole = (folder / name).read_text()
+        for _ in range(150):
+            (folder / name).write_text(json.dumps(mutate(json.loads(whole), chance)))
+            reseal(folder)
+            try:
+                load(folder)
+            except ArchiveError:
+                refused += 1
+        (folder / name).write_text(whole)
+        reseal(folder)
+    assert refused > 200

@@ -26,9 +26,7 @@ def small(step: int) -> Checkpoint:
         model={"w": torch.full((3, 2), float(step)), "n": torch.tensor(step)},
         optimizers={
             "main": {
-                "state": {
-                    "w": {"step": torch.tensor(float(step)), "exp_avg": torch.full((3, 2), step / 7), "k": 3}
-                },
+                "state": {"w": {"step": torch.tensor(float(step)), "exp_avg": torch.full((3, 2), step / 7), "k": 3}},
                 "groups": [{"params": ["w"], "lr": 0.1}],
             }
         },
@@ -48,8 +46,7 @@ def same(left: object, right: object) -> bool:
 
 def equal(left: Checkpoint, right: Checkpoint) -> bool:
     return all(
-        same(getattr(left, name), getattr(right, name))
-        for name in ("step", "model", "optimizers", "state", "random")
+        same(getattr(left, name), getattr(right, name)) for name in ("step", "model", "optimizers", "state", "random")
     )
 
 
@@ -120,6 +117,18 @@ def test_save_takes_what_is_there_now(tmp_path: Path) -> None:
     go.set()
     store.wait()
     assert equal(store.load(), small(5))
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_copied_as_they_are_now(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    weight = torch.randn(512, 512, device="cuda")
+    wanted = weight.cpu()
+    with CheckpointStore(tmp_path, on_error=raising) as store:
+        store.save(Checkpoint(1, {"w": weight}))
+        weight.zero_()
+        assert same(store.load().model["w"], wanted)
 
 
 def test_one_write_at_a_time_and_the_wait_is_counted(tmp_path: Path) -> None:
@@ -424,9 +433,7 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
         pytest.skip("needs root to mount a tmpfs")
     mounted = tmp_path / "disk"
     mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True
-    )
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True)
     if done.returncode:
         pytest.skip("mount is not allowed here")
     try:

@@ -67,9 +67,7 @@ def test_training_goes_on_as_if_never_stopped(tmp_path: Path, kind: str) -> None
     train(model, optimizer, 3)
     optimizer.param_groups[0]["lr"] *= 0.5
     with CheckpointStore(tmp_path) as store:
-        store.save(
-            Checkpoint(3, dict(model.state_dict()), {"main": optimizer_state(optimizer, named(model))})
-        )
+        store.save(Checkpoint(3, dict(model.state_dict()), {"main": optimizer_state(optimizer, named(model))}))
         store.wait()
         found = store.load()
     again = network()
@@ -147,7 +145,7 @@ def test_pickled_and_broken_state_dicts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="whole safetensors"):
         load_state_dict(tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match="name it a.safetensors"):
+    with pytest.raises(CheckpointError, match=r"name it a\.safetensors"):
         save_state_dict({}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="one .safetensors file"):
+    with pytest.raises(CheckpointError, match=r"one \.safetensors file"):
         load_state_dict(tmp_path)

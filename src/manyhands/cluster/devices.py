@@ -203,10 +203,13 @@ def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: st
     >>> _capability_cure((9, 0), ["sm_80", "sm_90"], "13.0")
     ''
     """
-    majors = [int(arch.split("_")[1].rstrip("af")[:-1]) for arch in built_for if arch.startswith("sm_")]
-    forward = [int(arch.split("_")[1].rstrip("af")) for arch in built_for if arch.startswith("compute_")]
     number = capability[0] * 10 + capability[1]
-    if capability[0] in majors or any(arch <= number for arch in forward):
+    binary = [int(arch.split("_")[1].rstrip("af")) for arch in built_for if arch.startswith("sm_")]
+    portable = [int(arch.split("_")[1].rstrip("af")) for arch in built_for if arch.startswith("compute_")]
+    same_generation = any(arch // 10 == capability[0] and arch <= number for arch in binary)
+    if same_generation or any(arch <= number for arch in portable):
         return ""
     have = ", ".join(built_for)
-    return f"it is an sm_{number} device and this torch (CUDA {cuda}) was built for {have}: install a torch built for it"
+    return (
+        f"it is an sm_{number} device and this torch (CUDA {cuda}) was built for {have}: install a torch built for it"
+    )

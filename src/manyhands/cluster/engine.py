@@ -36,7 +36,5 @@ class Engine(ABC):
     """Starts a function on devices, one rank each."""
 
     @abstractmethod
-    def start(
-        self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT
-    ) -> Job:
+    def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
         """Runs `fn(world)` on every device."""

@@ -41,9 +41,7 @@ class LocalEngine(Engine):
         if self._zygote is None or not self._zygote.alive:
             self._zygote = _ZygoteHandle(self._preload)
 
-    def start(
-        self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT
-    ) -> Job:
+    def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
         server, port = _open_store(len(devices))
         assignment = Assignment(
             fn=fn,
@@ -281,7 +279,9 @@ class _LocalJob(Job):
         rank = self._ranks[self._first]
         failure = rank.failure or {}
         cause = failure.get("error")
-        failed = WorkerFailed(self._first, this_host(), failure.get("reason") or _fate(rank), failure.get("traceback", ""))
+        failed = WorkerFailed(
+            self._first, this_host(), failure.get("reason") or _fate(rank), failure.get("traceback", "")
+        )
         if cause is not None:
             raise cause from failed
         raise failed
@@ -307,6 +307,11 @@ def _open_store(size: int) -> tuple[object, int]:
     listener.listen(128)
     port = listener.getsockname()[1]
     server = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
     )
     return server, port

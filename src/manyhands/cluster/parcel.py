@@ -28,7 +28,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
             data = obj.detach().contiguous()
-            raw = data.view(-1).view(torch.uint8).numpy()
+            raw: Any = data.view(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape), obj.requires_grad)
         return super().reducer_override(obj)
 

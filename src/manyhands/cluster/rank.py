@@ -52,12 +52,11 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         _settle(assignment, rank)
         world = _join(assignment, rank, line)
         enter_world(world)
-        result = assignment.fn(world)
+        fd = pack(assignment.fn(world), "the result")
         world.close()
     except BaseException as error:
         _send_failure(line, error)
         return 1
-    fd = pack(result, "the result")
     line.send(b"R", b"", (fd,))
     os.close(fd)
     return 0

@@ -22,7 +22,12 @@ from .world import Pending, Seat, World, caller_line
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def backend_for(devices: Sequence[Device]) -> str:
@@ -83,9 +88,10 @@ class TorchWorld(World):
                 ends = {sock.getsockname()[1], sock.getpeername()[1]}
                 if ends & self._ports:
                     sock.shutdown(socket.SHUT_RDWR)
-        if self.device.type == "cuda" and dist.is_initialized() and hasattr(dist.group.WORLD, "abort"):
+        group = dist.group.WORLD
+        if self.device.type == "cuda" and group is not None and hasattr(group, "abort"):
             with contextlib.suppress(RuntimeError):
-                dist.group.WORLD.abort()
+                group.abort()
 
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:

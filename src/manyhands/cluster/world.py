@@ -19,7 +19,12 @@ from .line import DirectLine, Line
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_THEIRS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+_NOT_THEIRS = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -89,6 +94,7 @@ class World(ABC):
         """Returns when every rank has come here."""
         self.gather_objects(None)
 
+    @abstractmethod
     def close(self) -> None:
         """Leaves the world."""
 

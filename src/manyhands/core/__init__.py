@@ -20,6 +20,7 @@ from .errors import (
 from .events import Event, EventLog, event, read_events
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
+from .settings import Resolved, resolve_settings
 from .spec import Mirrored, Single, StrategySpec, as_spec
 from .task import Mean, Task, as_task, mean, task_name, typed
 
@@ -34,6 +35,8 @@ __all__ = [
     "Single",
     "Mirrored",
     "as_spec",
+    "Resolved",
+    "resolve_settings",
     "Predictor",
     "Signature",
     "TensorSpec",

@@ -1,20 +1,20 @@
 """The tree of errors: what a person can mend says the rule, the value and the remedy.
 
-    ManyhandsError
-    ├── UsageError (ValueError)      a mistake that can be mended; nothing was started, nothing was lost
-    │   ├── TaskError                the task: model, loss, optimizer, step
-    │   ├── DataError                a dataset, a loader, a batch
-    │   ├── DeviceError              devices that are not there or cannot be used
-    │   ├── StrategyError            a way of splitting that does not exist or does not fit
-    │   ├── SettingsError            an option, a configuration file, a task parameter
-    │   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
-    │   ├── ArchiveError             an exported model that is corrupt or could execute code
-    │   └── SendError                something that cannot be sent to a worker process
-    └── RunError (RuntimeError)      something broke while running
-        ├── WorkerFailed             a rank raised or died: who, why, its traceback
-        ├── PeerLost                 a collective was aborted because a peer died
-        ├── ReplicasDiffer           replicas that should be equal are not
-        └── LossNotFinite            the loss became NaN or infinite
+ManyhandsError
+├── UsageError (ValueError)      a mistake that can be mended; nothing was started, nothing was lost
+│   ├── TaskError                the task: model, loss, optimizer, step
+│   ├── DataError                a dataset, a loader, a batch
+│   ├── DeviceError              devices that are not there or cannot be used
+│   ├── StrategyError            a way of splitting that does not exist or does not fit
+│   ├── SettingsError            an option, a configuration file, a task parameter
+│   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
+│   ├── ArchiveError             an exported model that is corrupt or could execute code
+│   └── SendError                something that cannot be sent to a worker process
+└── RunError (RuntimeError)      something broke while running
+    ├── WorkerFailed             a rank raised or died: who, why, its traceback
+    ├── PeerLost                 a collective was aborted because a peer died
+    ├── ReplicasDiffer           replicas that should be equal are not
+    └── LossNotFinite            the loss became NaN or infinite
 """
 
 from __future__ import annotations

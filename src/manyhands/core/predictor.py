@@ -90,6 +90,8 @@ class Predictor(ABC):
                 tensor = tensor.to(dtype)
             if not spec.accepts(tensor):
                 came = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                raise DataError(f"input {name!r} must be {spec}", got=str(came), remedy="pass such an array, rows first")
+                raise DataError(
+                    f"input {name!r} must be {spec}", got=str(came), remedy="pass such an array, rows first"
+                )
             tensors[name] = tensor
         return tensors

@@ -78,11 +78,7 @@ class StrategySpec:
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON-ready data."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        }
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StrategySpec:
@@ -91,7 +87,9 @@ class StrategySpec:
         for key in values:
             if key not in known:
                 raise StrategyError(
-                    f"a strategy has the settings {', '.join(sorted(known))}", got=repr(key), remedy="correct the name"
+                    f"a strategy has the settings {', '.join(sorted(known))}",
+                    got=repr(key),
+                    remedy="correct the name",
                 )
         return cls(**values)
 
@@ -115,7 +113,7 @@ class StrategySpec:
         return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
 
 
-def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:  # noqa: N802 (a noun of the API)
+def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:
     """One device, in the caller's process.
 
     >>> Single(accumulate=4)
@@ -124,7 +122,7 @@ def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:  # 
     return StrategySpec(replicas=1, precision=precision, accumulate=accumulate)
 
 
-def Mirrored(  # noqa: N802 (a noun of the API)
+def Mirrored(
     replicas: int | None = None,
     *,
     sync: str = "allreduce",
@@ -186,9 +184,13 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
 
 def _require_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise StrategyError(f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more")
+        raise StrategyError(
+            f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=1 or more"
+        )
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise StrategyError(f"{name} must be one of {', '.join(allowed)}", got=repr(value), remedy="choose one of these")
+        raise StrategyError(
+            f"{name} must be one of {', '.join(allowed)}", got=repr(value), remedy="choose one of these"
+        )

@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .errors import SettingsError, TaskError
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Mean(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Mean:
     """A mean kept as its total and its count, so that parts can be added before dividing."""
 
     total: Tensor
@@ -73,7 +74,7 @@ class Task:
     optimizer: Callable[[Any], Optimizer | Optimizers]
     """Makes the optimizer of a model, or a dict of them keyed by submodule."""
     data: Any
-    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, or a function that makes one."""
+    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, or a function making one."""
     loss: Loss | None = None
     step: Callable[[Any, Any], Mapping[str, Any] | None] | None = None
     valid: Any = None
@@ -98,16 +99,22 @@ class Task:
         if (self.loss is None) == (self.step is None):
             given = "both" if self.loss is not None else "neither"
             raise TaskError(
-                "a Task has either a loss or a step", got=given, remedy="pass loss=fn(model, batch) or step=fn(hand, batch)"
+                "a Task has either a loss or a step",
+                got=given,
+                remedy="pass loss=fn(model, batch) or step=fn(hand, batch)",
             )
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
             if value is not None and (not callable(value) or _is_module(value)):
                 raise TaskError(
-                    f"{name} must be a function", got=type(value).__name__, remedy=f"wrap it: {name}=lambda ...: ..."
+                    f"{name} must be a function",
+                    got=type(value).__name__,
+                    remedy=f"wrap it: {name}=lambda ...: ...",
                 )
         if self.batch_size is not None and (not isinstance(self.batch_size, int) or self.batch_size < 1):
-            raise TaskError("batch_size must be a whole number of at least 1", got=repr(self.batch_size), remedy="pass 32")
+            raise TaskError(
+                "batch_size must be a whole number of at least 1", got=repr(self.batch_size), remedy="pass 32"
+            )
         if self.clip is not None and not self.clip > 0:
             raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
         if self.workers is not None and self.workers < 0:
@@ -129,11 +136,17 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
             )
         return task
     if not callable(task):
-        raise TaskError("a task is an mh.Task or a function that makes one", got=type(task).__name__, remedy="pass one of these")
+        raise TaskError(
+            "a task is an mh.Task or a function that makes one",
+            got=type(task).__name__,
+            remedy="pass one of these",
+        )
     made = task(**typed(task, params or {}))
     if not isinstance(made, Task):
         raise TaskError(
-            "the task function must return an mh.Task", got=type(made).__name__, remedy="end it with return mh.Task(...)"
+            "the task function must return an mh.Task",
+            got=type(made).__name__,
+            remedy="end it with return mh.Task(...)",
         )
     return made
 
@@ -153,14 +166,13 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
     """
     accepted = inspect.signature(task).parameters
     for name, parameter in accepted.items():
-        if parameter.default is inspect.Parameter.empty and parameter.kind not in (
-            inspect.Parameter.VAR_KEYWORD,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            if name not in params:
-                raise SettingsError(
-                    "every parameter of a task function has a default", got=f"{name} without one", remedy=f"write {name}=..."
-                )
+        variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if parameter.default is inspect.Parameter.empty and not variadic and name not in params:
+            raise SettingsError(
+                "every parameter of a task function has a default",
+                got=f"{name} without one",
+                remedy=f"write {name}=...",
+            )
     hints = typing.get_type_hints(task) if not inspect.isclass(task) else {}
     result = {}
     for name, value in params.items():

@@ -117,9 +117,7 @@ def first_dim(data: Any) -> int:
     )
 
 
-def to_device(
-    data: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
-) -> Any:
+def to_device(data: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Any:
     """A nested batch on a device; `dtype` is for floating-point tensors only.
 
     >>> to_device([torch.zeros(1), torch.tensor([0])], torch.device("cpu"), dtype=torch.float64)

@@ -53,9 +53,7 @@ class BatchedSource(SampledSource):
     def order(self, seed: int, epoch: int, shuffle: bool) -> Order | Ids:
         return np.concatenate([as_ids([]), *self._batches(seed, epoch)])
 
-    def windows(
-        self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int
-    ) -> Iterator[Window]:
+    def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         fetch, first = self.reader(seed, epoch), 0
         for ids in self._batches(seed, epoch):
             rest = ids[max(0, start - first) :]

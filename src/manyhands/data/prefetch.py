@@ -113,8 +113,9 @@ class DeviceCopy:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self._module: Any = getattr(torch, device.type, None)
-        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
+        module: Any = getattr(torch, device.type, None)
+        self._module = module
+        self._stream = module.Stream(device) if hasattr(module, "Stream") else None
 
     def send(self, data: Any) -> tuple[Any, Any]:
         """Starts the copy, in any thread; gives the batch and the event that marks its arrival."""

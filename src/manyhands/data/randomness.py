@@ -53,9 +53,7 @@ def seed_all(seed: int) -> None:
 
 def _equal(a: States, b: States) -> bool:
     return (
-        torch.equal(a[0], b[0])
-        and a[2] == b[2]
-        and all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+        torch.equal(a[0], b[0]) and a[2] == b[2] and all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
     )
 
 

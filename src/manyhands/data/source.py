@@ -43,9 +43,7 @@ class Source(ABC):
     """What a DataLoader runs at the start of each of its workers."""
 
     @abstractmethod
-    def windows(
-        self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int
-    ) -> Iterator[Window]:
+    def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         """The global batches of an epoch from position `start` on."""
 
     @abstractmethod
@@ -70,9 +68,7 @@ class IndexedSource(Source):
         """The function that reads samples in this epoch."""
         return self.fetch
 
-    def windows(
-        self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int
-    ) -> Iterator[Window]:
+    def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         order, fetch = self.order(seed, epoch, shuffle), self.reader(seed, epoch)
         for first in range(start, len(order), batch_size):
             yield Window(order[first : first + batch_size], fetch)
@@ -115,9 +111,7 @@ def check_source(source: Source, batch_size: int | None) -> int:
             remedy="pass batch_size=32",
         )
     if source.size == 0:
-        raise DataError(
-            "data must have samples", got=f"an empty {source.name}", remedy="check its path or its filter"
-        )
+        raise DataError("data must have samples", got=f"an empty {source.name}", remedy="check its path or its filter")
     if source.size is not None and source.size < size:
         raise DataError(
             f"{source.name} must have at least one batch",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..core import DataError
@@ -13,6 +15,9 @@ from .loader import loader_source
 from .mapped import MapSource
 from .source import Collate, Source
 from .stream import StreamSource
+
+NOT_SAMPLES = (dict, str, bytes, type, torch.Tensor, np.ndarray)
+"""Things with items that are no collection of samples; arrays with rows are recognised before."""
 
 Kind = tuple[Callable[[Any], bool], Callable[[Any, Collate | None], Source]]
 """Whether data is of a kind, and what makes a source of it."""
@@ -58,9 +63,7 @@ def _from_tensors(data: TensorDataset, collate: Collate | None) -> Source:
 def _from_subset(data: Subset[Any], collate: Collate | None) -> Source:
     inner = as_source(data.dataset, collate=collate)
     return (
-        SubsetSource(inner, data.indices)
-        if isinstance(inner, ArraySource | SubsetSource)
-        else MapSource(data, collate)
+        SubsetSource(inner, data.indices) if isinstance(inner, ArraySource | SubsetSource) else MapSource(data, collate)
     )
 
 
@@ -80,20 +83,16 @@ def _from_function(function: Callable[[], Any], collate: Collate | None) -> Sour
         name = getattr(function, "__name__", type(made).__name__)
         return StreamSource(function, name, collate)
     if callable(made) and not _is_mapped(made) and not isinstance(made, Iterable):
-        raise DataError(
-            "a data function must make data", got=_described(made), remedy="return a dataset from it"
-        )
+        raise DataError("a data function must make data", got=_described(made), remedy="return a dataset from it")
     return as_source(made, collate=collate)
 
 
 def _is_mapped(data: Any) -> bool:
-    return (
-        hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, dict | str | type)
-    )
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, NOT_SAMPLES)
 
 
 def _is_iterable(data: Any) -> bool:
-    return isinstance(data, Iterable) and not isinstance(data, dict | str | type)
+    return isinstance(data, Iterable) and not isinstance(data, NOT_SAMPLES)
 
 
 def _is_one_shot(data: Any) -> bool:

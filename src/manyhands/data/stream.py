@@ -28,9 +28,7 @@ class StreamSource(Source):
         self._make = make
         self._collate = collate or default_collate
 
-    def windows(
-        self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int
-    ) -> Iterator[Window]:
+    def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         randomness = OwnRandomness(mix(seed, epoch))
         with randomness:
             stream = iter(self._make())

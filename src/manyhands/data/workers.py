@@ -72,7 +72,7 @@ def _received(items: Iterator[Batch | _Failure], name: str) -> Iterator[Batch]:
                 raise item.error from item.cause
             position = item.cursor.position
             yield item
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
             f"worker processes that read {name} must stay alive",
             got=f"{error} (soon after position {position} of the epoch)",

@@ -1,4 +1,4 @@
-"""Checkpoints and exported models: atomic, digested, versioned; training writes them and serving reads them."""
+"""Checkpoints and exported models: atomic, digested, versioned; training writes, serving reads."""
 
 from .archives import Archive, export, load, versions
 from .checkpoints import Checkpoint, CheckpointStore, check_matches

@@ -1,6 +1,6 @@
-"""Exported models: numbered versions in a folder, written whole or not at all, and a loader that runs no foreign code.
+"""Exported models: numbered versions, written whole or not at all, and a loader that runs no foreign code.
 
-A version folder holds `weights.safetensors`, `program.json`, `signature.json` and `manifest.json`, nothing else.
+A version folder holds `weights.safetensors`, `program.json`, `signature.json`, `manifest.json`, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec
 from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
-from .program import build, trace, user_line
+from .program import build, environment_kept, trace, user_line
 from .tensors import read_tensors, require_storable, write_tensors
 
 FORMAT = 1
@@ -31,7 +31,7 @@ WEIGHTS, PROGRAM, SIGNATURE, MANIFEST = (
 FILES = (WEIGHTS, PROGRAM, SIGNATURE)
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-JSON_CAP = 256 << 20
+JSON_CAP = 64 << 20
 """Bytes of a JSON file; a program of 100,000 operators has 20 MB."""
 WEIGHTS_CAP = 1 << 40
 DEPTH_CAP = 40
@@ -73,12 +73,16 @@ def export(
     """Writes `predict(model, *inputs)` as the next version under `path` and returns the version's folder.
 
     `inputs` are examples by name; their dimension 0 is the batch, which stays free.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     made = export(nn.Flatten(), lambda model, x: model(x) * 2, {"x": torch.ones(3, 1, 2)}, Path(root))
+    ...     made.name, load(Path(root))(torch.ones(1, 1, 2))
+    ('1', tensor([[2., 2.]]))
     """
-    device = next(
-        (tensor.device for tensor in model.state_dict().values() if isinstance(tensor, Tensor)), None
-    )
+    device = next((tensor.device for tensor in model.state_dict().values() if isinstance(tensor, Tensor)), None)
     examples = _examples(inputs, device or torch.device("cpu"))
-    with _evaluating(model):
+    with _evaluating(model), environment_kept():
         network = _Network(model, predict, tuple(examples.values()))
         traced = trace(network, tuple(examples.values()))
         weights = _dense(traced.weights)
@@ -90,7 +94,7 @@ def export(
 
 
 def load(path: Path, device: str = "cpu") -> Archive:
-    """Reads a version folder, or the newest version of a model folder, and refuses what could execute code."""
+    """Reads a version folder, or a model folder's newest version; refuses what could execute code."""
     folder, place = _version_folder(Path(path)), torch.device(device)
     _require_plain_folder(folder)
     files = _checked(folder)
@@ -98,18 +102,17 @@ def load(path: Path, device: str = "cpu") -> Archive:
     signature = _read_signature(described)
     weights = {name: tensor.to(place) for name, tensor in _read_weights(folder / WEIGHTS).items()}
     module = build(program, weights, place)
+    _require_fitting(signature, program["graphs"][0])
     meta = {"torch": str(program["torch"]), **described["extra"]}
     return Archive(module, signature, int(folder.name) if VERSION.fullmatch(folder.name) else 0, meta, place)
 
 
 def versions(path: Path) -> list[int]:
-    """The versions under a model folder, ascending; other files, links and half-made folders are passed over."""
+    """The versions under a model folder, ascending; links and half-made folders are passed over."""
     if not Path(path).is_dir():
         return []
     return sorted(
-        int(entry.name)
-        for entry in Path(path).iterdir()
-        if _is_version(entry) and (entry / MANIFEST).is_file()
+        int(entry.name) for entry in Path(path).iterdir() if _is_version(entry) and (entry / MANIFEST).is_file()
     )
 
 
@@ -138,11 +141,7 @@ class _Network(nn.Module):
 def _output_names(answer: object) -> list[str]:
     if isinstance(answer, Tensor):
         return ["output"]
-    if (
-        not isinstance(answer, Mapping)
-        or not answer
-        or not all(isinstance(v, Tensor) for v in answer.values())
-    ):
+    if not isinstance(answer, Mapping) or not answer or not all(isinstance(v, Tensor) for v in answer.values()):
         raise ArchiveError(
             "predict must return a tensor or a dict of tensors",
             got=type(answer).__name__,
@@ -160,14 +159,10 @@ def _examples(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, T
         _require_name(name)
         if not isinstance(tensor, Tensor) or tensor.dim() < 1 or tensor.shape[0] < 1:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ArchiveError(
-                f"the example {name!r} must be a tensor with rows", got=shape, remedy="pass a batch"
-            )
+            raise ArchiveError(f"the example {name!r} must be a tensor with rows", got=shape, remedy="pass a batch")
         sizes[name] = tensor.shape[0]
     if len(set(sizes.values())) != 1:
-        raise ArchiveError(
-            "the examples must have the same number of rows", got=sizes, remedy="pass one batch"
-        )
+        raise ArchiveError("the examples must have the same number of rows", got=sizes, remedy="pass one batch")
     return {name: _two_rows(tensor.detach().to(device)) for name, tensor in inputs.items()}
 
 
@@ -189,8 +184,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _dense(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with _as_archive_errors():
         return {
-            name: require_storable(name, tensor).detach().cpu().contiguous().clone()
-            for name, tensor in weights.items()
+            name: require_storable(name, tensor).detach().cpu().contiguous().clone() for name, tensor in weights.items()
         }
 
 
@@ -274,7 +268,7 @@ def _write(disk: Disk, folder: Path, weights: Mapping[str, Tensor], texts: Mappi
 
 
 def _place(disk: Disk, temporary: Path, path: Path) -> Path:
-    """Renaming onto a full folder fails, so of two exports that choose one number the later takes the next."""
+    """Renaming onto a full folder fails, so of two exports with one number the later takes the next."""
     while True:
         taken = [int(entry.name) for entry in path.iterdir() if VERSION.fullmatch(entry.name)]
         target = path / str(max(taken, default=0) + 1)
@@ -312,9 +306,7 @@ def _require_plain_folder(folder: Path) -> None:
     if odd := sorted(names - {*FILES, MANIFEST}):
         raise _unsafe(f"{', '.join(odd[:5])[:200]} beside them")
     if missing := sorted({*FILES, MANIFEST} - names):
-        raise ArchiveError(
-            "an exported model has four files", got=f"no {', '.join(missing)}", remedy="copy it again"
-        )
+        raise ArchiveError("an exported model has four files", got=f"no {', '.join(missing)}", remedy="copy it again")
     for name in names:
         entry = folder / name
         if entry.is_symlink() or not entry.is_file():
@@ -366,7 +358,8 @@ def _read_signature(described: Mapping[str, Any]) -> Signature:
     try:
         if set(described) != {"format", "signature", "extra"} or described["format"] != FORMAT:
             raise ValueError("fields")
-        dict(described["extra"])
+        if not isinstance(described["extra"], dict):
+            raise ValueError("extra")
         signature = Signature.from_dict(described["signature"])
         for name, spec in (*signature.inputs.items(), *signature.outputs.items()):
             _require_name(name)
@@ -374,6 +367,17 @@ def _read_signature(described: Mapping[str, Any]) -> Signature:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArchiveError(f"{SIGNATURE} must describe inputs and outputs", got=str(error)[:200]) from error
     return signature
+
+
+def _require_fitting(signature: Signature, graph: Mapping[str, Any]) -> None:
+    takes = sum("input" in place for place in graph["inputs"])
+    gives = len(graph["outputs"]) if isinstance(graph["outputs"], list) else 0
+    if (takes, gives) != (len(signature.inputs), len(signature.outputs)):
+        raise ArchiveError(
+            f"{SIGNATURE} must fit the program",
+            got=f"{len(signature.inputs)} inputs and {len(signature.outputs)} outputs for {takes} and {gives}",
+            remedy="export the model again",
+        )
 
 
 def _require_spec(spec: TensorSpec) -> None:

@@ -79,6 +79,12 @@ class CheckpointStore:
 
     `save` copies and returns; a thread writes. An error of that thread never stops the caller: it goes to
     `on_error` in the caller's next `save`, `wait` or `close`, and the last good checkpoint stays.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as root, CheckpointStore(Path(root)) as store:
+    ...     store.save(Checkpoint(step=10, model={"w": torch.ones(2)}), score=0.5)
+    ...     store.load().model["w"]
+    tensor([1., 1.])
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class CheckpointStore:
 
     def load(self, step: int | None = None) -> Checkpoint:
         """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
+        self.wait()
         folders = [f for f in reversed(self._committed()) if step is None or f.step == step]
         bad: list[str] = []
         for folder in folders:
@@ -153,9 +160,7 @@ class CheckpointStore:
                 bad.append(f"{folder.path.name}: {error}")
                 continue
             for text in bad:
-                self._on_notice(
-                    f"passed over a corrupt checkpoint and took {folder.path.name} instead; {text}"
-                )
+                self._on_notice(f"passed over a corrupt checkpoint and took {folder.path.name} instead; {text}")
             return found
         raise self._nothing(step, bad)
 
@@ -183,9 +188,7 @@ class CheckpointStore:
     def _copy(self, checkpoint: Checkpoint, score: float | None) -> _Copy:
         step = checkpoint.step
         if not isinstance(step, int) or not 0 <= step < 10**18:
-            raise CheckpointError(
-                "a step is a whole number from 0", got=repr(step), remedy="pass such a step"
-            )
+            raise CheckpointError("a step is a whole number from 0", got=repr(step), remedy="pass such a step")
         slots, plain = _parted(checkpoint.optimizers)
         tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
         return _Copy(
@@ -310,9 +313,7 @@ def _read(folder: _Folder) -> Checkpoint:
         manifest = _manifest(folder.path)
         for name, said in manifest["files"].items():
             if digest_of(folder.path / name).to_dict() != said:
-                raise CheckpointError(
-                    "every file must have the digest of the manifest", got=f"another in {name}"
-                )
+                raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
         return _assembled(folder.path, _object(folder.path / STATE))
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -368,9 +369,7 @@ def _parted(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tens
     return tensors, plain
 
 
-def _slots(
-    state: Mapping[str, Mapping[str, Any]], seen: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, str, Any]]:
+def _slots(state: Mapping[str, Mapping[str, Any]], seen: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
     for parameter, slots in state.items():
         seen[parameter] = {}
         for slot, value in slots.items():

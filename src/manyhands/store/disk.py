@@ -68,7 +68,7 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder with all that is in it."""
+        """Removes a folder with all that is in it; capitals sort first, and so a marker goes before the rest."""
         for entry in sorted(path.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
                 self.remove_folder(entry)

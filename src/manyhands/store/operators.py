@@ -1,4 +1,7 @@
-"""Which operators a stored program may name: those that compute, none that reach files, code or other tensors."""
+"""Which operators a stored program may name: those that compute, none that reach files or code.
+
+The only file that reads torch's private parts: an operator's schema has no public form.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,23 @@ import torch
 
 from ..core import ArchiveError
 
+ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "truediv",
+    "mod",
+    "neg",
+    "pow",
+    "and_",
+    "or_",
+    "not_",
+    "getitem",
+)
+COMPARISONS = ("lt", "le", "eq", "ne", "ge", "gt")
 PYTHON: dict[str, Callable[..., Any]] = {
-    **{
-        f"operator.{name}": getattr(operator, name)
-        for name in "add sub mul floordiv truediv mod neg pow lt le eq ne ge gt and_ or_ not_ getitem".split()
-    },
+    **{f"operator.{name}": getattr(operator, name) for name in (*ARITHMETIC, *COMPARISONS)},
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc")},
     **{
         f"torch.{name}": getattr(torch, name)
@@ -43,14 +58,14 @@ REFUSED = re.compile(r"set_?|set_data|data|resize\w*|as_strided_|.*_out|requires
 """Operators that swap or enlarge a tensor's memory, or belong to autograd."""
 
 TEXTS = frozenset(
-    "approximate rounding_mode reduce padding mode norm equation indexing interpolation side pad_mode padding_side "
-    "UPLO driver ord p assert_msg activation".split()
+    (
+        *("approximate", "rounding_mode", "reduce", "padding", "mode", "norm", "equation", "indexing", "side"),
+        *("interpolation", "pad_mode", "padding_side", "UPLO", "driver", "ord", "p", "assert_msg", "activation"),
+    )
 )
 """Arguments that may be texts; a file name is not among them."""
 
-FOREIGN_TYPES = re.compile(
-    r"\b(Storage|Stream|Any|AnyEnumType|Dict|Future|RRef|Capsule|Quantizer|__torch__)\b|\bt\b"
-)
+FOREIGN_TYPES = re.compile(r"\b(Storage|Stream|Any|AnyEnumType|Dict|Future|RRef|Capsule|Quantizer|__torch__)\b|\bt\b")
 NAME = re.compile(r"(aten|prims)\.([A-Za-z_]\w{0,99})\.([A-Za-z_]\w{0,99})", re.ASCII)
 
 

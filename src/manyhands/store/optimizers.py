@@ -1,4 +1,4 @@
-"""An optimizer's state keyed by parameter names, so that it fits however the parameters are ordered or split."""
+"""An optimizer's state keyed by parameter names, so that it fits however parameters are ordered."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
         index += len(places)
         state |= {at: _copied(data["state"][name]) for name, at in places.items() if name in data["state"]}
         groups.append({**_restored(current, group), "params": list(places.values())})
-    held = [
-        {key: value for key, value in g.items() if isinstance(value, Tensor)} for g in optimizer.param_groups
-    ]
+    held = [{key: value for key, value in g.items() if isinstance(value, Tensor)} for g in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for group, tensors, new in zip(optimizer.param_groups, held, saved, strict=True):
         for key, tensor in tensors.items():
@@ -84,9 +82,7 @@ def _name(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
         ) from None
 
 
-def _require_same_groups(
-    optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[Mapping[str, Any]]
-) -> None:
+def _require_same_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[Mapping[str, Any]]) -> None:
     current = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
     if len(current) != len(saved):
         raise CheckpointError(

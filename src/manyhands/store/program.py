@@ -1,18 +1,21 @@
 """A traced network as plain JSON and back: the only file that touches torch.export's graphs.
 
-Why not torch's own serialised form: it is a private schema that changes with each release, reading it turns texts
-into code (sympy's `sympify` on every size, guards), and saving it pickles the example inputs. What inference needs
-of a traced graph is little: operators, their arguments and which value goes where. Sizes are values of the graph
-themselves, so no expression is ever stored or parsed. Tracing and rebuilding use torch's public `torch.export` and
-`torch.fx`; of its private parts only the operators' schemas are read (see `operators`).
+Why not torch's own serialised form: it is a private schema that changes with each release, reading it turns
+texts into code (sympy's `sympify` on every size, guards), and saving it pickles the example inputs. What
+inference needs of a traced graph is little: operators, their arguments and which value goes where. Sizes are
+values of the graph themselves, so no expression is ever stored or parsed. Tracing and rebuilding use the
+public `torch.export` and `torch.fx`; which operators are allowed is in `operators`.
 """
 
 from __future__ import annotations
 
 import keyword
 import math
+import os
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +80,26 @@ def user_line(error: BaseException) -> str:
 def _exported(network: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     batch = Dim("batch")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Recurrent layers do so; whether the program answers as the model does is checked afterwards.
+            warnings.filterwarnings("ignore", message=".*assigned during export")
             shapes = (tuple({0: batch} for _ in examples),)
             return torch.export.export(network, examples, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         # torch raises many kinds here, and errors of the network itself come through unchanged.
         raise _untraceable(error) from error
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Tracing names a cache folder in the environment, which would go on to every child process."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            if name.startswith("TORCHINDUCTOR_"):
+                del os.environ[name]
 
 
 def _untraceable(error: Exception) -> ArchiveError:
@@ -107,9 +124,7 @@ def _brief(text: str) -> str:
 
 def _require_pure(exported: ExportedProgram) -> None:
     signature = exported.graph_signature
-    changed = [
-        spec.target or spec.arg.name for spec in signature.output_specs if spec.kind != OutputKind.USER_OUTPUT
-    ]
+    changed = [spec.target or spec.arg.name for spec in signature.output_specs if spec.kind != OutputKind.USER_OUTPUT]
     if changed:
         raise ArchiveError(
             "a prediction leaves the model as it is", got=f"changes of {', '.join(map(str, changed[:5]))}"
@@ -204,9 +219,7 @@ class _Encoder:
         for kind in SINGLETONS:
             if isinstance(value, getattr(torch, kind)):
                 return {kind: str(value).removeprefix("torch.")}
-        raise ArchiveError(
-            "arguments in a program are numbers and tensors", got=f"{type(value).__name__} {value}"
-        )
+        raise ArchiveError("arguments in a program are numbers and tensors", got=f"{type(value).__name__} {value}")
 
     def _grad(self, args: Any, places: dict[fx.Node, int], nested: dict[fx.Node, fx.GraphModule]) -> Json:
         """A prediction never differentiates, so the region is just called."""
@@ -237,7 +250,7 @@ class _Encoder:
 
     def _shapes(self) -> list[tuple[str, tuple[int | None, ...]]]:
         (output,) = (node for node in self.exported.graph.nodes if node.op == "output")
-        found = []
+        found: list[tuple[str, tuple[int | None, ...]]] = []
         for node in output.args[0]:
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if not isinstance(value, Tensor):
@@ -304,9 +317,7 @@ class _Branch(nn.Module):
 class _Builder:
     """Makes modules of a program's graphs; every graph is used once, so that the whole is a tree."""
 
-    def __init__(
-        self, program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, program: Mapping[str, Json], weights: Mapping[str, Tensor], device: torch.device) -> None:
         if set(program) != {"format", "torch", "graphs"} or program["format"] != FORMAT:
             raise _malformed(f"fields {', '.join(map(str, program))[:200]}")
         self.graphs, self.weights, self.device = program["graphs"], weights, device
@@ -352,9 +363,7 @@ class _Builder:
         root.register_buffer(name, tensor)
         return graph.get_attr(name)
 
-    def _call(
-        self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int
-    ) -> fx.Node:
+    def _call(self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int) -> fx.Node:
         name = node["op"]
         if not isinstance(name, str):
             raise _malformed("an operator without a name")
@@ -370,9 +379,7 @@ class _Builder:
             {key: self._value(arg, values) for key, arg in kwargs.items()},
         )
 
-    def _region(
-        self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int
-    ) -> fx.Node:
+    def _region(self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int) -> fx.Node:
         body: nn.Module
         if node["op"] == "region.call":
             _require_fields(node, {"op", "graph", "args"})
@@ -413,7 +420,8 @@ class _Builder:
 
 
 def _singleton(kind: str, name: Json) -> Any:
-    found = getattr(torch, name, None) if kind in SINGLETONS and isinstance(name, str) else None
+    plain = kind in SINGLETONS and isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+    found = getattr(torch, name, None) if plain else None
     if found is None or not isinstance(found, getattr(torch, kind)):
         raise _malformed(f"value {kind[:40]!r}: {str(name)[:80]!r}")
     return found

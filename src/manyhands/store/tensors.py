@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -73,7 +74,8 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def raw(tensor: Tensor) -> memoryview:
     """A tensor's memory as bytes."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def require_storable(name: str, tensor: object) -> Tensor:

@@ -25,7 +25,7 @@ class BatchStats:
         """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
         self.layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
         for layer in self.layers:
-            layer.forward = self._forward_of(layer)  # type: ignore[method-assign]
+            layer.forward = self._forward_of(layer)  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Gives the layers their own forward back."""
@@ -39,10 +39,10 @@ class BatchStats:
                 return type(layer).forward(layer, x)
             layer._check_input_dim(x)
             weight = 0.0 if self.is_ghost else 1.0
-            y, mean, var, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, self._world, weight)
+            y, mean, var, count = _normalise(x, layer.weight, layer.bias, layer.eps, self._world, weight)
             if layer.training and layer.track_running_stats:
                 _update_running(layer, mean, var, count)
-            return y  # type: ignore[no-any-return]
+            return y
 
         return forward
 
@@ -51,7 +51,15 @@ class _Normalise(torch.autograd.Function):
     """Normalises by statistics that are summed over the replicas; backward sums its own two in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, share: float) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        world: World,
+        share: float,
+    ) -> Any:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         var, mean = torch.var_mean(wide, dims, correction=0)
@@ -66,7 +74,7 @@ class _Normalise(torch.autograd.Function):
         stats = (mean.to(wide.dtype), var.to(wide.dtype))
         y = F.batch_norm(x, *stats, weight, bias, training=False, eps=eps)
         ctx.save_for_backward(x, weight, *stats, total)
-        ctx.eps, ctx.world = eps, world
+        ctx.eps, ctx.world, ctx.share = eps, world, share
         ctx.mark_non_differentiable(*stats, total)
         return y, *stats, total
 
@@ -84,10 +92,16 @@ class _Normalise(torch.autograd.Function):
         ctx.world.all_reduce(sums)
         mean_dy, mean_dy_xhat = (sums / total.to(wide)).chunk(2)
         scale = invstd if weight is None else invstd * weight.to(wide)
-        dx = (dy - mean_dy.view(shape) - xhat * mean_dy_xhat.view(shape)) * scale.view(shape)
+        # A ghost did not enter the statistics, so nothing flows back to it through them.
+        through_stats = (mean_dy.view(shape) + xhat * mean_dy_xhat.view(shape)) * ctx.share
+        dx = (dy - through_stats) * scale.view(shape)
         if weight is None:
             return dx.to(x.dtype), None, None, None, None, None
         return dx.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None, None
+
+
+def _normalise(*args: Any) -> tuple[Tensor, ...]:
+    return _Normalise.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:

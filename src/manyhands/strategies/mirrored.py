@@ -78,7 +78,9 @@ def _hash(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().view(-1)
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    bits = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8))
+    bits = data.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
+    )
     wide = bits.to(torch.int64)
     place = torch.arange(1, wide.numel() + 1, dtype=torch.int64, device=tensor.device)
     return (wide * (place * 2 + 1)).sum()

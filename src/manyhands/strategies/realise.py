@@ -17,7 +17,10 @@ MAIN = ""
 
 
 def realise(
-    spec: StrategySpec, world: World, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
 ) -> Replica:
     """A replica of the network on this rank: precision, then device, then equal values, then optimizers and sync."""
     require_built(spec)
@@ -36,7 +39,9 @@ def require_built(spec: StrategySpec) -> None:
     for axis in ("shards", "tensor", "stages"):
         if getattr(spec, axis) != 1:
             raise StrategyError(
-                f"this version splits along replicas only, so {axis} must be 1", got=getattr(spec, axis), remedy="use mh.Mirrored()"
+                f"this version splits along replicas only, so {axis} must be 1",
+                got=getattr(spec, axis),
+                remedy="use mh.Mirrored()",
             )
 
 
@@ -62,10 +67,14 @@ def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -
     foreign = len(known - set(model.parameters()))
     if foreign:
         raise TaskError(
-            "the optimizer must hold this model's parameters only", got=f"{foreign} of another", remedy="build it from its argument"
+            "the optimizer must hold this model's parameters only",
+            got=f"{foreign} of another",
+            remedy="build it from its argument",
         )
     if len(known) != len(covered):
-        raise TaskError("a parameter belongs to one optimizer", got="one in two of them", remedy="split them by submodule")
+        raise TaskError(
+            "a parameter belongs to one optimizer", got="one in two of them", remedy="split them by submodule"
+        )
     return optimizers
 
 

@@ -18,7 +18,7 @@ class Replica:
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self.spec, self.world, self.model, self.optimizers = spec, world, model, dict(optimizers)
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
@@ -36,9 +36,9 @@ class Replica:
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         """Adds the objective's gradients to the parameters of one optimizer; `last` of the step's micro-batches."""
         if len(self.optimizers) == 1:
-            objective.backward()  # type: ignore[no-untyped-call]
+            objective.backward()
         else:
-            objective.backward(inputs=list(self.groups[key].values()))  # type: ignore[no-untyped-call]
+            objective.backward(inputs=list(self.groups[key].values()))
 
     def finish(self, key: str, count: Tensor | None) -> None:
         """Completes the gradients of one optimizer; divides them by what was counted, where the loss counts."""
@@ -64,4 +64,4 @@ class Replica:
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return {name: parameter for parameter, name in self.names.items() if parameter in mine}
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter in mine}

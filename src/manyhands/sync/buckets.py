@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, bucket: _Bucket):  # type: ignore[no-untyped-def]
+    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
             if not self._armed:
                 return
@@ -91,9 +91,7 @@ class _Bucket:
         num_gradients = sum(sizes)
         self.flat = torch.zeros(num_gradients + len(sizes), dtype=first.dtype, device=first.device)
         self.gradients, self._used = self.flat[:num_gradients], self.flat[num_gradients:]
-        self._views = [
-            part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)
-        ]
+        self._views = [part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.num_ready = 0
         self.pending = Pending()
 
@@ -104,16 +102,16 @@ class _Bucket:
     def fill(self) -> None:
         """Copies the gradients in; zero where this replica did not use the parameter."""
         gradients = [p.grad for p in self.parameters]
-        if any(gradient is None for gradient in gradients):
+        self._require_dense(gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(gradients):
             self._fill_partly(gradients)
             return
         self._used.fill_(1)
-        self._require_dense(gradients)
-        torch._foreach_copy_(self._views, gradients)
+        torch._foreach_copy_(self._views, present)
 
     def _fill_partly(self, gradients: Sequence[Tensor | None]) -> None:
         self.flat.zero_()
-        self._require_dense(gradients)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._views[index].copy_(gradient)
@@ -140,7 +138,7 @@ def _plan(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter
     """Parameters by bucket, in the order in which backward makes their gradients: last layers first."""
     plan: list[dict[str, nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         key = (parameter.dtype, parameter.device)
         bucket, num_bytes = open_buckets.get(key, ({}, 0))
         if not bucket:

@@ -58,7 +58,8 @@ class Verdict:
     def __str__(self) -> str:
         notes = "".join(f"\n  note: {note}" for note in self.notes)
         if self.equal:
-            return f"equal: {self.spec} takes the same first step as one device (largest difference {self.error:.1e}){notes}"
+            said = f"equal: {self.spec} takes the same first step as one device"
+            return f"{said} (largest difference {self.error:.1e}){notes}"
         return f"different: under {self.spec}, {self.first} differs by {self.error:.1e}: {self.why}{notes}"
 
 

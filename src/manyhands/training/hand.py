@@ -88,7 +88,14 @@ class Hand:
     # -- data -----------------------------------------------------------------------------------------------------
 
     def batches(
-        self, data: Any, batch_size: int | None = None, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, collate: Any = None
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        collate: Any = None,
     ) -> Iterator[Any]:
         """This replica's part of every global batch, for some passes over the data.
 
@@ -104,7 +111,9 @@ class Hand:
         finally:
             feed.close()
 
-    def make_feed(self, source: Any, batch_size: int, *, shuffle: bool, seed: int = 0, workers: int | None = None) -> Feed:
+    def make_feed(
+        self, source: Any, batch_size: int, *, shuffle: bool, seed: int = 0, workers: int | None = None
+    ) -> Feed:
         """A feed of this replica's part."""
         return Feed(
             source,
@@ -139,7 +148,11 @@ class Hand:
         """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
         current = self._batch
         if current is None or (batch is not None and batch is not current.data):
-            raise TaskError("hand.accumulate takes what hand.batches gave last", got=type(batch).__name__, remedy="pass that batch")
+            raise TaskError(
+                "hand.accumulate takes what hand.batches gave last",
+                got=type(batch).__name__,
+                remedy="pass that batch",
+            )
         num_micros = len(current.sizes)
         for index, (data, size, _) in enumerate(current.micros()):
             self._part = Part(size, current.global_samples, last=index == num_micros - 1)
@@ -163,7 +176,11 @@ class Hand:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""
         tally = self._tallies.pop(key, None)
         if tally is None:
-            raise TaskError("hand.step follows hand.backward", got="no backward before it", remedy="call hand.backward(loss)")
+            raise TaskError(
+                "hand.step follows hand.backward",
+                got="no backward before it",
+                remedy="call hand.backward(loss)",
+            )
         start = time.perf_counter()
         tally.receive()
         self.replica.finish(key, tally.count)

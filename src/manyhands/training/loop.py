@@ -74,7 +74,7 @@ class _Loop:
         self.look_every = 1 if hand.device.type == "cpu" else 20
 
     def run(self) -> Outcome:
-        job, hand, task = self.job, self.hand, self.task
+        job, hand = self.job, self.hand
         train_feed, valid_feed = self.prepare()
         for callback in job.callbacks:
             callback.on_start(hand)
@@ -183,8 +183,8 @@ class _Loop:
         different = self.hand.replica.differences()
         if different:
             raise ReplicasDiffer(
-                f"after step {self.hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was changed "
-                "outside of the optimizer, a buffer is not synchronised, or memory was corrupted"
+                f"after step {self.hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was "
+                "changed outside of the optimizer, a buffer is not synchronised, or memory was corrupted"
             )
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
@@ -212,8 +212,8 @@ class _Loop:
         self.reporter.read()
         self.compare()
         store = hand.store(self.path)
-        saved = hand.world.gather_objects(hand.is_first and (store.wait(), hand.num_steps in store.steps())[1])[0]
-        if not saved:
+        store.wait()
+        if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
             self.save()
             store.wait()
         for callback in self.job.callbacks:
@@ -227,7 +227,13 @@ class _Loop:
     def report_start(self, feed: Feed) -> None:
         parameters = sum(p.numel() for p in self.hand.model.parameters())
         self.reporter.report(
-            event("start", total=self.total, epochs=self.job.epochs, parameters=parameters, step=self.hand.num_steps)
+            event(
+                "start",
+                total=self.total,
+                epochs=self.job.epochs,
+                parameters=parameters,
+                step=self.hand.num_steps,
+            )
         )
 
 
@@ -260,8 +266,8 @@ class _Reporter:
             for name, value in values.items():
                 if not math.isfinite(value):
                     raise LossNotFinite(
-                        f"{name} became {value} at step {step}; the last good checkpoint is kept: lower the learning rate, "
-                        "set clip=1.0, or look at the batch"
+                        f"{name} became {value} at step {step}; the last good checkpoint is kept: lower the "
+                        "learning rate, set clip=1.0, or look at the batch"
                     )
             self.last_loss = next(iter(values.values()), None)
         self._unread.clear()

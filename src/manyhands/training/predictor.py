@@ -32,7 +32,9 @@ def inputs_of(task: Task, batch: Any) -> dict[str, Any]:
     elements = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(names) > len(elements):
         raise TaskError(
-            f"predict takes its inputs from the batch's {len(elements)} elements", got=f"{len(names)} inputs", remedy="take fewer"
+            f"predict takes its inputs from the batch's {len(elements)} elements",
+            got=f"{len(names)} inputs",
+            remedy="take fewer",
         )
     return dict(zip(names, elements, strict=False))
 
@@ -50,7 +52,9 @@ def named(outputs: Any) -> dict[str, Tensor]:
     if isinstance(outputs, Mapping) and all(isinstance(value, Tensor) for value in outputs.values()):
         return dict(outputs)
     raise TaskError(
-        "predict returns a tensor or a dict of tensors", got=type(outputs).__name__, remedy="pick the tensors to answer with"
+        "predict returns a tensor or a dict of tensors",
+        got=type(outputs).__name__,
+        remedy="pick the tensors to answer with",
     )
 
 

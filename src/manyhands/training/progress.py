@@ -15,7 +15,14 @@ from rich.text import Text
 from ..core import Event
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"compute": "green", "input": "yellow", "sync": "red", "optimizer": "blue", "save": "magenta", "validation": "cyan"}
+_COLOURS = {
+    "compute": "green",
+    "input": "yellow",
+    "sync": "red",
+    "optimizer": "blue",
+    "save": "magenta",
+    "validation": "cyan",
+}
 REFRESH_SECONDS = 0.25
 
 
@@ -85,7 +92,11 @@ class LiveView(LineView):
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console, title)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
         )
         self._task = self._bar.add_task(title, total=None)
         self._losses: list[float] = []
@@ -145,4 +156,6 @@ def _values(entry: dict[str, Any]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+    return "  ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )

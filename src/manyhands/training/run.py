@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core import CheckpointError, SettingsError, Task, TaskError, read_events, restore_random_state, seed_all
+from ..core import (
+    CheckpointError,
+    SettingsError,
+    Task,
+    TaskError,
+    read_events,
+    restore_random_state,
+    seed_all,
+)
 from ..core import random_state as _random_state
 from ..data import Feed, as_source
 from ..store import CheckpointStore, check_matches, export, save_state_dict
@@ -28,7 +36,9 @@ class Run:
     def __init__(self, path: str | Path, task: Task | None = None, outcome: Outcome | None = None) -> None:
         self.path, self.task, self.outcome = Path(path), task, outcome
         if not (self.path / RECORD).exists():
-            raise CheckpointError("a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/")
+            raise CheckpointError(
+                "a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/"
+            )
         self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text())
         self.history: dict[str, dict[int, float]] = {}
         self._read_history()
@@ -65,7 +75,7 @@ class Run:
         return {} if self.outcome is None else self.outcome.seconds
 
     def model(self, *, best: bool = False) -> nn.Module:
-        """The trained network, plain and on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
+        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
         task = self._require_task()
         model = self._build(task)
         store = self._store()
@@ -119,7 +129,11 @@ class Run:
 
     def _require_task(self) -> Task:
         if self.task is None:
-            raise TaskError("this needs the task that was trained", got="a run opened without it", remedy="mh.Run(path, task)")
+            raise TaskError(
+                "this needs the task that was trained",
+                got="a run opened without it",
+                remedy="mh.Run(path, task)",
+            )
         return self.task
 
     def _read_history(self) -> None:
@@ -147,7 +161,11 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool)
     """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten."""
     root = Path(folder)
     if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64):
-        raise SettingsError("a run's name has letters, digits, - _ and . only (at most 64)", got=repr(name), remedy="rename it")
+        raise SettingsError(
+            "a run's name has letters, digits, - _ and . only (at most 64)",
+            got=repr(name),
+            remedy="rename it",
+        )
     if resume:
         if name is None:
             raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
@@ -161,5 +179,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool)
             continue
         return root / f"{chosen}{suffix}"
     raise SettingsError(
-        "a run is never overwritten", got=f"{root / chosen}, which exists", remedy="pass resume=True to go on, or another name"
+        "a run is never overwritten",
+        got=f"{root / chosen}, which exists",
+        remedy="pass resume=True to go on, or another name",
     )

@@ -21,7 +21,12 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         step=hand.num_steps,
         model=hand.model.state_dict(),
         optimizers={key: optimizer_state(o, replica.names) for key, o in replica.optimizers.items()},
-        state={"cursor": hand.cursor.to_dict(), "size": hand.size, "spec": hand.spec.to_dict(), "state": state},
+        state={
+            "cursor": hand.cursor.to_dict(),
+            "size": hand.size,
+            "spec": hand.spec.to_dict(),
+            "state": state,
+        },
         random=random,
     )
 

@@ -71,7 +71,9 @@ class Tally:
         """What gradients must be divided by; None when the loss was a mean over samples already."""
         if not self.counts_tokens:
             return None
-        return self._sums[1] if self._sums is not None else torch.stack([torch.as_tensor(c) for c in self._counts]).sum()
+        return (
+            self._sums[1] if self._sums is not None else torch.stack([torch.as_tensor(c) for c in self._counts]).sum()
+        )
 
     @property
     def loss(self) -> Tensor:
@@ -92,7 +94,9 @@ class Tally:
 def _require_scalar(loss: object) -> None:
     if not isinstance(loss, Tensor):
         raise TaskError(
-            "a loss returns a scalar tensor or mh.mean(total, count)", got=type(loss).__name__, remedy="return the loss tensor"
+            "a loss returns a scalar tensor or mh.mean(total, count)",
+            got=type(loss).__name__,
+            remedy="return the loss tensor",
         )
     if loss.dim() != 0:
         raise TaskError(

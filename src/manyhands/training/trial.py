@@ -1,4 +1,4 @@
-"""The trial: a few samples are tried whole and in halves before work starts, because a loss decides what can be split."""
+"""The trial: a few samples, whole and in halves, before work starts; a loss decides whether batches can be split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str
         whole = _value(task, model, batch)
         if not math.isfinite(whole):
             raise TaskError(
-                "the loss must be finite at the start", got=whole, remedy="look at the inputs, the initial weights and log/sqrt/÷ in it"
+                "the loss must be finite at the start",
+                got=whole,
+                remedy="look at the inputs, the initial weights and log/sqrt/÷ in it",
             )
         return _compare(task, model, batch, whole, is_split)
     finally:
@@ -74,7 +76,11 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
         loss = task.loss(model, part)
         tally.add(loss, Part(first_dim(part), rows))
         if isinstance(loss, Mean) and not loss.count > 0 and len(parts) == 1:
-            raise TaskError("mh.mean needs a count above zero", got=float(loss.count), remedy="count what the total sums over")
+            raise TaskError(
+                "mh.mean needs a count above zero",
+                got=float(loss.count),
+                remedy="count what the total sums over",
+            )
     return float(tally.loss)
 
 

@@ -1,0 +1,60 @@
+"""The application: its verbs, its global options, and what becomes of an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import check, devices, failures, fit, launch
+
+VERBS = (devices.add, check.add, fit.add, launch.add)
+"""The verbs in the order of the help: a new one is one new file, and one line here."""
+
+EPILOG = (
+    "Every verb has its own help, with examples: [bold]manyhands fit --help[/].\n\n"
+    "Shell completion: [bold]manyhands --install-completion[/]."
+)
+
+
+class Verbs(TyperGroup):
+    """The group of verbs; the options that install shell completion work, but do not fill the help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion"):
+                param.hidden = True  # type: ignore[attr-defined]
+        return params
+
+
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, epilog=EPILOG
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"manyhands {version('manyhands')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show Python's whole traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Many hands make light work: train a network on all the devices there are.
+
+    Write single-device PyTorch once; one word, the strategy, changes how it is split.
+    """
+    failures.debug(debug)
+
+
+for add in VERBS:
+    add(app)

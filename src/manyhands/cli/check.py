@@ -1,0 +1,63 @@
+"""`manyhands check`: whether a way of splitting gives the same answer as one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..core import resolve_settings
+from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .screen import note, only_json, print_json, stdout
+from .target import load_task, parse_params
+
+if TYPE_CHECKING:
+    from ..training import Verdict
+
+
+EXAMPLES = (
+    "manyhands check digits.py --on 'cpu*2'",
+    "manyhands check digits.py width=32 --strategy replicas=2,accumulate=2",
+)
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, check, EXAMPLES)
+
+
+def check(target: Target, params: Params = None, strategy: Strategy = None, on: On = None, json: Json = False) -> None:
+    """Take a task's first step whole and split, in float64, and say whether they agree.
+
+    Where they differ it names the first parameter that does, and why. The exit code is 0 for equal and 1 for different.
+    """
+    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    from .. import verbs
+
+    with only_json(json):
+        task = load_task(target)
+        verdict = verbs.check(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+    if json:
+        print_json(as_dict(verdict))
+    else:
+        _show(verdict)
+    raise typer.Exit(0 if verdict.equal else 1)
+
+
+def as_dict(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON-ready data."""
+    return {
+        "equal": verdict.equal,
+        "strategy": str(verdict.spec),
+        "first": verdict.first,
+        "error": verdict.error,
+        "why": verdict.why,
+        "notes": list(verdict.notes),
+    }
+
+
+def _show(verdict: Verdict) -> None:
+    style = "green" if verdict.equal else "red"
+    stdout().print(str(verdict), style=style, markup=False, highlight=False, soft_wrap=True)
+    if verdict.spec.num_devices == 1 and verdict.spec.accumulate == 1:
+        note("nothing was split, because there was one device; --on 'cpu*2' makes two of it")

@@ -1,0 +1,113 @@
+"""Failures: what a person sees of an error, and the exit code that it becomes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from ..core import ManyhandsError, UsageError
+from .screen import stderr
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+INTERRUPTED = 130
+_OURS = (str(Path(__file__).parents[1]) + os.sep, str(Path(typer.__file__).parent) + os.sep, "<frozen ")
+_LIBRARIES = (*_OURS, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep)
+_debug = [False]
+
+
+def debug(wanted: bool) -> None:
+    """Whether errors show Python's whole traceback."""
+    _debug[0] = wanted
+
+
+def guarded(verb: Callable[P, R]) -> Callable[P, R]:
+    """A verb whose errors are told to the person and become an exit code."""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return verb(*args, **kwargs)
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            tell(error)
+            raise typer.Exit(exit_code(error)) from None
+
+    return run
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what a person can mend, 130 for Ctrl-C, what a script asked for, 1 for the rest."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return int(getattr(error, "exit_code", 2 if isinstance(error, UsageError) else 1))
+
+
+def tell(error: BaseException) -> None:
+    """Shows an error on stderr: one line where that says all, the person's own part of the traceback elsewhere."""
+    if _debug[0]:
+        _print("".join(traceback.format_exception(error)))
+    elif isinstance(error, KeyboardInterrupt):
+        _print("interrupted", style="yellow")
+    elif isinstance(error, ManyhandsError):
+        _tell_ours(error)
+    else:
+        _print(short_traceback(error))
+
+
+def _tell_ours(error: ManyhandsError) -> None:
+    first, _, rest = str(error).partition("\n")
+    if not first:
+        return
+    stderr().print(f"[bold red]error:[/] {_escaped(first)}", highlight=False, soft_wrap=True)
+    where = _where(error)
+    if where and not rest:
+        _print(f"  at {where}", style="dim")
+    if rest:
+        _print(rest)
+
+
+def short_traceback(error: BaseException) -> str:
+    """The traceback from the person's own first line on; the whole one where the error is all ours."""
+    whole = traceback.TracebackException.from_exception(error)
+    names = [frame.filename for frame in whole.stack]
+    start = next((i for i, name in enumerate(names) if not name.startswith(_OURS)), None)
+    if start is not None:
+        whole.stack = traceback.StackSummary.from_list(whole.stack[start:])
+    elif isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error))
+    return "".join(whole.format())
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the person's own code on the way to an error, here or in a worker."""
+    theirs = [place for place in _places(error) if not place.startswith(_LIBRARIES)]
+    return theirs[-1] if theirs else ""
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    for frame in traceback.extract_tb(error.__traceback__):
+        yield f"{frame.filename}:{frame.lineno}"
+    text = getattr(error.__cause__, "traceback", "")
+    for name, line in re.findall(r'^  File "(.+)", line (\d+)', text, re.MULTILINE):
+        yield f"{name}:{line}"
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print(text: str, style: str = "") -> None:
+    stderr().print(text.rstrip("\n"), style=style, markup=False, highlight=False, soft_wrap=True)

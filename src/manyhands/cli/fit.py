@@ -1,0 +1,180 @@
+"""`manyhands fit`: trains a task and says what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import Resolved, resolve_settings
+from .failures import INTERRUPTED
+from .interrupts import Interrupts
+from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .screen import note, only_json, print_json, stdout
+from .target import load_task, parse_params
+
+if TYPE_CHECKING:
+    from ..training import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings(SplitSettings):
+    """What a configuration file and the environment may set."""
+
+    epochs: int = 1
+    steps: int | None = None
+    name: str | None = None
+    folder: str = "runs"
+    resume: bool = False
+    save_every: int | None = None
+    keep: int = 2
+
+
+Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
+Steps = Annotated[int | None, typer.Option(help="End after so many steps, even within an epoch.")]
+Name = Annotated[str | None, typer.Option(help="The run's name; by default the task's name and the time.")]
+Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by default.")]
+Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
+SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
+Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
+
+
+EXAMPLES = (
+    "manyhands fit digits.py",
+    "manyhands fit digits.py lr=3e-4 width=512 --strategy mirrored --on 'cpu*2' --epochs 3",
+    "manyhands fit digits.py --name first --epochs 6 --resume",
+)
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, fit, EXAMPLES)
+
+
+def fit(
+    target: Target,
+    params: Params = None,
+    strategy: Strategy = None,
+    on: On = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    name: Name = None,
+    folder: Folder = None,
+    resume: Resume = None,
+    save_every: SaveEvery = None,
+    keep: Keep = None,
+    config: Config = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a task, split over devices as the strategy says, and save it under runs/.
+
+    Ctrl-C ends the run after the current step, with a checkpoint to resume from. Every option can also stand in the
+    file of --config or in the environment (MANYHANDS_EPOCHS, ...); the command line wins, then the file.
+    """
+    given = {
+        "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
+        "resume": resume, "save_every": save_every, "keep": keep,
+    }  # fmt: skip
+    settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
+    words = params or []
+    if not (quiet or json):
+        _show_settings(settings)
+    from .. import verbs
+
+    with only_json(json), Interrupts() as interrupts:
+        task = load_task(target)
+        run = verbs.fit(
+            task,
+            params=parse_params(words, settings.tables.get("task")),
+            progress=False if quiet else None,
+            **dataclasses.asdict(settings.values),
+        )
+    if json:
+        print_json(as_dict(run, settings))
+    else:
+        _show(run, _next_command(target, words, given, config, run, settings.values))
+    if run.stopped and interrupts.came():
+        raise typer.Exit(INTERRUPTED)
+
+
+def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
+    """A run as JSON-ready data."""
+    return {
+        "run": str(run.path),
+        "name": run.name,
+        "metrics": run.metrics,
+        "steps": run.num_steps,
+        "seconds": run.seconds,
+        "stopped": run.stopped,
+        "strategy": run.record["spec"],
+        "devices": run.record["devices"],
+        "params": run.record["params"],
+        "settings": dataclasses.asdict(settings.values),
+        "sources": dict(settings.sources),
+    }
+
+
+def _show_settings(settings: Resolved[FitSettings]) -> None:
+    chosen = {name: f"{name}={value} ({source})" for name, (value, source) in settings.chosen().items()}
+    if chosen:
+        note("settings: " + ", ".join(chosen.values()))
+
+
+def _show(run: Run, command: str) -> None:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows(run).items():
+        table.add_row(f"[bold]{name}[/]", value)
+    console = stdout()
+    console.print(table, highlight=False)
+    again = "go on" if run.stopped else "train on"
+    console.print(f"[bold]{again}[/]  {command}", highlight=False, soft_wrap=True, emoji=False)
+
+
+def rows(run: Run) -> dict[str, str]:
+    """The closing table: what was reached, what it took, where it is."""
+    shown = {name.replace("_", " "): f"{value:.4g}" for name, value in run.metrics.items()}
+    total = run.seconds.get("total", 0.0)
+    return {
+        **shown,
+        "steps": f"{run.num_steps}{' (stopped)' if run.stopped else ''}",
+        "seconds": f"{total:.2f}",
+        "time went to": shares(run.seconds),
+        "run": str(run.path),
+    }
+
+
+def shares(seconds: dict[str, float]) -> str:
+    """Where the first replica's time went, the largest part first.
+
+    >>> shares({"total": 4.0, "compute": 3.0, "input": 1.0, "save": 0.0})
+    'compute 75%, input 25%'
+    """
+    total = seconds.get("total") or 1e-9
+    parts = sorted(((value / total, name) for name, value in seconds.items() if name != "total"), reverse=True)
+    return ", ".join(f"{name} {share:.0%}" for share, name in parts if share >= 0.005)
+
+
+def _next_command(
+    target: str, words: Sequence[str], given: dict[str, Any], config: Path | None, run: Run, settings: FitSettings
+) -> str:
+    """The command that goes on with this run: to its end where it was stopped, as far again where it was not."""
+    epochs = settings.epochs if run.stopped else 2 * settings.epochs
+    options = {
+        "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": epochs, "folder": given["folder"],
+        "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
+    }  # fmt: skip
+    spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+    return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])

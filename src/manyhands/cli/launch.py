@@ -1,0 +1,62 @@
+"""`manyhands launch`: a person's own loop, a process per device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..core import SettingsError, resolve_settings
+from .options import On, SplitSettings, Strategy, add_verb
+from .script import run_script
+from .target import require_file
+
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT.py", help="A script whose loop uses [bold]mh.hand()[/].", show_default=False)
+]
+Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ARGS]...", help="The script's own arguments; all of them after --.", show_default=False),
+]
+
+
+EXAMPLES = (
+    "manyhands launch train.py --on 'cpu*2'",
+    "manyhands launch train.py --on cuda:0,1 --strategy mirrored,accumulate=2 -- --lr 0.1",
+)
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, launch, EXAMPLES, ignore_unknown_options=True)
+
+
+def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On = None) -> None:
+    """Run your own script on every device, each as one rank of the same job.
+
+    In the script [bold]hand = mh.hand()[/] gives the rank, its part of the data and the collectives; the same script
+    runs under plain Python as the only rank. Lines that a rank prints are marked with its number. With one device
+    the script runs in this process, so a debugger works.
+
+    Options that are not ours go to the script; put -- before those that share a name with ours.
+    """
+    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    path = Path(script)
+    require_file(path)
+    _require_compiles(path)
+    from .. import verbs
+
+    rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
+    verbs.launch(rank, settings.strategy, on=settings.on)
+
+
+def _require_compiles(path: Path) -> None:
+    """Finds a slip of the pen before any process is started."""
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        got = f"{getattr(error, 'msg', error)} at {path}:{line}" if line else str(error)
+        raise SettingsError("the script must be Python", got=got, remedy="mend that line") from None

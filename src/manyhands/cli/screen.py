@@ -1,0 +1,70 @@
+"""The screen: results go to stdout, everything else to stderr; colours only where a person looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160
+"""Columns where there is no terminal, so that tables are not cut in logs."""
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return _console(stderr=False)
+
+
+def stderr() -> Console:
+    """Where notices and errors go."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+def note(text: str) -> None:
+    """A dim line on stderr."""
+    stderr().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout; numbers that JSON does not have become null."""
+    sys.stdout.write(json.dumps(_finite(value), default=str) + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[None]:
+    """Keeps what a person's code prints out of stdout, where the JSON goes."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def amount(num_bytes: int) -> str:
+    """A number of bytes as people say it.
+
+    >>> amount(150_000_000_000)
+    '139.7 GiB'
+    """
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes else ""
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,84 @@
+"""A person's own script, run as the main program of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..core import RunError
+
+if TYPE_CHECKING:
+    from ..training import Hand
+
+
+class ScriptExit(RunError):
+    """A script that ended itself with an exit code other than 0."""
+
+    def __init__(self, exit_code: int, text: str = "") -> None:
+        super().__init__(text)
+        self.exit_code, self.text = exit_code, text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.exit_code, self.text)
+
+
+def run_script(hand: Hand, script: str, args: Sequence[str]) -> None:
+    """Runs a script as `__main__` in this rank; what it raises shows its own lines only."""
+    try:
+        with _as_main_program(script, args), _default_signals(hand.size):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        _end(error.code)
+    except Exception as error:
+        raise error.with_traceback(_own_part(error.__traceback__, script)) from error.__cause__
+
+
+def _end(code: object) -> None:
+    """What Python does with the value of a SystemExit."""
+    if isinstance(code, int) or code is None:
+        if code:
+            raise ScriptExit(code)
+    else:
+        raise ScriptExit(1, str(code))
+
+
+@contextlib.contextmanager
+def _as_main_program(script: str, args: Sequence[str]) -> Iterator[None]:
+    """The script's arguments and folder, as `python script.py` would set them; and its lines shown as they come."""
+    argv, path = list(sys.argv), list(sys.path)
+    sys.argv[:] = [script, *args]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+
+
+@contextlib.contextmanager
+def _default_signals(size: int) -> Iterator[None]:
+    """Alone in the person's own process, Ctrl-C interrupts a script as it does under Python."""
+    if size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _own_part(trace: TracebackType | None, script: str) -> TracebackType | None:
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename != script:
+        part = part.tb_next
+    return part or trace

@@ -1,0 +1,153 @@
+"""The target of a verb, `FILE.py[:name]`: loads the file as a module and finds the task in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..core import ManyhandsError, SettingsError, Task
+from .failures import short_traceback
+
+TaskLike = Task | Callable[..., Task]
+DEFAULT_NAME = "task"
+
+
+class BrokenFile(SettingsError):
+    """A file that raised while it was loaded; carries the traceback from its own first line on."""
+
+    def __init__(self, path: Path, error: BaseException) -> None:
+        super().__init__(
+            f"{path} must load without an error", got=f"{type(error).__name__}: {error}", remedy="mend the line below"
+        )
+        self.traceback = short_traceback(error)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.traceback}"
+
+
+def load_task(target: str) -> TaskLike:
+    """The task that a person named.
+
+    Functions and classes of the file can be sent to worker processes, which need not be able to import it.
+    """
+    path, name = split_target(target)
+    module = load_module(path)
+    return _named(module, path, name) if name else _found(module, path)
+
+
+def split_target(target: str) -> tuple[Path, str]:
+    """The file and the name in it, empty where none was given.
+
+    >>> split_target("digits.py:big")
+    (PosixPath('digits.py'), 'big')
+    """
+    path, colon, name = target.rpartition(":")
+    return (Path(path), name) if colon and path and name.isidentifier() else (Path(target), "")
+
+
+def parse_params(words: Sequence[str], written: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The task's parameters: those of the configuration file, and over them `key=value` words.
+
+    >>> parse_params(["lr=3e-4"], {"lr": 0.1, "width": 8})
+    {'lr': '3e-4', 'width': '8'}
+    """
+    params = {key: _as_text(value) for key, value in (written or {}).items()}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise SettingsError(
+                "a task's parameter is written key=value", got=repr(word), remedy="write for instance lr=3e-4"
+            )
+        params[key] = value
+    return params
+
+
+def _as_text(value: Any) -> Any:
+    """Numbers as texts, so that the signature decides their type as it does for the command line's words."""
+    return str(value) if isinstance(value, (bool, int, float)) else value
+
+
+def require_file(path: Path) -> None:
+    """Refuses what is not a Python file, naming those that are there."""
+    if path.is_file() and path.suffix == ".py":
+        return
+    folder = path if path.is_dir() else path.parent
+    near = sorted(item.name for item in folder.glob("*.py"))[:8] if folder.is_dir() else []
+    remedy = f"here are {', '.join(near)}" if near else "give the path to a .py file"
+    what = f"{path}, which " + ("does not exist" if not path.exists() else "is not one")
+    raise SettingsError("the first argument is a Python file", got=what, remedy=remedy)
+
+
+def load_module(path: Path) -> ModuleType:
+    """Imports a file under a name made from its own, with its folder on the path."""
+    import cloudpickle
+
+    require_file(path)
+    path = path.resolve()
+    sys.path[:] = [str(path.parent), *(entry for entry in sys.path if entry != str(path.parent))]
+    name = _module_name(path.stem)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        spec.loader.exec_module(module)
+    except ManyhandsError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BrokenFile(path, error) from error
+    return module
+
+
+def _module_name(stem: str) -> str:
+    """The file's own name, unless it would stand in the way of another module."""
+    if stem.isidentifier() and stem not in sys.modules and stem not in sys.stdlib_module_names:
+        return stem
+    return "file_" + re.sub(r"\W", "_", stem)
+
+
+def _named(module: ModuleType, path: Path, name: str) -> TaskLike:
+    if not hasattr(module, name):
+        raise _not_there(module, path, repr(name))
+    return typing.cast(TaskLike, getattr(module, name))
+
+
+def _found(module: ModuleType, path: Path) -> TaskLike:
+    if hasattr(module, DEFAULT_NAME):
+        return typing.cast(TaskLike, getattr(module, DEFAULT_NAME))
+    names = _candidates(module)
+    if len(names) != 1:
+        raise _not_there(module, path, "several" if names else "none")
+    return typing.cast(TaskLike, getattr(module, names[0]))
+
+
+def _not_there(module: ModuleType, path: Path, got: str) -> SettingsError:
+    names = _candidates(module)
+    remedy = (
+        f"name one: {', '.join(f'{path}:{name}' for name in names)}" if names else "write def task() -> mh.Task: ..."
+    )
+    rule = f"{path} must have a task of that name" if got.startswith("'") else f"{path} must have one task"
+    return SettingsError(rule, got=got, remedy=remedy)
+
+
+def _candidates(module: ModuleType) -> list[str]:
+    """Tasks of a module, and functions of its own that say that they return one."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Task)
+        or (callable(value) and getattr(value, "__module__", "") == module.__name__ and _returns_task(value))
+    ]
+
+
+def _returns_task(function: Callable[..., Any]) -> bool:
+    said = getattr(function, "__annotations__", {}).get("return")
+    return said is Task or (isinstance(said, str) and said.split(".")[-1] == Task.__name__)

@@ -1,0 +1,133 @@
+"""Settings: where every value of a verb comes from. An argument wins, then the file, the environment, the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .errors import SettingsError
+from .task import _convert
+
+PREFIX = "MANYHANDS_"
+"""The setting `epochs` is MANYHANDS_EPOCHS in the environment."""
+ARGUMENT, DEFAULT = "argument", "default"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """Settings, each with where it came from."""
+
+    values: T
+    sources: Mapping[str, str]
+    """By setting: `argument`, the file's name, the variable's name, or `default`."""
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The tables of the file, such as the task's own parameters."""
+
+    def chosen(self) -> dict[str, tuple[Any, str]]:
+        """What was set, and where; the defaults left out."""
+        return {
+            name: (getattr(self.values, name), source) for name, source in self.sources.items() if source != DEFAULT
+        }
+
+
+def resolve_settings(
+    kind: type[T],
+    arguments: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    tables: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved[T]:
+    """The settings of a dataclass; an argument of None was not given.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Settings:
+    ...     epochs: int = 1
+    ...     on: str | None = None
+    >>> resolve_settings(Settings, {"epochs": 3}, environ={"MANYHANDS_ON": "cpu*2"}).chosen()
+    {'epochs': (3, 'argument'), 'on': ('cpu*2', 'MANYHANDS_ON')}
+    """
+    hints = typing.get_type_hints(kind, localns={"Any": Any})
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    written, extra = _read(file, {name: hints[name] for name in names}, tables)
+    found = _from_environment(environ if environ is not None else os.environ, hints, names)
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(names, DEFAULT)
+    for name in names:
+        if arguments.get(name) is not None:
+            values[name], sources[name] = arguments[name], ARGUMENT
+        elif name in written:
+            values[name], sources[name] = written[name], file.name if file is not None else ""
+        elif name in found:
+            values[name], sources[name] = found[name], variable(name)
+    return Resolved(kind(**values), sources, extra)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting.
+
+    >>> variable("save_every")
+    'MANYHANDS_SAVE_EVERY'
+    """
+    return PREFIX + name.upper()
+
+
+def _from_environment(environ: Mapping[str, str], hints: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {
+        name: _convert(variable(name), environ[variable(name)], hints[name])
+        for name in names
+        if environ.get(variable(name))
+    }
+
+
+def _read(
+    file: Path | None, hints: Mapping[str, Any], tables: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The file's settings and its tables; everything in it must be known and of the right type."""
+    if file is None:
+        return {}, {}
+    values: dict[str, Any] = {}
+    extra: dict[str, dict[str, Any]] = {}
+    for key, value in _parse(file).items():
+        name = key.replace("-", "_")
+        if name in tables and isinstance(value, dict):
+            extra[name] = value
+        elif name in hints:
+            values[name] = _checked(f"{name} in {file}", value, hints[name])
+        else:
+            known = ", ".join([*hints, *(f"[{table}]" for table in tables)])
+            raise SettingsError(f"{file} may set {known}", got=repr(key), remedy="correct the name")
+    return values, extra
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            "the configuration file must be readable", got=f"{file} ({error.strerror})", remedy="correct its name"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"{file} must be TOML", got=str(error), remedy='write lines such as epochs = 3 or on = "cpu*2"'
+        ) from None
+
+
+def _checked(what: str, value: Any, hint: Any) -> Any:
+    kinds = typing.get_args(hint) or (hint,)
+    if type(value) is int and float in kinds and int not in kinds:
+        return float(value)
+    if type(value) in kinds:
+        return value
+    shown = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise SettingsError(
+        f"{what} must be of type {shown}", got=f"{value!r} ({type(value).__name__})", remedy="correct the value"
+    )

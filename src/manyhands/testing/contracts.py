@@ -1,0 +1,88 @@
+"""Contracts: one kit that every World passes. Give it a way to run a function on ranks; it asserts the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cluster import World
+
+Runner = Callable[[Callable[[World], Any], int], list[Any]]
+"""`run(fn, size)` runs `fn(world)` on every rank and returns the results in rank order."""
+
+
+class WorldContract:
+    """Subclass it in a test module, set `sizes`, and say how to `run`."""
+
+    sizes: tuple[int, ...] = (1, 2, 3)
+
+    def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
+        """Runs a function on so many ranks."""
+        raise NotImplementedError
+
+    def test_every_rank_knows_its_place(self) -> None:
+        for size in self.sizes:
+            places = self.run(lambda world: (world.rank, world.size, world.is_first), size)
+            assert places == [(rank, size, rank == 0) for rank in range(size)]
+
+    def test_all_reduce(self) -> None:
+        def reduce(world: World) -> list[list[float]]:
+            results = []
+            for op in ("sum", "avg", "max", "min"):
+                tensor = torch.tensor([1.0, -1.0]) * (world.rank + 1)
+                world.all_reduce(tensor, op)
+                results.append(tensor.tolist())
+            return results
+
+        for size in self.sizes:
+            total = size * (size + 1) / 2
+            expected = [[total, -total], [total / size, -total / size], [size, -1.0], [1.0, -size]]
+            assert self.run(reduce, size) == [expected] * size
+
+    def test_an_all_reduce_under_way_is_complete_after_wait(self) -> None:
+        def overlap(world: World) -> list[float]:
+            tensors = [torch.full((1000,), float(world.rank + i)) for i in range(4)]
+            under_way = [world.start_all_reduce(tensor) for tensor in tensors]
+            for pending in reversed(under_way):
+                pending.wait()
+            return [tensor.mean().item() for tensor in tensors]
+
+        for size in self.sizes:
+            ranks = size * (size - 1) / 2
+            assert self.run(overlap, size) == [[ranks + i * size for i in range(4)]] * size
+
+    def test_all_gather_stacks_in_rank_order(self) -> None:
+        for size in self.sizes:
+            results = self.run(lambda world: world.all_gather(torch.tensor([world.rank, 7])).tolist(), size)
+            assert results == [[[rank, 7] for rank in range(size)]] * size
+
+    def test_broadcast(self) -> None:
+        def broadcast(world: World) -> list[int]:
+            tensor = torch.tensor([world.rank])
+            world.broadcast(tensor, source=world.size - 1)
+            return tensor.tolist()
+
+        for size in self.sizes:
+            assert self.run(broadcast, size) == [[size - 1]] * size
+
+    def test_objects_and_barrier(self) -> None:
+        def gather(world: World) -> list[Any]:
+            world.barrier()
+            return world.gather_objects({"rank": world.rank, "text": "é" * world.rank})
+
+        for size in self.sizes:
+            assert self.run(gather, size) == [[{"rank": r, "text": "é" * r} for r in range(size)]] * size
+
+    def test_many_dtypes(self) -> None:
+        kinds = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+        def reduce(world: World) -> list[float]:
+            tensors = [torch.ones(3, dtype=kind) for kind in kinds]
+            for tensor in tensors:
+                world.all_reduce(tensor)
+            return [float(tensor.sum()) for tensor in tensors]
+
+        for size in self.sizes:
+            assert self.run(reduce, size) == [[3.0 * size] * len(kinds)] * size

@@ -1,0 +1,64 @@
+"""Leaks: what a test left behind: processes, threads, open files, listening ports, environment, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What this process holds at a moment."""
+
+    processes: frozenset[int]
+    threads: frozenset[str]
+    ports: frozenset[int]
+    files: frozenset[str]
+    environment: frozenset[tuple[str, str]]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """Looks at this process and its children."""
+        me = psutil.Process()
+        return cls(
+            processes=frozenset(child.pid for child in me.children(recursive=True) if not _is_zombie(child)),
+            threads=frozenset(thread.name for thread in threading.enumerate() if not thread.daemon),
+            ports=frozenset(c.laddr.port for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN),
+            files=frozenset(file.path for file in me.open_files()),
+            environment=frozenset((key, value) for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"),
+            shared_memory=frozenset(path.name for path in Path("/dev/shm").glob("*")),
+        )
+
+    def beyond(self, before: Footprint) -> list[str]:
+        """What is here and was not before, in words."""
+        return [
+            f"{kind}: {', '.join(map(str, sorted(new)))}"
+            for kind in self.__dataclass_fields__
+            if (new := getattr(self, kind) - getattr(before, kind))
+        ]
+
+
+@contextmanager
+def no_leaks(patience: float = 3.0) -> Iterator[None]:
+    """Fails when what runs inside leaves something behind; gives it a moment to go away."""
+    before = Footprint.now()
+    yield
+    end = time.monotonic() + patience
+    while (left := Footprint.now().beyond(before)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left, f"left behind: {'; '.join(left)}"
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,132 @@
+"""A world of threads: ranks of one process that meet at a barrier, for tests of control and of collectives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cluster import DirectLine, Pending, Seat, World
+from ..core import PeerLost, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "avg": lambda parts: parts.mean(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
+
+
+class Meeting:
+    """Where the threads of a world exchange values; a lost rank breaks it for all."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=timeout)
+        self._slots: list[Any] = [None] * size
+        self.lost = ""
+
+    def exchange(self, rank: int, value: Any, operation: str) -> list[Any]:
+        """Every rank's value, in rank order."""
+        try:
+            self._slots[rank] = value
+            self._barrier.wait()
+            values = list(self._slots)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLost(operation, f"rank {rank}", self.lost or "a peer did not come") from None
+        return values
+
+    def leave(self, rank: int, why: str) -> None:
+        """Marks a rank as lost and wakes all that wait."""
+        self.lost = self.lost or f"rank {rank} {why}"
+        self._barrier.abort()
+
+
+class Faults:
+    """A script of faults for a thread world.
+
+    >>> Faults().fail_at(rank=0, operation=2).strikes(0, 2)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._script: set[tuple[int, int]] = set()
+
+    def fail_at(self, rank: int, operation: int) -> Faults:
+        """Lets a rank die just before its n-th collective, counted from 0."""
+        self._script.add((rank, operation))
+        return self
+
+    def strikes(self, rank: int, operation: int) -> bool:
+        """Whether this rank dies now."""
+        return (rank, operation) in self._script
+
+
+class InjectedFault(RuntimeError):
+    """A fault that a script asked for."""
+
+
+class ThreadWorld(World):
+    """One rank of a world of threads."""
+
+    def __init__(self, rank: int, meeting: Meeting, faults: Faults) -> None:
+        super().__init__(Seat(rank=rank, size=meeting.size, host="threads"), DirectLine())
+        self._meeting, self._faults = meeting, faults
+        self._operations = 0
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        tensor.copy_(_REDUCE[op](torch.stack(self._exchange(tensor.clone(), "all_reduce"))))
+        return Pending()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchange(tensor.clone(), "all_gather"))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        tensor.copy_(self._exchange(tensor.clone(), "broadcast")[source])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._exchange(value, "gather")
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it on gloo")
+
+    def close(self) -> None:
+        pass
+
+    def _exchange(self, value: Any, operation: str) -> list[Any]:
+        number, self._operations = self._operations, self._operations + 1
+        if self._faults.strikes(self.rank, number):
+            raise InjectedFault(f"rank {self.rank} dies before its collective {number}")
+        return self._meeting.exchange(self.rank, value, operation)
+
+
+def run_threads(
+    fn: Callable[[World], Any], size: int, *, faults: Faults | None = None, timeout: float = 10.0
+) -> list[Any]:
+    """Runs `fn(world)` on so many threads; returns results, or exceptions in their place when faults were scripted."""
+    meeting = Meeting(size, timeout)
+    outcomes: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            outcomes[rank] = fn(ThreadWorld(rank, meeting, faults or Faults()))
+        except BaseException as error:
+            outcomes[rank] = error
+            meeting.leave(rank, f"raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures and faults is None:
+        raise next((f for f in failures if not isinstance(f, PeerLost)), failures[0])
+    return outcomes

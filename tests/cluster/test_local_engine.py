@@ -1,0 +1,185 @@
+"""The local engine: forked ranks, what crosses to them, how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.core import DeviceError, SendError, WorkerFailed
+
+Ranks = Callable[[Callable[[World], Any], int], list[Any]]
+
+
+def quiet(*_: Any) -> None:
+    """Hears an event or a line and does nothing."""
+
+
+def test_closures_arrays_and_tensors_cross(run_ranks: Ranks) -> None:
+    array, tensor = np.arange(100_000, dtype=np.int16), torch.linspace(0, 1, 50_000, dtype=torch.bfloat16)
+    small = {"a": torch.tensor(3), "b": [np.float32(2)]}
+
+    def look(world: World) -> tuple[Any, ...]:
+        array[0] = world.rank  # private: nobody else sees it
+        return array.sum().item(), tensor.float().sum().item(), small["a"].item(), tensor.dtype
+
+    results = run_ranks(look, 2)
+    base = int(np.arange(100_000, dtype=np.int16).sum())
+    assert results == [(base + rank, tensor.float().sum().item(), 3, torch.bfloat16) for rank in range(2)]
+    assert array[0] == 0
+
+
+def test_arrays_cross_once_through_shared_memory(run_ranks: Ranks) -> None:
+    big = torch.zeros(25_000_000)
+
+    def private_megabytes(world: World) -> float:
+        touched = float(big.sum())
+        return psutil.Process().memory_full_info().uss / 1e6 + touched
+
+    assert max(run_ranks(private_megabytes, 3)) < 90, "each rank holds its own 100 MB"
+
+
+def test_results_come_back_in_rank_order_however_big(run_ranks: Ranks) -> None:
+    results = run_ranks(lambda world: torch.full((300_000,), world.rank), 3)
+    assert [(len(r), r[0].item(), r[-1].item()) for r in results] == [(300_000, i, i) for i in range(3)]
+
+
+def test_cores_and_threads_are_shared_out(run_ranks: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    seen = run_ranks(lambda world: (torch.get_num_threads(), sorted(os.sched_getaffinity(0))), 2)
+    assert [threads for threads, _ in seen] == [max(1, cores // 2)] * 2
+    if cores >= 2:
+        assert not set(seen[0][1]) & set(seen[1][1])
+
+
+def test_output_comes_line_by_line_with_its_rank(engine: LocalEngine) -> None:
+    def talk(world: World) -> None:
+        print(f"hello {world.rank}\nwithout end", end="")
+
+    heard: list[tuple[int, str]] = []
+    engine.start(talk, resolve("cpu*2")[0]).wait(quiet, lambda rank, line: heard.append((rank, line)))
+    assert sorted(heard) == [(0, "hello 0"), (0, "without end"), (1, "hello 1"), (1, "without end")]
+
+
+def test_the_first_failure_is_reported_and_not_its_echo(engine: LocalEngine) -> None:
+    def fail(world: World) -> None:
+        if world.rank == 1:
+            raise KeyError("the real reason")
+        world.barrier()
+
+    with pytest.raises(WorkerFailed, match="rank 1 .*the real reason") as caught:
+        engine.start(fail, resolve("cpu*3")[0]).wait(quiet, quiet)
+    assert "test_local_engine.py" in caught.value.traceback
+    assert "raise KeyError" in caught.value.traceback
+    assert "manyhands/cluster" not in caught.value.traceback
+
+
+def test_our_own_errors_come_back_as_they_are(engine: LocalEngine) -> None:
+    def refuse(world: World) -> None:
+        raise DeviceError("a rule", got=world.rank, remedy="a remedy")
+
+    with pytest.raises(DeviceError, match="a rule, but got .; a remedy") as caught:
+        engine.start(refuse, resolve("cpu*2")[0]).wait(quiet, quiet)
+    assert caught.value.remedy == "a remedy"
+
+
+def test_what_cannot_be_sent_is_named_before_anything_starts(engine: LocalEngine) -> None:
+    lock = threading.Lock()
+    settings = {"deep": [lock]}
+    with pytest.raises(SendError, match=r"captured variable 'settings' → \['deep'\] → \[0\], a lock"):
+        engine.start(lambda world: settings, resolve("cpu*2")[0])
+
+
+def test_a_result_that_cannot_be_sent_is_named(engine: LocalEngine) -> None:
+    with pytest.raises(SendError, match="the result, a lock"):
+        engine.start(lambda world: threading.Lock(), resolve("cpu*2")[0]).wait(quiet, quiet)
+
+
+def test_a_rank_that_leaves_early_is_a_failure(engine: LocalEngine) -> None:
+    with pytest.raises(WorkerFailed, match="exit code 3 before it was done|SystemExit"):
+        engine.start(lambda world: os._exit(3), resolve("cpu*2")[0]).wait(quiet, quiet)
+
+
+def test_a_rank_that_ignores_the_end_is_killed(engine: LocalEngine) -> None:
+    def stubborn(world: World) -> None:
+        if world.rank == 0:
+            raise RuntimeError("over")
+        time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="over"):
+        engine.start(stubborn, resolve("cpu*2")[0], timeout=5).wait(quiet, quiet)
+    assert time.monotonic() - start < 60
+
+
+def test_stop_is_heard_by_every_rank(engine: LocalEngine) -> None:
+    def until_stopped(world: World) -> bool:
+        world.line.report({"kind": "ready"})
+        while not world.line.stopping:
+            time.sleep(0.01)
+        return True
+
+    job = engine.start(until_stopped, resolve("cpu*2")[0])
+    ready: set[int] = set()
+
+    def heard(rank: int, entry: dict[str, Any]) -> None:
+        ready.add(rank)
+        if len(ready) == 2:
+            job.stop()
+
+    assert job.wait(heard, quiet) == [True, True]
+
+
+def test_ranks_die_with_their_program(tmp_path: Any) -> None:
+    """A program that is killed leaves no rank and no zygote behind."""
+    import subprocess
+    import sys
+
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import time\nimport manyhands as mh\n"
+        "def work(hand):\n    print('pid', __import__('os').getpid(), flush=True)\n    time.sleep(600)\n"
+        "mh.launch(work, mh.Mirrored(2), on='cpu*2', progress=None)\n"
+    )
+    program = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    assert program.stderr is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        line = program.stderr.readline()
+        assert line, "the program ended early"
+        if " pid " in line:
+            pids.append(int(line.split()[-1]))
+    family = [psutil.Process(pid) for pid in pids] + psutil.Process(program.pid).children()
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stderr.close()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_the_environment_and_folder_of_the_program_reach_the_ranks(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("MANYHANDS_TEST_VALUE", "seen")
+    monkeypatch.chdir(tmp_path)
+    job = engine.start(lambda world: (os.environ["MANYHANDS_TEST_VALUE"], os.getcwd()), resolve("cpu*2")[0])
+    assert job.wait(quiet, quiet) == [("seen", str(tmp_path))] * 2
+    monkeypatch.undo()
+
+
+def test_listeners_are_on_loopback_only(run_ranks: Ranks) -> None:
+    def listening(world: World) -> list[str]:
+        world.barrier()
+        return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+    addresses = {address for rank in run_ranks(listening, 2) for address in rank}
+    assert addresses == {"127.0.0.1"}

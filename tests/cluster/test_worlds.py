@@ -1,0 +1,130 @@
+"""Every world keeps the same contract; meshes where there are processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.cluster import NullWorld, World
+from manyhands.core import PeerLost, UsageError
+from manyhands.testing import Faults, InjectedFault, WorldContract, run_threads
+
+
+class TestNullWorld(WorldContract):
+    sizes = (1,)
+
+    def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
+        return [fn(NullWorld())]
+
+
+class TestThreadWorld(WorldContract):
+    def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
+        return run_threads(fn, size)
+
+
+class TestGlooWorld(WorldContract):
+    sizes = (2, 3)
+
+    @pytest.fixture(autouse=True)
+    def _ranks(self, run_ranks: Callable[..., list[Any]]) -> None:
+        self._run = run_ranks
+
+    def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
+        return self._run(fn, size)
+
+
+def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+    mesh = world.mesh({"replicas": world.size, "shards": 1})
+    group = mesh.get_group("replicas")
+    tensor = torch.ones(1)
+    torch.distributed.all_reduce(tensor, group=group)
+    return tuple(mesh.shape), tuple(mesh.mesh_dim_names), int(tensor)
+
+
+def test_meshes_carry_torchs_own_collectives(run_ranks: Callable[..., list[Any]]) -> None:
+    world = NullWorld()
+    assert shape_of_mesh(world) == ((1, 1), ("replicas", "shards"), 1)
+    world.close()
+    assert not torch.distributed.is_initialized()
+    assert run_ranks(shape_of_mesh, 2) == [((2, 1), ("replicas", "shards"), 2)] * 2
+
+
+def test_a_thread_world_has_no_mesh() -> None:
+    with pytest.raises(UsageError, match="a mesh needs processes"):
+        run_threads(lambda world: world.mesh({"replicas": 1}), 1)
+
+
+def test_a_scripted_fault_reaches_every_thread() -> None:
+    def work(world: World) -> int:
+        for _ in range(5):
+            world.all_reduce(torch.ones(1))
+        return world.rank
+
+    outcomes = run_threads(work, 3, faults=Faults().fail_at(rank=1, operation=2))
+    assert isinstance(outcomes[1], InjectedFault)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor, PeerLost)
+        assert "rank 1 raised InjectedFault" in str(survivor)
+
+
+def survive(world: World, victim: int, how: str) -> str:
+    """Loses a rank in the middle of collectives; survivors say what they were told, and how soon."""
+    tensor = torch.ones(1000)
+    world.all_reduce(tensor)
+    if world.rank == victim:
+        os.kill(os.getpid(), getattr(signal, how))
+    start = time.monotonic()
+    try:
+        for _ in range(10_000):
+            world.all_reduce(tensor)
+    except PeerLost as lost:
+        text = f"{lost} | {time.monotonic() - start < 5}"
+        world.line.report({"kind": "survivor", "text": text})
+        raise
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
+def test_a_dead_peer_aborts_the_collective_and_is_named(engine: Any, how: str) -> None:
+    from functools import partial
+
+    from manyhands.cluster import resolve
+    from manyhands.core import WorkerFailed
+
+    heard: dict[int, str] = {}
+    devices, _ = resolve("cpu*3")
+    job = engine.start(partial(survive, victim=1, how=how), devices, timeout=60)
+    with pytest.raises(WorkerFailed, match=f"rank 1 on .* was killed by signal .*{how}"):
+        job.wait(lambda rank, entry: heard.update({rank: entry["text"]}), lambda rank, line: None)
+    assert set(heard) == {0, 2}
+    for text in heard.values():
+        assert "all_reduce at" in text
+        assert "test_worlds.py:" in text
+        assert "rank 1 on" in text
+        assert how in text
+        assert text.endswith("True"), f"survivors must learn at once: {text}"
+
+
+def wait_for_nobody(world: World) -> None:
+    """Rank 0 dies while 1 and 2 wait for each other and never hear from it directly."""
+    if world.rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def test_a_peer_that_dies_outside_of_a_collective_wakes_those_that_wait(engine: Any) -> None:
+    from manyhands.cluster import resolve
+    from manyhands.core import WorkerFailed
+
+    devices, _ = resolve("cpu*3")
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank 0"):
+        engine.start(wait_for_nobody, devices, timeout=60).wait(lambda *_: None, lambda *_: None)
+    assert time.monotonic() - start < 30

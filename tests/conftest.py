@@ -1,0 +1,74 @@
+"""Shared fixtures: one zygote for the whole session, a look for leaks after every test, what needs root or a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # sets environment variables of its own when it is first imported
+
+from manyhands import verbs
+from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.testing import no_leaks
+
+torch.set_num_threads(1)
+_NEEDS: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LocalEngine]:
+    """The product's own engine, so that all tests fork from one zygote."""
+    verbs._engine.warm_up()
+    yield verbs._engine
+    verbs._engine.close()
+
+
+@pytest.fixture
+def run_ranks(engine: LocalEngine) -> Callable[[Callable[[World], Any], int], list[Any]]:
+    """Runs a function on so many real processes."""
+
+    def run(fn: Callable[[World], Any], size: int) -> list[Any]:
+        devices, _ = resolve(f"cpu*{size}")
+        return engine.start(fn, devices, timeout=60).wait(
+            lambda rank, entry: None, lambda rank, line: print(rank, line)
+        )
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _clean(engine: LocalEngine) -> Iterator[None]:
+    with no_leaks():
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what this machine cannot run; in CI a test that needs root must run."""
+    missing = {"gpu": "" if torch.cuda.is_available() else "needs a CUDA device"}
+    missing["root"] = "" if os.geteuid() == 0 or os.environ.get("CI") else "needs root"
+    for item in list(items):
+        reason = next((missing[m.name] for m in item.iter_markers() if missing.get(m.name)), "")
+        if reason:
+            items.remove(item)
+            _NEEDS.append(f"{item.nodeid}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names what could not run here, and how long each room took."""
+    rooms: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                parts = report.nodeid.split("/")
+                rooms[parts[1].split("::")[0]] = rooms.get(parts[1].split("::")[0], 0.0) + report.duration
+    if rooms:
+        terminalreporter.section("seconds by room")
+        for room, seconds in sorted(rooms.items(), key=lambda pair: -pair[1]):
+            terminalreporter.write_line(f"{seconds:7.1f}  {room}")
+    if _NEEDS:
+        terminalreporter.section("not run on this machine")
+        for line in _NEEDS:
+            terminalreporter.write_line(line)
