@@ -22,7 +22,7 @@ def spots(number=8):
 class Ring(Dataset):
     """Points around the spots, each with the noise that the generator starts from.
 
-    What a sample draws here depends on the seed, the epoch and its index, and not on the device that reads it.
+    What a sample draws depends on the seed, the epoch and its index, not on the device that reads it.
     """
 
     def __init__(self, size):
@@ -39,8 +39,8 @@ class Ring(Dataset):
 
 def network(inputs, outputs, width):
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.LeakyReLU(0.2),
-        nn.Linear(width, width), nn.LeakyReLU(0.2),
+        nn.Linear(inputs, width), nn.SiLU(),
+        nn.Linear(width, width), nn.SiLU(),
         nn.Linear(width, outputs),
     )  # fmt: skip
 

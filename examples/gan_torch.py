@@ -34,8 +34,8 @@ class Ring(Dataset):
 
 def network(inputs, outputs, width):
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.LeakyReLU(0.2),
-        nn.Linear(width, width), nn.LeakyReLU(0.2),
+        nn.Linear(inputs, width), nn.SiLU(),
+        nn.Linear(width, width), nn.SiLU(),
         nn.Linear(width, outputs),
     )  # fmt: skip
 

@@ -12,14 +12,17 @@ import manyhands as mh
 EPOCHS = int(os.environ.get("EPOCHS", 8))
 
 
+def block(inputs, outputs, stride=1):
+    convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    return convolution, nn.BatchNorm2d(outputs), nn.SiLU()
+
+
 class Net(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
-        )  # fmt: skip
+            *block(1, width), *block(width, 2 * width, 2), *block(2 * width, 2 * width)
+        )
         self.classify = nn.Linear(2 * width, 10)
 
     def forward(self, images):

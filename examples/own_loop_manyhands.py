@@ -1,7 +1,7 @@
 """A loop of one's own with checkpoints and early stopping, on any number of devices.
 
     python own_loop_manyhands.py
-    manyhands launch own_loop_manyhands.py --on cpu*2
+    manyhands launch own_loop_manyhands.py --on 'cpu*2'
 
 Run it again with more EPOCHS and it goes on where it stopped, also on another number of devices.
 """
@@ -32,7 +32,7 @@ def main():
     train_set, (images, labels) = digits()
     mine = slice(hand.rank, None, hand.size)  # the held-out images that this hand looks at
     images, labels, num_labels = images[mine].to(hand.device), labels[mine].to(hand.device), len(labels)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 10))
     model, _ = hand.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     state = hand.restore(CHECKPOINTS) or {"best": 0.0, "since_best": 0}
@@ -55,6 +55,8 @@ def main():
         if since_best == 3:
             break
     hand.close()
+    if hand.is_first:
+        print(f"best accuracy {best:.4f}")
 
 
 if __name__ == "__main__":

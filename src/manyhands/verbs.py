@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,32 +94,26 @@ def fit(
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)
-    path = new_folder(folder, name, f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}", resume)
-    job = Job(
-        task=made, spec=spec, folder=path, epochs=epochs, steps=steps, resume=resume, save_every=save_every, keep=keep,
-        callbacks=tuple(callbacks),
-    )  # fmt: skip
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
-    _write_record(job, devices, shown)
-    view = make_view(f"{spec} on {_place(devices)}", progress)
-    log = EventLog(path / training.EVENTS)
-    for text in [*notices, *_notices(spec)]:
-        log.write(event("notice", text=text))
-        view.line(text)
-
-    def on_event(rank: int, entry: Event) -> None:
-        log.write(entry)
-        view.show(rank, entry)
-
-    try:
+    default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = _from_first(lambda: new_folder(folder, name, default, resume))
+    job = Job(
+        task=made,
+        spec=spec,
+        folder=path,
+        epochs=epochs,
+        steps=steps,
+        resume=resume,
+        save_every=save_every,
+        keep=keep,
+        callbacks=tuple(callbacks),
+    )
+    with _recording(job, devices, shown, progress) as (view, on_event):
+        for text in [*notices, *_notices(spec)]:
+            on_event(0, event("notice", text=text))
         outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
-        log.write(event("end", step=outcomes[0].num_steps, stopped=outcomes[0].stopped, seconds=outcomes[0].seconds))
-    except BaseException as error:
-        log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        view.close()
-        log.close()
+        end = outcomes[0]
+        on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     return Run(path, made, outcomes[0])
 
 
@@ -233,10 +227,54 @@ def _start(
     return job.wait(on_event, lambda rank, text: view.line(f"[rank {rank}] {text}"))
 
 
+@contextlib.contextmanager
+def _recording(
+    job: Job, devices: Sequence[Device], params: Mapping[str, Any], progress: bool | None
+) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
+    """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
+    world = current_world()
+    if world is not None and not world.is_first:
+        yield View(), lambda rank, entry: None
+        world.barrier()
+        return
+    _write_record(job, devices, params)
+    view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
+    log = EventLog(job.folder / training.EVENTS)
+
+    def on_event(rank: int, entry: Event) -> None:
+        log.write(entry)
+        view.show(rank, entry)
+
+    tap = functools.partial(on_event, 0)
+    try:
+        if world is not None:
+            world.line.taps.append(tap)
+        yield view, on_event
+    except BaseException as error:
+        log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        if world is not None:
+            world.line.taps.remove(tap)
+        view.close()
+        log.close()
+    if world is not None:
+        world.barrier()
+
+
+def _from_first(make: Callable[[], Path]) -> Path:
+    """What the first rank makes, on all of them; simply made in a program of its own."""
+    world = current_world()
+    if world is None:
+        return make()
+    return cast(Path, world.gather_objects(make() if world.is_first else None)[0])
+
+
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec) -> Any:
     hand = Hand(world, spec)
     try:
-        return fn(hand)
+        with training.holding(hand):
+            return fn(hand)
     finally:
         hand.close()
 

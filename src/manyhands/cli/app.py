@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from . import check, devices, failures, fit, launch
+from . import failures
 
-VERBS = (devices.add, check.add, fit.add, launch.add)
-"""The verbs in the order of the help: a new one is one new file, and one line here."""
+VERBS = (
+    "devices",
+    "check",
+    "fit",
+    "launch",
+)
+"""The verbs in the order of the help: a new one is one new file of that name with an `add(app)`, and one line here."""
 
 EPILOG = (
     "Every verb has its own help, with examples: [bold]manyhands fit --help[/].\n\n"
@@ -56,5 +62,5 @@ def options(
     failures.debug(debug)
 
 
-for add in VERBS:
-    add(app)
+for verb in VERBS:
+    import_module(f".{verb}", __package__).add(app)

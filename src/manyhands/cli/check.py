@@ -32,10 +32,10 @@ def check(target: Target, params: Params = None, strategy: Strategy = None, on: 
     Where they differ it names the first parameter that does, and why. The exit code is 0 for equal and 1 for different.
     """
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
-    from .. import verbs
-
     with only_json(json):
         task = load_task(target)
+        from .. import verbs
+
         verdict = verbs.check(task, settings.strategy, on=settings.on, params=parse_params(params or []))
     if json:
         print_json(as_dict(verdict))

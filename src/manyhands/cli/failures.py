@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 INTERRUPTED = 130
-_OURS = (str(Path(__file__).parents[1]) + os.sep, str(Path(typer.__file__).parent) + os.sep, "<frozen ")
+_OURS = (str(Path(__file__).parents[1]) + os.sep, str(Path(typer.__file__).parent) + os.sep, "<")
 _LIBRARIES = (*_OURS, sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("purelib") + os.sep)
 _debug = [False]
 
@@ -59,13 +59,13 @@ def tell(error: BaseException) -> None:
         _print("".join(traceback.format_exception(error)))
     elif isinstance(error, KeyboardInterrupt):
         _print("interrupted", style="yellow")
-    elif isinstance(error, ManyhandsError):
-        _tell_ours(error)
+    elif isinstance(error, ManyhandsError) or (isinstance(error, OSError) and not _where(error)):
+        _tell_in_a_line(error)
     else:
         _print(short_traceback(error))
 
 
-def _tell_ours(error: ManyhandsError) -> None:
+def _tell_in_a_line(error: Exception) -> None:
     first, _, rest = str(error).partition("\n")
     if not first:
         return
@@ -79,13 +79,12 @@ def _tell_ours(error: ManyhandsError) -> None:
 
 def short_traceback(error: BaseException) -> str:
     """The traceback from the person's own first line on; the whole one where the error is all ours."""
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error))
     whole = traceback.TracebackException.from_exception(error)
     names = [frame.filename for frame in whole.stack]
-    start = next((i for i, name in enumerate(names) if not name.startswith(_OURS)), None)
-    if start is not None:
-        whole.stack = traceback.StackSummary.from_list(whole.stack[start:])
-    elif isinstance(error, SyntaxError):
-        return "".join(traceback.format_exception_only(error))
+    starts = (i for skipped in (_LIBRARIES, _OURS) for i, name in enumerate(names) if not name.startswith(skipped))
+    whole.stack = traceback.StackSummary.from_list(whole.stack[next(starts, 0) :])
     return "".join(whole.format())
 
 

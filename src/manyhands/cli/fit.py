@@ -49,6 +49,7 @@ Config = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 
 
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
 EXAMPLES = (
     "manyhands fit digits.py",
     "manyhands fit digits.py lr=3e-4 width=512 --strategy mirrored --on 'cpu*2' --epochs 3",
@@ -90,10 +91,10 @@ def fit(
     words = params or []
     if not (quiet or json):
         _show_settings(settings)
-    from .. import verbs
-
-    with only_json(json), Interrupts() as interrupts:
+    with only_json(json), Interrupts(STOPPING) as interrupts:
         task = load_task(target)
+        from .. import verbs
+
         run = verbs.fit(
             task,
             params=parse_params(words, settings.tables.get("task")),
@@ -104,7 +105,7 @@ def fit(
         print_json(as_dict(run, settings))
     else:
         _show(run, _next_command(target, words, given, config, run, settings.values))
-    if run.stopped and interrupts.came():
+    if run.stopped and interrupts.came:
         raise typer.Exit(INTERRUPTED)
 
 
@@ -133,14 +134,15 @@ def _show_settings(settings: Resolved[FitSettings]) -> None:
 
 def _show(run: Run, command: str) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for name, value in rows(run).items():
-        table.add_row(f"[bold]{name}[/]", value)
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console = stdout()
-    console.print(table, highlight=False)
-    again = "go on" if run.stopped else "train on"
-    console.print(f"[bold]{again}[/]  {command}", highlight=False, soft_wrap=True, emoji=False)
+    console.print(table)
+    label = Text(f"{'go on' if run.stopped else 'train on':<14}", style="bold")
+    console.print(label + Text(command, style="not bold"), soft_wrap=True)
 
 
 def rows(run: Run) -> dict[str, str]:
@@ -171,9 +173,11 @@ def _next_command(
     target: str, words: Sequence[str], given: dict[str, Any], config: Path | None, run: Run, settings: FitSettings
 ) -> str:
     """The command that goes on with this run: to its end where it was stopped, as far again where it was not."""
-    epochs = settings.epochs if run.stopped else 2 * settings.epochs
+    times = 1 if run.stopped else 2
+    steps = None if settings.steps is None else times * settings.steps
     options = {
-        "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": epochs, "folder": given["folder"],
+        "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
+        "steps": steps, "folder": given["folder"],
         "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]

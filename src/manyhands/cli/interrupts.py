@@ -1,42 +1,54 @@
-"""Interrupts: whether Ctrl-C came, whoever handled it."""
+"""Interrupts: what Ctrl-C does, said to the person, and whether it came, whoever handled it."""
 
 from __future__ import annotations
 
 import signal
 import socket
 import threading
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
+
+from .screen import note
 
 
 class Interrupts:
-    """Hears Ctrl-C beside whatever handler a verb installs, because a run may also end early by its own wish."""
+    """Explains the first Ctrl-C, and hears it also beside the handler that a verb installs.
 
-    def __init__(self) -> None:
+    A run may end early by its own wish, so that it ended early does not say that a person interrupted it.
+    """
+
+    def __init__(self, meaning: str) -> None:
+        self.came = False
+        self._meaning = meaning
         self._here = threading.current_thread() is threading.main_thread()
-        self._before = -1
-        self._came = False
 
     def __enter__(self) -> Self:
-        self._heard, self._said = socket.socketpair()
-        self._heard.setblocking(False)
-        self._said.setblocking(False)
         if self._here:
-            self._before = signal.set_wakeup_fd(self._said.fileno(), warn_on_full_buffer=False)
+            self._heard, self._said = socket.socketpair()
+            self._heard.setblocking(False)
+            self._said.setblocking(False)
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+            self._wakeup = signal.set_wakeup_fd(self._said.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._here:
-            signal.set_wakeup_fd(self._before)
-        try:
-            self._came = signal.SIGINT in self._heard.recv(4096)
-        except BlockingIOError:
-            self._came = False
-        self._heard.close()
-        self._said.close()
+            signal.set_wakeup_fd(self._wakeup)
+            signal.signal(signal.SIGINT, self._handler)
+            self.came = self.came or self._was_heard()
+            self._heard.close()
+            self._said.close()
 
-    def came(self) -> bool:
-        """Whether it came while this was entered."""
-        return self._came
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            note(self._meaning)
+        self.came = True
+        raise KeyboardInterrupt
+
+    def _was_heard(self) -> bool:
+        try:
+            return signal.SIGINT in self._heard.recv(4096)
+        except BlockingIOError:
+            return False

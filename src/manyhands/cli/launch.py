@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from ..core import SettingsError, resolve_settings
+from .failures import INTERRUPTED
+from .interrupts import Interrupts
 from .options import On, SplitSettings, Strategy, add_verb
 from .script import run_script
 from .target import require_file
@@ -18,10 +20,11 @@ Script = Annotated[
 ]
 Args = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGS]...", help="The script's own arguments; all of them after --.", show_default=False),
+    typer.Argument(metavar="ARGS", help="The script's own arguments; all of them after --.", show_default=False),
 ]
 
 
+STOPPING = "asking the ranks to stop (hand.voted_to_stop() is true); Ctrl-C again ends them at once"
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
     "manyhands launch train.py --on cuda:0,1 --strategy mirrored,accumulate=2 -- --lr 0.1",
@@ -49,7 +52,10 @@ def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On 
     from .. import verbs
 
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
-    verbs.launch(rank, settings.strategy, on=settings.on)
+    with Interrupts(STOPPING) as interrupts:
+        verbs.launch(rank, settings.strategy, on=settings.on)
+    if interrupts.came:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _require_compiles(path: Path) -> None:

@@ -24,12 +24,20 @@ class Line(ABC):
         """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
         self.lost = ""
         """Who was lost, in words, once the controller knows."""
+        self.taps: list[Callable[[Event], None]] = []
+        """Called in this process with every event before it goes up."""
         self._news = threading.Event()
         self._on_lost: list[Callable[[], None]] = []
 
-    @abstractmethod
     def report(self, entry: Event) -> None:
         """Sends an event up."""
+        for tap in self.taps:
+            tap(entry)
+        self.send_up(entry)
+
+    @abstractmethod
+    def send_up(self, entry: Event) -> None:
+        """Takes an event to the controller."""
 
     def on_lost(self, act: Callable[[], None]) -> None:
         """Calls `act` (on another thread) as soon as a peer is known to be lost."""
@@ -58,7 +66,7 @@ class DirectLine(Line):
         super().__init__()
         self._handler = handler
 
-    def report(self, entry: Event) -> None:
+    def send_up(self, entry: Event) -> None:
         if self._handler is not None:
             self._handler(entry)
 
@@ -72,7 +80,7 @@ class SocketLine(Line):
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
 
-    def report(self, entry: Event) -> None:
+    def send_up(self, entry: Event) -> None:
         self.send(b"E", json.dumps(entry, default=str).encode())
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:

@@ -42,13 +42,11 @@ class LocalEngine(Engine):
             self._zygote = _ZygoteHandle(self._preload)
 
     def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
-        server, port = _open_store(len(devices))
         assignment = Assignment(
             fn=fn,
             devices=list(devices),
             timeout=timeout,
             generation=0,
-            port=port,
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
             cwd=os.getcwd(),
             path=list(sys.path),
@@ -59,7 +57,7 @@ class LocalEngine(Engine):
         try:
             self.warm_up()
             assert self._zygote is not None
-            return _LocalJob(self._zygote, server, parcel, len(devices), timeout)
+            return _LocalJob(self._zygote, parcel, len(devices), timeout)
         finally:
             os.close(parcel)
 
@@ -89,8 +87,9 @@ class _ZygoteHandle:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, job: int, rank: int, fds: Sequence[int]) -> None:
-        request = {"job": job, "rank": rank, "path": sys.path}
+    def fork(self, job: int, rank: int, port: int, fds: Sequence[int]) -> None:
+        """Forks a rank that meets the others at a store on this port."""
+        request = {"job": job, "rank": rank, "port": port, "path": sys.path}
         socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
 
     def kill(self, pid: int) -> None:
@@ -141,8 +140,9 @@ class _Rank:
 
 
 class _LocalJob(Job):
-    def __init__(self, zygote: _ZygoteHandle, server: object, parcel: int, size: int, timeout: float) -> None:
-        self._zygote, self._server, self._timeout = zygote, server, timeout
+    def __init__(self, zygote: _ZygoteHandle, parcel: int, size: int, timeout: float) -> None:
+        self._zygote, self._timeout = zygote, timeout
+        self._server, port = _open_store(size)
         self._ranks = [_Rank() for _ in range(size)]
         self._first: int | None = None
         self._deadline: float | None = None
@@ -150,7 +150,7 @@ class _LocalJob(Job):
         self._selector.register(zygote.socket, selectors.EVENT_READ, None)
         job = next(_jobs)
         for index, rank in enumerate(self._ranks):
-            zygote.fork(job, index, [rank.their_line.fileno(), parcel, rank.their_out, rank.their_err])
+            zygote.fork(job, index, port, [rank.their_line.fileno(), parcel, rank.their_out, rank.their_err])
             rank.close_theirs()
             for fd in rank.open:
                 self._selector.register(fd, selectors.EVENT_READ, index)

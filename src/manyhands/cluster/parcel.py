@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import io
 import mmap
@@ -129,7 +130,11 @@ def _picklable(obj: Any) -> bool:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    if inspect.isfunction(obj):
+    if isinstance(obj, functools.partial):
+        yield "→ function", obj.func
+        for name, value in obj.keywords.items():
+            yield f"→ {name}", value
+    elif inspect.isfunction(obj):
         captured = inspect.getclosurevars(obj)
         for name, value in {**captured.globals, **captured.nonlocals}.items():
             yield f"→ captured variable {name!r}", value

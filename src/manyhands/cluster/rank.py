@@ -31,8 +31,6 @@ class Assignment:
     devices: Sequence[Device]
     timeout: float
     generation: int
-    port: int
-    """Of the store, on loopback."""
     cores: Sequence[int]
     cwd: str
     path: Sequence[str]
@@ -50,7 +48,7 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         assignment: Assignment = unpack(parcel)
         os.close(parcel)
         _settle(assignment, rank)
-        world = _join(assignment, rank, line)
+        world = _join(assignment, rank, int(request["port"]), line)
         enter_world(world)
         fd = pack(assignment.fn(world), "the result")
         world.close()
@@ -99,14 +97,14 @@ def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
     return list(cores[rank * each : (rank + 1) * each])
 
 
-def _join(assignment: Assignment, rank: int, line: SocketLine) -> World:
+def _join(assignment: Assignment, rank: int, port: int, line: SocketLine) -> World:
     device = assignment.devices[rank]
     size = len(assignment.devices)
     if size == 1:
         return NullWorld(device, line)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     seat = Seat(rank=rank, size=size, device=device, generation=assignment.generation, timeout=assignment.timeout)
-    store = dist.TCPStore("127.0.0.1", assignment.port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     return TorchWorld(seat, line, store, backend_for(assignment.devices))
 
 

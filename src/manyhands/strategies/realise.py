@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import float64, nn
 from torch.optim import Optimizer
@@ -47,7 +48,7 @@ def require_built(spec: StrategySpec) -> None:
 
 def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
     """The optimizers by key, checked to cover every trainable parameter once."""
-    optimizers = {MAIN: made} if isinstance(made, Optimizer) else dict(made)
+    optimizers: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {MAIN: made}
     for key, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise TaskError(

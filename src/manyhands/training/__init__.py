@@ -3,7 +3,7 @@
 from .callbacks import Callback
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
-from .hand import Hand, hand
+from .hand import Hand, hand, holding
 from .loop import Job, Outcome, train
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
@@ -12,6 +12,7 @@ from .run import EVENTS, RECORD, Run, new_folder
 __all__ = [
     "Hand",
     "hand",
+    "holding",
     "Job",
     "Outcome",
     "train",

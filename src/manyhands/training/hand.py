@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,7 +37,8 @@ class Hand:
         """Where this replica's time went, besides input and compute."""
         self.feed: Feed | None = None
         self._replica: Replica | None = None
-        self._batch: Batch | None = None
+        self.batch: Batch | None = None
+        """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
         self._part = Part(1, world.size)
         self._tallies: dict[Key, Tally] = {}
         self.losses: dict[Key, Tensor] = {}
@@ -139,14 +141,14 @@ class Hand:
 
     def take(self, batch: Batch) -> None:
         """Makes this the batch that losses are weighed by."""
-        self._batch = batch
+        self.batch = batch
         self._part = Part(batch.num_samples, batch.global_samples)
         if self._replica is not None:
             self._replica.ghost(self._part.is_ghost)
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:
         """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
-        current = self._batch
+        current = self.batch
         if current is None or (batch is not None and batch is not current.data):
             raise TaskError(
                 "hand.accumulate takes what hand.batches gave last",
@@ -209,7 +211,7 @@ class Hand:
                     part = loss(data)
                 self.backward(part, key)
         else:
-            if self._batch is not None and len(self._batch.sizes) > 1:
+            if self.batch is not None and len(self.batch.sizes) > 1:
                 raise StrategyError(
                     "under accumulate a step's losses are computed per micro-batch",
                     got="a loss that is computed already",
@@ -270,6 +272,11 @@ class Hand:
             plain = {key: float(v) if isinstance(v, (Tensor, float, int)) else v for key, v in values.items()}
             self.world.line.report(event("log", step=self.num_steps, values=plain))
 
+    def notice(self, text: str) -> None:
+        """Tells the person something, once for all replicas."""
+        if self.is_first:
+            self.world.line.report(event("notice", text=text))
+
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
@@ -291,7 +298,12 @@ class Hand:
         """The folder of checkpoints at this path."""
         root = Path(path)
         if root not in self._stores:
-            self._stores[root] = CheckpointStore(root, keep=keep)
+            self._stores[root] = CheckpointStore(
+                root,
+                keep=keep,
+                on_error=lambda error: self.notice(f"a checkpoint could not be written, training goes on: {error}"),
+                on_notice=self.notice,
+            )
         return self._stores[root]
 
     def close(self) -> None:
@@ -302,11 +314,26 @@ class Hand:
             self._replica.close()
 
 
-def hand(spec: StrategySpec | None = None) -> Hand:
+_held: list[Hand] = []
+
+
+@contextlib.contextmanager
+def holding(hand: Hand) -> Iterator[None]:
+    """Makes a hand the one that `mh.hand()` gives in this process."""
+    _held.append(hand)
+    try:
+        yield
+    finally:
+        _held.pop()
+
+
+def hand() -> Hand:
     """The hand of this process: one of many under `manyhands launch`, the only one otherwise.
 
     >>> hand().size
     1
     """
+    if _held:
+        return _held[-1]
     world = current_world() or NullWorld()
-    return Hand(world, spec or StrategySpec(replicas=world.size))
+    return Hand(world, StrategySpec(replicas=world.size))

@@ -57,9 +57,11 @@ class Outcome:
 def train(world: World, job: Job) -> Outcome:
     """Trains one replica."""
     hand = Hand(world, job.spec)
+    loop = _Loop(hand, job)
     try:
-        return _Loop(hand, job).run()
+        return loop.run()
     finally:
+        loop.reporter.flush()
         hand.close()
 
 
@@ -125,22 +127,22 @@ class _Loop:
         hand.store(self.path, keep=self.job.keep)
         if self.job.resume:
             self.resume()
-        self.report_start(feed)
+        self.report_start()
         return feed, valid
 
     def try_loss(self, feed: Feed) -> None:
         is_split = self.hand.size > 1 or self.hand.spec.accumulate > 1
         notice = try_loss(self.task, self.hand.model, feed.peek(NUM_SAMPLES), is_split=is_split)
         if notice:
-            self.notice(notice)
+            self.hand.notice(notice)
 
     def resume(self) -> None:
         state = self.hand.restore(self.path)
         if state is None:
-            self.notice("there is no checkpoint to resume from: starting from the beginning")
+            self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return
         self.metrics = state["metrics"]
-        self.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}")
+        self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}")
 
     def train_step(self, batch: Batch) -> None:
         hand, task = self.hand, self.task
@@ -202,6 +204,7 @@ class _Loop:
 
     def save(self) -> None:
         self.reporter.read()
+        self.reporter.flush()
         score = self.metrics.get("valid_loss", self.reporter.last_loss)
         self.hand.save(self.path, score=score, metrics=self.metrics)
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
@@ -218,13 +221,8 @@ class _Loop:
             store.wait()
         for callback in self.job.callbacks:
             callback.on_end(hand)
-        self.reporter.flush()
 
-    def notice(self, text: str) -> None:
-        if self.hand.is_first:
-            self.hand.world.line.report(event("notice", text=text))
-
-    def report_start(self, feed: Feed) -> None:
+    def report_start(self) -> None:
         parameters = sum(p.numel() for p in self.hand.model.parameters())
         self.reporter.report(
             event(

@@ -1,0 +1,46 @@
+# make demo: set up and run the main job.   make test: set up and pass all tests, lint and types.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+# Debian packages that tests need (network hosts, a browser), installed when we are root and apt is there.
+DEBIAN := iproute2
+
+.PHONY: demo test lint types unit bench setup system clean
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: system lint types unit
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python -m benchmarks.step
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manyhands needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[dev]'
+	touch $@
+
+system:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		for package in $(DEBIAN); do dpkg -s $$package >/dev/null 2>&1 || missing="$$missing $$package"; done; \
+		if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; fi; \
+	fi
+
+clean:
+	rm -rf $(VENV) .peers build dist

@@ -1,0 +1,1 @@
+"""Benchmarks: ours and the peers on the same work, by turns in one run."""

@@ -1,0 +1,126 @@
+"""Ours: `mh.fit` as the host of turns, on one device or mirrored on two processes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import manyhands as mh
+from manyhands.data import Order
+
+from .plain import alone, ddp, plain
+from .turns import Guest, Plan, Turns
+from .works import NUM_ROWS, Work, loss
+
+TOLERANCE = 1e-4
+"""Relative difference up to which two losses are of equal work."""
+
+Losses = dict[str, list[float]]
+MakeGuests = Callable[[torch.Tensor, Losses], dict[str, Guest]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What turns measured."""
+
+    times: dict[str, list[float]]
+    """Seconds per step of every turn, by contender."""
+    of_rank: list[dict[str, list[float]]]
+    """The same on every rank."""
+
+
+class Watch(mh.Callback):
+    """Lets guests train between the steps of `fit`, and leaves the times in a folder."""
+
+    def __init__(self, host: str, guests: MakeGuests, order: torch.Tensor, plan: Plan, folder: Path) -> None:
+        self.host, self.guests, self.order, self.plan, self.folder = host, guests, order, plan, folder
+
+    def on_start(self, hand: mh.Hand) -> None:
+        self.losses: Losses = {}
+        barrier = dist.barrier if hand.size > 1 else lambda: None
+        self.turns = Turns(self.host, self.guests(self.order, self.losses), self.plan, barrier)
+
+    def on_step(self, hand: mh.Hand) -> None:
+        self.turns.tick()
+
+    def on_end(self, hand: mh.Hand) -> None:
+        means = {name: hand.mean(torch.tensor(values)).tolist() for name, values in self.losses.items()}
+        found = {"times": self.turns.times, "losses": means}
+        (self.folder / f"rank{hand.rank}.json").write_text(json.dumps(found))
+
+
+def single_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[str, Guest]:
+    """The plain loop, twice: the second says how much the first differs from itself."""
+    names = ("plain", "plain again")
+    return {name: plain(work, order, losses.setdefault(name, [])) for name in names}
+
+
+def mirrored_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[str, Guest]:
+    """DDP with both of its good settings and once more; both processes without each other; one alone."""
+    settings = {"ddp": False, "ddp static": True, "ddp again": False}
+    return {
+        **{
+            name: ddp(work, order, losses.setdefault(name, []), static_graph=static)
+            for name, static in settings.items()
+        },
+        "two apart": plain(work, order, []),
+        "one": alone(work, order),
+    }
+
+
+def fit_single(work: Work, plan: Plan, **settings: Any) -> Timing:
+    """Turns of `fit` on one device and the plain loop."""
+    guests = partial(single_guests, work=work)
+    return _fit("fit", work, plan, guests, 1, strategy=mh.Single(), on="cpu", **settings)
+
+
+def fit_mirrored(work: Work, plan: Plan) -> Timing:
+    """Turns of `fit` mirrored on two processes, DDP, and what the two processes can do at all."""
+    guests = partial(mirrored_guests, work=work)
+    return _fit("mirrored", work, plan, guests, 2, strategy=mh.Mirrored(2), on="cpu*2")
+
+
+def order_of(num_samples: int) -> torch.Tensor:
+    """The rows in the order in which `fit` reads them in its first epoch."""
+    return torch.from_numpy(Order(num_samples, seed=0, epoch=0, shuffle=True)[:]) % NUM_ROWS
+
+
+def _fit(host: str, work: Work, plan: Plan, guests: MakeGuests, size: int, **settings: Any) -> Timing:
+    batch_size = work.batch_size * size
+    # One step more than is taken: the end of an epoch is no part of a steady state.
+    num_samples = batch_size * (plan.num_steps + 1)
+    task = mh.Task(
+        model=work.model,
+        loss=loss,
+        optimizer=work.make_optimizer,
+        data=partial(work.dataset, num_samples),
+        batch_size=batch_size,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        watch = Watch(host, guests, order_of(num_samples), plan, folder)
+        run = mh.fit(task, steps=plan.num_steps, callbacks=[watch], folder=folder, progress=False, **settings)
+        found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+        require_equal_work(run.losses, found[0]["losses"])
+    return Timing(found[0]["times"], [entry["times"] for entry in found])
+
+
+def require_equal_work(ours: list[float], theirs: Losses) -> None:
+    """Raises unless every contender had our losses, step by step."""
+    for name, values in theirs.items():
+        count = min(len(ours), len(values))
+        torch.testing.assert_close(
+            torch.tensor(values[:count]),
+            torch.tensor(ours[:count]),
+            rtol=TOLERANCE,
+            atol=0.0,
+            msg=lambda text, name=name: f"{name} and fit must have equal losses: {text}",
+        )

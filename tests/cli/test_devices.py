@@ -1,0 +1,31 @@
+"""`manyhands devices`."""
+
+from __future__ import annotations
+
+import json
+
+from manyhands import cluster
+from manyhands.cli.devices import as_dict
+from manyhands.cluster import Device
+
+from .conftest import Invoke
+
+
+def test_the_table_names_every_device(invoke: Invoke) -> None:
+    result = invoke("devices")
+    assert result.exit_code == 0
+    assert all(device.name in result.stdout for device in cluster.devices())
+    assert "GiB" in result.stdout
+
+
+def test_json_is_a_list_of_objects(invoke: Invoke) -> None:
+    found = json.loads(invoke("devices", "--json").stdout)
+    assert [item["name"] for item in found] == [device.name for device in cluster.devices()]
+    assert found[-1]["kind"] == "cpu"
+    assert found[-1]["memory"] > 0
+
+
+def test_a_device_that_cannot_be_used_says_why() -> None:
+    described = as_dict(Device("cuda", 0, cure="install another torch"))
+    assert described["usable"] is False
+    assert described["note"] == "install another torch"

@@ -1,0 +1,169 @@
+"""`manyhands fit`: what it trains, what it prints, what it refuses, and how it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands import Run
+from manyhands.core import read_events
+from manyhands.training import EVENTS
+
+from .conftest import Invoke
+
+TARGET = "small_task.py"
+
+
+def test_a_process_of_its_own_trains_on_two_devices(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("fit", TARGET, "width=12", "--on", "cpu*2", "--epochs", 2, "--name", "first")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert Run("runs/first").state_dict()["layers.0.weight"].shape == (12, 4)
+    assert "valid loss" in out
+    assert "steps         8" in out
+    assert "manyhands fit small_task.py width=12 --on 'cpu*2' --epochs 4 --name first --resume" in out
+    assert "settings: on=cpu*2 (argument), epochs=2 (argument), name=first (argument)" in err
+
+
+def test_json_is_one_object_and_nothing_else(invoke: Invoke) -> None:
+    result = invoke("fit", TARGET, "lr=3e-4", "--on", "cpu*2", "--name", "a", "--json")
+    told = json.loads(result.stdout)
+    assert told["run"] == "runs/a"
+    assert told["steps"] == 4
+    assert told["stopped"] is False
+    assert told["params"] == {"lr": 3e-4}
+    assert told["settings"]["on"] == "cpu*2"
+    assert told["sources"]["on"] == "argument"
+    assert set(told["metrics"]) == {"loss", "valid_loss"}
+    assert told["seconds"]["total"] > 0
+    assert "making the task" in result.stderr
+    assert "epoch 1" in result.stderr
+
+
+def test_a_run_goes_on_with_resume(invoke: Invoke) -> None:
+    invoke("fit", TARGET, "--on", "cpu", "--name", "a", "-q")
+    result = invoke("fit", TARGET, "--on", "cpu", "--name", "a", "--epochs", 3, "--resume", "--json")
+    assert json.loads(result.stdout)["steps"] == 12
+    assert "resumed at step 4" in result.stderr
+
+
+def test_quiet_says_the_result_only(invoke: Invoke) -> None:
+    result = invoke("fit", TARGET, "--on", "cpu", "-q")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "runs/task-" in result.stdout
+
+
+def test_an_argument_wins_over_the_file_and_the_file_over_the_environment(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("run.toml").write_text("epochs = 2\nkeep = 1\n[task]\nwidth = 5\nlr = 1\n")
+    monkeypatch.setenv("MANYHANDS_EPOCHS", "9")
+    monkeypatch.setenv("MANYHANDS_ON", "cpu")
+    result = invoke("fit", TARGET, "lr=0.5", "--config", "run.toml", "--keep", 3)
+    assert "settings: on=cpu (MANYHANDS_ON), epochs=2 (run.toml), keep=3 (argument)" in result.stderr
+    (folder,) = Path("runs").iterdir()
+    record = json.loads((folder / "run.json").read_text())
+    assert record["epochs"] == 2
+    assert record["params"] == {"width": 5, "lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.py"], "the first argument is a Python file, but got none.py, which does not exist"),
+        ([f"{TARGET}:nope"], "must have a task of that name, but got 'nope'"),
+        ([TARGET, "lr=quick"], "lr must be a float, but got 'quick'"),
+        ([TARGET, "speed=1"], "but got 'speed'; correct the name"),
+        ([TARGET, "0.1"], "a task's parameter is written key=value"),
+        ([TARGET, "--strategy", "zigzag"], "but got 'zigzag'"),
+        ([TARGET, "--on", "tpu"], "but got tpu"),
+        ([TARGET, "--epochs", "0"], "epochs must be at least 1"),
+        ([TARGET, "--epochs", "few"], "valid int"),
+        ([TARGET, "--config", "none.toml"], "must be readable"),
+        ([TARGET, "--name", "a/b"], "a run's name has letters"),
+        ([TARGET, "rows=8", "batch=16", "--on", "cpu*2"], "batch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_a_line(words: list[str], message: str, invoke: Invoke) -> None:
+    result = invoke("fit", *words)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not Path("runs").exists()
+
+
+def test_the_file_of_an_error_is_shown_from_its_first_line(invoke: Invoke) -> None:
+    Path("broken.py").write_text("import torch\ntorch.nn.Linear(1)\n")
+    result = invoke("fit", "broken.py")
+    assert result.exit_code == 2
+    traceback = result.stderr[result.stderr.index("Traceback") :]
+    assert "broken.py" in traceback.splitlines()[1]
+
+
+@pytest.mark.parametrize("on", ["cpu", "cpu*2"])
+def test_an_error_while_training_shows_the_person_s_lines(on: str, invoke: Invoke) -> None:
+    text = Path(TARGET).read_text().replace("x, y = batch", "x, y = batch[0].reshape(1, 3), 0")
+    Path(TARGET).write_text(text)
+    result = invoke("fit", TARGET, "--on", on)
+    assert result.exit_code == 1
+    first = result.stderr[result.stderr.index("Traceback") :].splitlines()[1]
+    assert "small_task.py" in first
+    assert "in loss" in first
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(invoke: Invoke) -> None:
+    result = invoke("fit", TARGET, "--on", "cpu", "--folder", "small_task.py/runs")
+    assert result.exit_code == 1
+    assert "error: [Errno 20] Not a directory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_whole_traceback(invoke: Invoke) -> None:
+    result = invoke("--debug", "fit", TARGET, "lr=quick", "--on", "cpu")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "SettingsError" in result.stderr
+
+
+def test_ctrl_c_ends_the_run_with_a_checkpoint_and_leaves_no_process(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start("fit", TARGET, "pause=0.01", "--on", "cpu*2", "--epochs", 10_000, "--name", "long")
+    _wait_for_steps(process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "(stopped)" in out
+    assert "stopping after this step" in err
+    assert Run("runs/long").num_steps > 0
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_a_run_that_stops_itself_was_not_interrupted(invoke: Invoke) -> None:
+    own = "\n\ndef step(hand, batch):\n    hand.minimize(loss(hand.model, batch))\n    hand.stop()\n"
+    text = Path(TARGET).read_text().replace("loss=loss", "step=step")
+    Path(TARGET).write_text(text + own)
+    result = invoke("fit", TARGET, "--on", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "1 (stopped)" in result.stdout
+
+
+def _wait_for_steps(process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 40
+    while time.monotonic() < end and process.poll() is None:
+        if any(entry["kind"] == "steps" for entry in read_events(Path("runs/long") / EVENTS)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("no step was taken")

@@ -1,0 +1,93 @@
+"""Settings: an argument wins, then the file, the environment, the default; what is not known is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manyhands.core import Resolved, SettingsError, resolve_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    strategy: str | None = None
+    epochs: int = 1
+    rate: float = 0.5
+    resume: bool = False
+    save_every: int | None = None
+
+
+def resolve(text: str, tmp_path: Path, **environ: str) -> Resolved[Settings]:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return resolve_settings(Settings, {}, file=file, tables=["task"], environ=environ)
+
+
+def test_each_source_wins_over_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('strategy = "single"\nepochs = 2\n')
+    environ = {"MANYHANDS_EPOCHS": "5", "MANYHANDS_STRATEGY": "mirrored", "MANYHANDS_SAVE_EVERY": "7"}
+    resolved = resolve_settings(Settings, {"epochs": 3, "strategy": None}, file=file, environ=environ)
+    assert resolved.values == Settings(strategy="single", epochs=3, save_every=7)
+    assert resolved.sources == {
+        "strategy": "run.toml",
+        "epochs": "argument",
+        "rate": "default",
+        "resume": "default",
+        "save_every": "MANYHANDS_SAVE_EVERY",
+    }
+    assert resolved.chosen()["epochs"] == (3, "argument")
+    assert "rate" not in resolved.chosen()
+
+
+def test_an_argument_of_false_or_zero_is_given(tmp_path: Path) -> None:
+    resolved = resolve_settings(Settings, {"resume": False, "rate": 0.0}, environ={"MANYHANDS_RESUME": "yes"})
+    assert resolved.values == Settings(resume=False, rate=0.0)
+    assert resolved.sources["resume"] == "argument"
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_EPOCHS", "4")
+    assert resolve_settings(Settings, {}).values.epochs == 4
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert resolve_settings(Settings, {}, environ={"MANYHANDS_EPOCHS": ""}).sources["epochs"] == "default"
+
+
+def test_a_file_may_write_dashes_and_whole_numbers_for_floats(tmp_path: Path) -> None:
+    assert resolve("save-every = 3\nrate = 1\n", tmp_path).values == Settings(save_every=3, rate=1.0)
+
+
+def test_a_table_is_kept_apart(tmp_path: Path) -> None:
+    resolved = resolve("epochs = 2\n[task]\nlr = 0.1\n", tmp_path)
+    assert resolved.tables == {"task": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", r"may set strategy, epochs, .*\[task\], but got 'epoch'"),
+        ("[tasks]\nlr = 1", "but got 'tasks'"),
+        ('epochs = "3"', r"epochs in .* must be of type int, but got '3' \(str\)"),
+        ("epochs = true", "must be of type int"),
+        ("resume = 1", "must be of type bool"),
+        ("[epochs]\na = 1", "must be of type int"),
+        ("epochs = = 3", "must be TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        resolve(text, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="must be readable"):
+        resolve_settings(Settings, {}, file=tmp_path / "none.toml")
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(SettingsError, match="MANYHANDS_EPOCHS must be a int, but got 'many'"):
+        resolve_settings(Settings, {}, environ={"MANYHANDS_EPOCHS": "many"})

@@ -1,0 +1,52 @@
+"""Specs: text, data and names mean the same; nonsense is refused with its remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+import manyhands as mh
+from manyhands.core import StrategyError, StrategySpec, as_spec
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("single", mh.Single()),
+        ("mirrored", mh.Mirrored()),
+        ("Mirrored", mh.Mirrored()),
+        ("dp=4", mh.Mirrored(4)),
+        ("ddp=2, accumulate=3", mh.Mirrored(2, accumulate=3)),
+        ("mirrored,precision=bf16,batch_stats=local", mh.Mirrored(precision="bf16", batch_stats="local")),
+        ("replicas=4,tensor=2,pp=3", StrategySpec(replicas=4, tensor=2, stages=3)),
+        ("replicas=all,fsdp=2", StrategySpec(replicas=None, shards=2)),
+    ],
+)
+def test_text_is_understood_and_survives_a_round_trip(text: str, spec: StrategySpec) -> None:
+    assert StrategySpec.parse(text) == spec
+    assert StrategySpec.parse(str(spec)) == spec
+    assert StrategySpec.from_dict(spec.to_dict()) == spec
+    assert hash(spec) == hash(StrategySpec.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("telepathy", "a strategy is one of single, mirrored"),
+        ("replicas=0", "replicas must be a whole number of at least 1, but got 0"),
+        ("replicas=two", "replicas must be a whole number, but got 'two'"),
+        ("precision=fp8", "precision must be one of fp32, bf16, fp64, but got 'fp8'"),
+        ("colour=red", "a strategy has the settings .*but got 'colour'"),
+        ("ep=2", "the axis 'expert' is reserved and not built yet"),
+    ],
+)
+def test_nonsense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        StrategySpec.parse(text)
+
+
+def test_number_of_devices() -> None:
+    assert StrategySpec(replicas=2, tensor=2, stages=3).num_devices == 12
+    assert mh.Mirrored().num_devices is None
+    assert as_spec(None) == mh.Mirrored()
+    with pytest.raises(StrategyError, match="a strategy is a StrategySpec or its text, but got 3"):
+        as_spec(3)  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""The examples run as a newcomer runs them, and the pairs keep their promise: alike, and the same when split."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.store import Checkpoint, CheckpointStore
+from manyhands.training import Run
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_python(folder: Path, *args: str, epochs: int = 1) -> str:
+    """Runs a program in a folder of its own, on one core; returns what it printed."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "EPOCHS": str(epochs), "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, *args], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def run_command(folder: Path, *args: str, epochs: int = 1) -> str:
+    """Runs the `manyhands` command."""
+    return run_python(folder, "-c", "from manyhands.cli import main; main()", *args, epochs=epochs)
+
+
+def printed(output: str, name: str) -> list[float]:
+    """The values that a plain PyTorch example prints after a name."""
+    return [float(value) for value in re.findall(rf"\b{name} ([\d.]+)", output)]
+
+
+def only_run(folder: Path) -> Run:
+    """The one run that a program left behind."""
+    (path,) = (folder / "runs").iterdir()
+    return Run(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "loss"),
+    [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic")],
+)
+def test_pair(name: str, epochs: int, loss: str, tmp_path: Path) -> None:
+    """Ours on one device behaves as plain PyTorch does, and on two devices it gives the losses of one."""
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    alone.mkdir()
+    split.mkdir()
+    ours = str(EXAMPLES / f"{name}_manyhands.py")
+    with ThreadPoolExecutor(2) as both:
+        plain = both.submit(run_python, alone, str(EXAMPLES / f"{name}_torch.py"), epochs=epochs)
+        both.submit(run_python, alone, ours, epochs=epochs).result()
+    run_command(split, "fit", ours, "--on", "cpu*2", "--epochs", str(epochs))
+    one, two = only_run(alone), only_run(split)
+
+    # The first weights and the order of the samples are others, so the values are alike and no more.
+    values = list(one.history[loss].values())
+    assert values[-1] == pytest.approx(printed(plain.result(), loss)[-1], rel=0.3)
+    if name != "gan":
+        assert values[-1] < 0.7 * values[0]
+    assert one.record["devices"] == ["cpu"]
+    assert len(two.record["devices"]) == 2
+    assert two.history.keys() == one.history.keys()
+    for key, values in one.history.items():
+        assert two.history[key] == pytest.approx(values, rel=1e-4), key
+
+
+def test_task_parameters_from_the_command_line(tmp_path: Path) -> None:
+    """The task's own typed parameters can be set in the command."""
+    file = str(EXAMPLES / "image_classifier_manyhands.py")
+    run_command(tmp_path, "fit", file, "--on", "cpu*2", "--steps", "2", "lr=3e-3", "width=4", "batch_size=32")
+    run = only_run(tmp_path)
+    assert run.record["params"] == {"lr": 3e-3, "width": 4, "batch_size": 32}
+    assert len(run.losses) == 2
+
+
+def test_own_loop(tmp_path: Path) -> None:
+    """Alone, on two devices under `launch`, and restarted on two after a start alone: the same network."""
+    script = str(EXAMPLES / "own_loop_manyhands.py")
+    folders = {name: tmp_path / name for name in ("plain", "alone", "two", "restarted")}
+    for folder in folders.values():
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as both:
+        plain = both.submit(run_python, folders["plain"], str(EXAMPLES / "own_loop_torch.py"), epochs=4)
+        alone = both.submit(run_python, folders["alone"], script, epochs=4)
+        both.submit(run_python, folders["restarted"], script, epochs=2).result()
+    two = run_command(folders["two"], "launch", script, "--on", "cpu*2", epochs=4)
+    run_command(folders["restarted"], "launch", script, "--on", "cpu*2", epochs=4)
+
+    losses = printed(two, "loss")
+    assert len(losses) == 4
+    assert losses[-1] == pytest.approx(printed(plain.result(), "loss")[-1], rel=0.3)
+    assert printed(two, "best accuracy") == pytest.approx(printed(alone.result(), "best accuracy"))
+    wanted = _last_checkpoint(folders["alone"])
+    assert wanted.step == 4 * 24
+    for name in ("two", "restarted"):
+        found = _last_checkpoint(folders[name])
+        assert found.step == wanted.step
+        torch.testing.assert_close(found.model, wanted.model, rtol=1e-4, atol=1e-6)
+
+
+def _last_checkpoint(folder: Path) -> Checkpoint:
+    return CheckpointStore(folder / "runs" / "own_loop_manyhands").load()
+
+
+def test_char_gpt_spells_what_it_has_never_seen(tmp_path: Path) -> None:
+    """With its default settings it has learned something: numbers that were held out are spelled right."""
+    output = run_python(tmp_path, str(EXAMPLES / "char_gpt_manyhands.py"), epochs=6)
+    assert "786=seven hundred eighty-six\n" in output
+    assert "161=one hundred sixty-one\n" in output
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The demo says what it should, leaves only runs/ behind, and is short."""
+    start = time.monotonic()
+    output = run_python(tmp_path, str(EXAMPLES / "demo.py"), "--quick")
+    assert time.monotonic() - start < 30
+    final = re.search(r"final loss +([\d.]+) +([\d.]+) +apart by (\S+) at most", output)
+    assert final is not None, output
+    assert float(final[1]) == pytest.approx(float(final[2]), rel=1e-4)
+    assert float(final[3]) < 1e-4
+    assert re.search(r"samples/s +[\d,]+ +[\d,]+ +[\d.]+x", output)
+    assert "The same curve." in output
+    assert re.search(r"says \d: (right|it is a \d)", output)
+    printed_lines = output.split("replicas=")[0].rstrip().splitlines()
+    assert "manyhands fit examples/image_classifier_manyhands.py --strategy mirrored" in printed_lines[-1]
+    assert max(len(line) for line in printed_lines[:-1]) <= 80
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]

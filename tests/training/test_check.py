@@ -1,0 +1,90 @@
+"""Check: equal strategies pass; a difference is found, named, and explained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import StrategySpec
+
+from .problems import problem
+
+
+class Counting(nn.Module):
+    """Keeps a running mean of its inputs that nobody synchronises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+        self.register_buffer("seen", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.lerp_(x.mean(0), 0.5)
+        return self.layer(x)
+
+
+class Centred(nn.Module):
+    """Looks at the whole batch without being a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0) if self.training else x)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + torch.randn_like(x) * self.training)
+
+
+def spread(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1]) + model(batch[0]).std()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "gan"])
+def test_mirrored_takes_the_same_first_step(name: str) -> None:
+    verdict = mh.check(problem(name, "adamw"), mh.Mirrored(2), on="cpu*2")
+    assert verdict, str(verdict)
+    assert verdict.error < 1e-10
+    assert str(verdict).startswith("equal: replicas=2 takes the same first step")
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "first", "why"),
+    [
+        (problem("cnn"), mh.Mirrored(2, batch_stats="local"), "the gradient of", 'use batch_stats="sync"'),
+        (problem("cnn"), mh.Mirrored(2, accumulate=2), "the gradient of", "of a micro-batch under accumulate"),
+        (problem("mlp").replace(model=Counting), mh.Mirrored(2), "seen", r"not synchronised.*seen \(on rank 1\)"),
+        (problem("mlp").replace(model=Centred), mh.Mirrored(2), "layer.weight", "looks at other samples of the batch"),
+        (problem("mlp").replace(model=Noisy), mh.Mirrored(2), "layer.weight", "draws random numbers"),
+        (problem("mlp").replace(loss=spread), mh.Mirrored(2), "the gradient of 0.weight", "a loss must be a mean"),
+    ],
+    ids=["local statistics", "accumulated statistics", "a buffer", "the batch", "randomness", "the loss"],
+)
+def test_a_difference_is_named_and_explained(task: mh.Task, strategy: StrategySpec, first: str, why: str) -> None:
+    verdict = mh.check(task, strategy, on="cpu*2")
+    assert not verdict
+    assert first in verdict.first
+    assert verdict.error > 1e-6
+    assert re.search(why, verdict.why), verdict.why
+
+
+def test_dropout_is_set_aside() -> None:
+    task = problem("mlp").replace(model=lambda: nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, 5)))
+    verdict = mh.check(task, mh.Mirrored(2), on="cpu*2")
+    assert verdict
+    assert "dropout is off for the comparison (1 layers)" in str(verdict)

@@ -1,0 +1,466 @@
+"""Fit: resuming, stopping, callbacks, events, what a run leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    LossNotFinite,
+    ReplicasDiffer,
+    SendError,
+    SettingsError,
+    StrategyError,
+    TaskError,
+    WorkerFailed,
+    read_events,
+)
+
+from .problems import generator, problem
+
+
+def noisy(dropout: float = 0.3, **changes: Any) -> mh.Task:
+    """An MLP with dropout, a schedule, and shuffled data that does not divide."""
+    task = mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(12, 16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 5)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        data=(torch.randn(50, 12, generator=generator(0)), torch.randint(0, 5, (50,), generator=generator(1))),
+        valid=(torch.randn(23, 12, generator=generator(2)), torch.randint(0, 5, (23,), generator=generator(3))),
+        metrics={"accuracy": lambda outputs, batch: (outputs.argmax(1) == batch[1]).float().mean()},
+        schedule=lambda step, total: 1 - step / total,
+        batch_size=8,
+    )
+    return task.replace(**changes)
+
+
+class StopAt(mh.Callback):
+    """Ends a run after some steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == self.step - 1:
+            hand.stop()  # the wish travels with the next step
+
+
+class KillAt(mh.Callback):
+    """Kills one rank in the middle of a run."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.rank == self.rank and hand.num_steps == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Ledger(mh.Callback):
+    """Writes the sample ids of every step to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, hand: mh.Hand) -> None:
+        assert hand.batch is not None
+        name = f"{hand.num_steps:04d}-{hand.size}-{hand.rank}.json"
+        (self.folder / name).write_text(json.dumps(hand.batch.ids.tolist()))
+
+
+def fit(task: Any, strategy: Any = None, size: int = 1, **settings: Any) -> mh.Run:
+    on = "cpu" if size == 1 else f"cpu*{size}"
+    return mh.fit(task, strategy or mh.Mirrored(size), on=on, progress=False, timeout=60, **settings)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_resuming_on_the_same_layout_is_bit_for_bit(size: int, tmp_path: Path) -> None:
+    whole = fit(noisy(), size=size, epochs=3, folder=tmp_path, name="whole")
+    stopped = fit(noisy(), size=size, epochs=3, folder=tmp_path, name="parts", callbacks=[StopAt(10)])
+    assert stopped.stopped
+    assert stopped.num_steps == len(stopped.losses) in (9, 10)
+    resumed = fit(noisy(), size=size, epochs=3, folder=tmp_path, name="parts", resume=True)
+    assert resumed.losses == whole.losses
+    assert resumed.num_steps == whole.num_steps == 21
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    assert resumed.metrics == whole.metrics
+
+
+def test_resuming_on_other_layouts_repeats_and_skips_nothing(tmp_path: Path) -> None:
+    task = noisy(dropout=0.0)
+    whole = fit(task, epochs=2, folder=tmp_path, name="whole")
+    (tmp_path / "ledger").mkdir()
+    ledger = Ledger(tmp_path / "ledger")
+    for size, stop in ((2, 3), (3, 6), (4, 9), (1, None)):
+        callbacks = [ledger, *([StopAt(stop)] if stop else [])]
+        run = fit(
+            task, size=size, epochs=2, folder=tmp_path, name="changing", resume=(tmp_path / "changing").exists(),
+            callbacks=callbacks,
+        )  # fmt: skip
+    np.testing.assert_allclose(run.losses, whole.losses, rtol=1e-5)
+    steps: dict[int, list[int]] = {}
+    for path in sorted((tmp_path / "ledger").iterdir()):
+        steps.setdefault(int(path.name.split("-")[0]), []).extend(json.loads(path.read_text()))
+    assert sorted(steps) == list(range(1, 15))
+    for epoch in range(2):
+        seen = [i for step in range(epoch * 7 + 1, epoch * 7 + 8) for i in steps[step]]
+        assert sorted(seen) == list(range(50))
+
+
+def test_a_killed_replica_costs_nothing_that_was_saved(tmp_path: Path) -> None:
+    task = noisy(dropout=0.0)
+    whole = fit(task, epochs=2, folder=tmp_path, name="whole")
+    with pytest.raises(WorkerFailed, match=r"rank 1 on .* was killed by signal 9"):
+        fit(task, size=2, epochs=2, folder=tmp_path, name="killed", save_every=3, callbacks=[KillAt(1, 5)])
+    kinds = [entry["kind"] for entry in read_events(tmp_path / "killed" / "events.jsonl")]
+    assert kinds[-1] == "failed"
+    resumed = fit(task, size=3, epochs=2, folder=tmp_path, name="killed", resume=True)
+    np.testing.assert_allclose(resumed.losses, whole.losses, rtol=1e-5)
+
+
+def test_ctrl_c_returns_the_run_so_far(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, manyhands as mh\n"
+        "class Say(mh.Callback):\n"
+        "    def on_step(self, hand):\n"
+        "        if hand.num_steps == 3 and hand.is_first:\n"
+        "            print('going', file=sys.stderr, flush=True)\n"
+        "task = mh.Task(model=lambda: torch.nn.Linear(4, 1), batch_size=4,\n"
+        "    loss=lambda model, batch: model(batch).square().mean(), data=torch.randn(400, 4),\n"
+        "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01))\n"
+        "run = mh.fit(task, mh.Mirrored(), on=sys.argv[1], epochs=100_000, folder='runs', callbacks=[Say()])\n"
+        "print('stopped', run.stopped, run.num_steps > 2, len(run.losses) == run.num_steps)\n"
+    )
+    for on in ("cpu", "cpu*2"):
+        command = [sys.executable, str(script), on]
+        program = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert program.stderr is not None
+        while "going" not in (line := program.stderr.readline()):
+            assert line, "the program ended early"
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=60)
+        assert program.returncode == 0, err
+        assert out.strip() == "stopped True True True", err
+
+
+def test_it_works_from_standard_input_as_from_a_notebook(tmp_path: Path) -> None:
+    """Classes and functions that have no file, as in a REPL or a notebook cell."""
+    program = (
+        "import torch, manyhands as mh\n"
+        "scale = 2.0\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.layer = torch.nn.Linear(4, 1)\n"
+        "    def forward(self, x): return self.layer(x) * scale\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+        "task = mh.Task(model=Net, loss=loss, data=torch.ones(8, 4), batch_size=4,\n"
+        "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01))\n"
+        "run = mh.fit(task, mh.Mirrored(2), on='cpu*2', progress=False)\n"
+        "print(type(run.model()).__name__, run.num_steps)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "Net 2", done.stderr
+
+
+def test_one_device_stays_in_this_process_and_leaves_its_generators_alone(tmp_path: Path) -> None:
+    pids = []
+    task = noisy()
+    before = torch.get_rng_state()
+    fit(task.replace(model=lambda: (pids.append(os.getpid()), task.model())[1]), mh.Single(), folder=tmp_path)
+    assert pids == [os.getpid()]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Moments(mh.Callback):
+    """Notes every moment in a file per rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def note(self, hand: mh.Hand, text: str) -> None:
+        with (self.folder / f"moments-{hand.rank}").open("a") as file:
+            file.write(text + "\n")
+
+    def on_start(self, hand: mh.Hand) -> None:
+        self.note(hand, "start")
+
+    def on_step(self, hand: mh.Hand) -> None:
+        self.note(hand, f"step {hand.num_steps}")
+
+    def on_epoch(self, hand: mh.Hand, metrics: Mapping[str, float]) -> None:
+        self.note(hand, f"epoch {sorted(metrics)}")
+
+    def on_end(self, hand: mh.Hand) -> None:
+        self.note(hand, "end")
+
+
+def test_callbacks_run_on_every_replica(tmp_path: Path) -> None:
+    fit(noisy(), size=2, steps=2, folder=tmp_path, callbacks=[Moments(tmp_path)])
+    fit(noisy(batch_size=25), size=2, folder=tmp_path, callbacks=[Moments(tmp_path)])
+    steps = ["start", "step 1", "step 2"]
+    for rank in range(2):
+        lines = (tmp_path / f"moments-{rank}").read_text().splitlines()
+        assert lines == [*steps, "end", *steps, "epoch ['valid_accuracy', 'valid_loss']", "end"]
+
+
+def test_the_event_log_tells_the_whole_story(tmp_path: Path) -> None:
+    run = fit(noisy(), size=2, epochs=2, folder=tmp_path, name="story")
+    entries = list(read_events(run.path / "events.jsonl"))
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert kinds.count("epoch") == 2
+    assert kinds.count("checkpoint") == 2
+    assert {entry["rank"] for entry in entries if entry["kind"] == "waits"} == {0, 1}
+    assert all(entry["v"] == 1 for entry in entries)
+    steps = [step for entry in entries if entry["kind"] == "steps" for step in entry["steps"]]
+    assert steps == list(range(1, 15))
+    assert [entry["t"] for entry in entries] == sorted(entry["t"] for entry in entries) or len(entries) > 5
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["spec"] == {"replicas": 2}
+    assert record["devices"] == ["cpu#0", "cpu#1"]
+
+
+def test_a_run_answers_evaluates_and_exports(tmp_path: Path) -> None:
+    run = fit(noisy(), size=2, epochs=3, folder=tmp_path, name="answers")
+    again = mh.Run(run.path, noisy())
+    assert again.metrics == run.metrics
+    inputs = torch.randn(11, 12)
+    expected = run.model()(inputs)
+    torch.testing.assert_close(mh.predict(run, inputs), expected)
+    torch.testing.assert_close(mh.predict(run, inputs, mh.Mirrored(3), on="cpu*3"), expected)
+    torch.testing.assert_close(run.predictor()(inputs), expected)
+    alone, split = mh.evaluate(run), mh.evaluate(run, None, mh.Mirrored(2), on="cpu*2")
+    assert alone.keys() == split.keys() == {"loss", "accuracy"}
+    for name, value in alone.items():
+        assert value == pytest.approx(split[name], rel=1e-5)
+        assert value == pytest.approx(run.metrics[f"valid_{name}"], rel=1e-5)
+    first, second = run.export(tmp_path / "models"), run.export(tmp_path / "models")
+    assert (first.name, second.name) == ("1", "2")
+    archive = mh.load(tmp_path / "models")
+    torch.testing.assert_close(archive(inputs), expected.detach())
+    assert archive.meta["run"] == "answers"
+    weights = run.export(tmp_path / "plain.safetensors", weights_only=True)
+    from safetensors.torch import load_file
+
+    assert set(load_file(weights)) == set(run.model().state_dict())
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    worse = noisy(schedule=lambda step, total: 1.0 if step < 7 else 50.0)
+    run = fit(worse, epochs=4, folder=tmp_path, keep=1)
+    values = run.history["valid_loss"]
+    best = min(values, key=values.__getitem__)
+    assert best != max(values), "the schedule must make it worse"
+    found = mh.evaluate(run)["loss"], F.cross_entropy(run.model(best=True)(worse.valid[0]), worse.valid[1]).item()
+    assert found[0] == pytest.approx(values[max(values)], rel=1e-5)
+    assert found[1] == pytest.approx(values[best], rel=1e-5)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+class Corrupt(mh.Callback):
+    """Changes a weight on one replica only."""
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.rank == 1 and hand.num_steps == 2:
+            with torch.no_grad():
+                hand.model[0].weight[3, 2] += 1e-3
+
+
+def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReplicasDiffer, match=r"differ in 0.weight \(on rank 1\)"):
+        fit(noisy(), size=3, steps=4, folder=tmp_path, callbacks=[Corrupt()])
+
+
+def test_a_loss_that_becomes_nan_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    class Bad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 5)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += self.training
+            return self.layer(x) * (float("nan") if self.calls > 5 else 1.0)
+
+    for size in (1, 2):
+        with pytest.raises(LossNotFinite, match="loss became nan at step 6; the last good checkpoint is kept"):
+            fit(noisy(model=Bad), size=size, save_every=2, folder=tmp_path, name=f"nan{size}")
+        run = mh.Run(tmp_path / f"nan{size}")
+        assert run.num_steps == 4
+        assert all(value.isfinite().all() for value in run.state_dict().values())
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    similar = model(batch[0]) @ model(batch[0]).T
+    return F.cross_entropy(similar, torch.arange(len(similar)))
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a dataset smaller than a batch": (
+        {"batch_size": 64},
+        DataError,
+        "50 samples for a batch of 64; pass batch_size=50",
+    ),
+    "no batch size": ({"batch_size": None}, DataError, "needs a batch_size"),
+    "a loss that is no scalar": (
+        {"loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")},
+        TaskError,
+        r"a loss is a scalar.*got a tensor of shape \(8,\); end it with .mean\(\)",
+    ),
+    "a loss that is no tensor": ({"loss": lambda model, batch: 1.0}, TaskError, "got float; return the loss tensor"),
+    "a loss that is NaN": (
+        {"loss": lambda model, batch: model(batch[0]).mean() * float("nan")},
+        TaskError,
+        "the loss must be finite at the start, but got nan",
+    ),
+    "an optimizer that misses parameters": (
+        {"optimizer": lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)},
+        TaskError,
+        "must hold every trainable parameter, but got 2 missing: 3.weight, 3.bias; pass them",
+    ),
+    "an optimizer of another model": (
+        {"optimizer": lambda model: torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)},
+        TaskError,
+        "this model's parameters only, but got 2 of another",
+    ),
+    "no optimizer at all": ({"optimizer": lambda model: None}, TaskError, "returns a torch optimizer"),
+    "a model on another device": (
+        {"model": lambda: nn.Linear(12, 5, device="meta")},
+        TaskError,
+        "must build on the CPU .*got weight on meta; leave .to",
+    ),
+    "a model that is none": ({"model": lambda: 3}, TaskError, "returns an nn.Module, but got int"),
+    "arrays of different lengths": ({"data": (torch.ones(9, 12), torch.ones(8))}, DataError, "9.*8"),
+    "a loss that samples share, split": ({"loss": contrastive}, TaskError, "a loss must be a mean over the batch's"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_with_rule_value_and_remedy(what: str, tmp_path: Path) -> None:
+    changes, error, text = BAD[what]
+    with pytest.raises(error, match=text):
+        fit(noisy(**changes), size=2, folder=tmp_path)
+    if "split" not in what:
+        with pytest.raises(error, match=text):
+            fit(noisy(**changes), size=1, folder=tmp_path)
+
+
+def test_a_contrastive_loss_is_only_noticed_on_one_device(tmp_path: Path) -> None:
+    run = fit(noisy(loss=contrastive), steps=2, folder=tmp_path)
+    notices = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
+    assert len(notices) == 1
+    assert "on one device this is fine" in notices[0]
+
+
+def test_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="the strategy needs 3 devices, but got 2"):
+        mh.fit(noisy(), mh.Mirrored(3), on="cpu*2", folder=tmp_path / "runs")
+    with pytest.raises(StrategyError, match="a strategy is one of single, mirrored"):
+        mh.fit(noisy(), "telepathic", folder=tmp_path / "runs")
+    with pytest.raises(StrategyError, match="splits along replicas only, so tensor must be 1, but got 2"):
+        mh.fit(noisy(), "tp=2", folder=tmp_path / "runs")
+    with pytest.raises(StrategyError, match="the axis 'context' is reserved and not built yet"):
+        mh.fit(noisy(), "cp=2", folder=tmp_path / "runs")
+    with pytest.raises(TaskError, match="epochs must be at least 1, but got 0"):
+        mh.fit(noisy(), epochs=0, folder=tmp_path / "runs")
+    with pytest.raises(SettingsError, match="resume needs the run's name"):
+        mh.fit(noisy(), resume=True, folder=tmp_path / "runs")
+    with pytest.raises(SettingsError, match="a run's name has letters"):
+        mh.fit(noisy(), name="../escape", folder=tmp_path / "runs")
+    with pytest.raises(SettingsError, match="the task has no parameters|only a function"):
+        mh.fit(noisy(), params={"lr": 1}, folder=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    handle = (tmp_path / "open").open("w")
+    task = noisy(loss=lambda model, batch: (handle, F.cross_entropy(model(batch[0]), batch[1]))[1])
+    with pytest.raises(SendError, match=r"task → loss → captured variable 'handle', a TextIOWrapper"):
+        fit(task, size=2, folder=tmp_path / "runs")
+    handle.close()
+
+
+def test_a_run_is_never_overwritten_and_a_foreign_one_not_loaded(tmp_path: Path) -> None:
+    run = fit(noisy(), steps=2, folder=tmp_path, name="mine")
+    with pytest.raises(SettingsError, match=r"never overwritten.*pass resume=True"):
+        fit(noisy(), folder=tmp_path, name="mine")
+    before = {path: path.read_bytes() for path in run.path.rglob("*.safetensors")}
+    with pytest.raises(CheckpointError, match=r"must hold the tensors of Linear.*missing.*unexpected"):
+        fit(noisy(model=lambda: nn.Linear(12, 5)), folder=tmp_path, name="mine", resume=True)
+    assert {path: path.read_bytes() for path in run.path.rglob("*.safetensors")} == before
+    with pytest.raises(CheckpointError, match=r"a run is a folder with a run.json"):
+        mh.Run(tmp_path)
+
+
+def test_a_corrupt_checkpoint_falls_back_with_a_notice(tmp_path: Path) -> None:
+    whole = fit(noisy(), epochs=2, folder=tmp_path, name="whole")
+    fit(noisy(), epochs=2, folder=tmp_path, name="hurt", save_every=3, keep=3, callbacks=[StopAt(7)])
+    newest = sorted((tmp_path / "hurt" / "checkpoints").iterdir())[-1] / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    run = fit(noisy(), epochs=2, folder=tmp_path, name="hurt", resume=True)
+    notices = [e["text"] for e in read_events(run.path / "events.jsonl") if e["kind"] == "notice"]
+    assert any("passed over a corrupt checkpoint" in text for text in notices)
+    assert run.losses == whole.losses
+
+
+def test_a_schedule_over_a_stream_needs_its_length(tmp_path: Path) -> None:
+    def stream() -> Any:
+        yield from zip(*noisy().data, strict=True)
+
+    with pytest.raises(TaskError, match="a schedule needs the number of steps"):
+        fit(noisy(data=stream), folder=tmp_path)
+    run = fit(noisy(data=stream), size=2, steps=9, epochs=5, folder=tmp_path)
+    assert run.num_steps == 9
+
+
+def test_the_slowest_part_is_measured(tmp_path: Path) -> None:
+    class Slow(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.01)
+            return torch.ones(12), torch.tensor(index % 5)
+
+    run = fit(noisy(data=Slow()), size=2, folder=tmp_path)
+    assert run.seconds["input"] > 0.5 * run.seconds["total"] * 0.3
+    assert run.seconds["input"] >= 0.07
+
+
+def test_problem_tasks_can_be_made_by_a_function_with_parameters(tmp_path: Path) -> None:
+    def task(optimizer: str = "sgd", rows: int = 41) -> mh.Task:
+        return problem("mlp", optimizer, rows)
+
+    run = fit(task, steps=1, folder=tmp_path, params={"rows": "20", "optimizer": "adamw"})
+    assert run.record["params"] == {"rows": 20, "optimizer": "adamw"}
+    assert run.name.startswith("task-")
+    with pytest.raises(SettingsError, match="the task has optimizer, rows, but got 'width'"):
+        fit(task, folder=tmp_path, params={"width": 3})
+    with pytest.raises(SettingsError, match="rows must be a int, but got 'many'"):
+        fit(task, folder=tmp_path, params={"rows": "many"})

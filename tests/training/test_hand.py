@@ -1,0 +1,139 @@
+"""The hand: loops that people write themselves, alone and on many replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import manyhands as mh
+from manyhands.core import StrategyError, TaskError
+
+from .problems import Gpt, gan_step, generator, padded_tokens, problem, token_loss
+
+X, Y = torch.randn(37, 6, generator=generator(0)), torch.randint(0, 3, (37,), generator=generator(1))
+
+
+def own_loop(hand: mh.Hand, folder: Path | None = None, stop_after: int = 100) -> list[float]:
+    """A plain loop: two epochs with micro-batches, and a checkpoint after every step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model, optimizer = hand.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    losses = hand.restore(folder) if folder else None
+    losses = losses["losses"] if losses else []
+    for batch in hand.batches((X, Y), 10, epochs=2, seed=7):
+        for images, labels in hand.accumulate(batch):
+            hand.backward(F.cross_entropy(model(images), labels))
+        hand.step()
+        losses.append(hand.loss)
+        hand.log(loss=losses[-1])
+        if folder:
+            hand.save(folder, losses=losses)
+        if hand.num_steps == stop_after:
+            break
+    hand.barrier()
+    assert optimizer is hand.optimizers[""]
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_own_loop_gives_the_same_losses_on_any_number(size: int, accumulate: int) -> None:
+    alone = mh.launch(own_loop, mh.Single(accumulate=accumulate), on="cpu", progress=False)[0]
+    assert len(alone) == 8
+    for losses in mh.launch(own_loop, mh.Mirrored(size, accumulate=accumulate), on=f"cpu*{size}", progress=False):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_an_own_loop_resumes_on_another_number(tmp_path: Path) -> None:
+    alone = mh.launch(own_loop, "single", on="cpu", progress=False)[0]
+    first = mh.launch(lambda hand: own_loop(hand, tmp_path, stop_after=3), "replicas=2", on="cpu*2", progress=False)[0]
+    assert len(first) == 3
+    rest = mh.launch(lambda hand: own_loop(hand, tmp_path), "replicas=3", on="cpu*3", progress=False)[0]
+    assert rest == pytest.approx(alone, rel=1e-5)
+
+
+def test_collectives_of_a_hand() -> None:
+    def work(hand: mh.Hand) -> list[Any]:
+        value = torch.tensor([1.0, 2.0]) * (hand.rank + 1)
+        return [
+            hand.sum(value).tolist(),
+            hand.mean(hand.rank).item(),
+            hand.gather(hand.rank).tolist(),
+            hand.broadcast(value, source=1).tolist(),
+            hand.is_first,
+            str(hand.device),
+        ]
+
+    common = [[6.0, 12.0], 1.0, [0, 1, 2], [2.0, 4.0]]
+    results = mh.launch(work, mh.Mirrored(3), on="cpu*3", progress=False)
+    assert results == [[*common, rank == 0, "cpu"] for rank in range(3)]
+
+
+def test_a_token_mean_in_an_own_loop() -> None:
+    data = padded_tokens(30)
+
+    def loop(hand: mh.Hand) -> list[float]:
+        torch.manual_seed(1)
+        net = Gpt()
+        model, _ = hand.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        losses = []
+        for batch in hand.batches(data, 8):
+            hand.backward(token_loss(model, batch))
+            hand.step()
+            losses.append(hand.loss)
+        return losses
+
+    alone = mh.launch(loop, "single", on="cpu", progress=False)[0]
+    assert mh.launch(loop, "replicas=3", on="cpu*3", progress=False)[2] == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_hand_of_a_plain_program() -> None:
+    hand = mh.hand()
+    assert (hand.rank, hand.size, hand.is_first) == (0, 1, True)
+    assert mh.launch(lambda held: mh.hand() is held, "single", on="cpu", progress=False) == [True]
+    assert mh.launch(lambda held: mh.hand() is held, "replicas=2", on="cpu*2", progress=False) == [True, True]
+
+
+def test_fit_inside_of_a_launched_program(tmp_path: Path) -> None:
+    """Under `launch`, `fit` joins the ranks that are already there."""
+    task = problem("mlp")
+    alone = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, progress=False)
+
+    def inner(hand: mh.Hand) -> list[float]:
+        run = mh.fit(task, folder=tmp_path, name="inner", progress=False)
+        return run.losses
+
+    for losses in mh.launch(inner, mh.Mirrored(2), on="cpu*2", progress=False):
+        assert losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_mistakes_are_explained() -> None:
+    hand = mh.hand()
+    with pytest.raises(TaskError, match="a hand needs a network first"):
+        _ = hand.model
+    net = nn.Linear(6, 3)
+    hand.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(TaskError, match="hand.step follows hand.backward"):
+        hand.step()
+    with pytest.raises(TaskError, match="the optimizers are '', but got 'critic'"):
+        hand.minimize(torch.ones(()), "critic")
+    with pytest.raises(TaskError, match="takes what hand.batches gave last"):
+        list(hand.accumulate((X, Y)))
+
+
+def test_a_step_with_a_ready_loss_cannot_accumulate(tmp_path: Path) -> None:
+    def step(hand: mh.Hand, batch: Any) -> None:
+        hand.minimize(hand.model.critic(batch[1]).mean(), "critic")
+        hand.minimize(hand.model.critic(hand.model.generator(batch[0])).mean(), "generator")
+
+    task = problem("gan").replace(step=step)
+    run = mh.fit(task, mh.Single(), steps=2, on="cpu", folder=tmp_path, progress=False)
+    assert set(run.metrics) == {"critic", "generator"}
+    with pytest.raises(StrategyError, match="pass a function: hand.minimize"):
+        mh.fit(task, mh.Single(accumulate=2), steps=2, on="cpu", folder=tmp_path, progress=False)
+    assert problem("gan").step is gan_step
