@@ -52,6 +52,7 @@ class Watch(mh.Callback):
         self.turns.tick()
 
     def on_end(self, hand: mh.Hand) -> None:
+        self.turns.close()
         means = {name: hand.mean(torch.tensor(values)).tolist() for name, values in self.losses.items()}
         found = {"times": self.turns.times, "losses": means}
         (self.folder / f"rank{hand.rank}.json").write_text(json.dumps(found))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
-Guest = Iterator[None]
+Guest = Generator[None, None, None]
 """A loop that yields after every step."""
 
 
@@ -61,6 +61,12 @@ class Turns:
         self._warm, self._left = True, self._plan.block
         self._barrier()
         self._began = perf_counter()
+
+    def close(self) -> None:
+        """Lets the guests go; those that hold a process group must go before it does."""
+        for guest in self._guests.values():
+            guest.close()
+        self._guests.clear()
 
     def _advance(self, name: str) -> None:
         guest = self._guests[name]

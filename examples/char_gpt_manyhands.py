@@ -59,8 +59,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -83,9 +82,7 @@ class GPT(nn.Module):
 def loss(model, batch):
     """The mean over the characters that count, not over the texts."""
     inputs, targets = batch
-    total = F.cross_entropy(
-        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-    )
+    total = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
     return mh.mean(total, (targets != IGNORED).sum())
 
 

@@ -58,8 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -82,9 +81,7 @@ class GPT(nn.Module):
 def loss(model, batch):
     """The mean over the characters that count, not over the texts."""
     inputs, targets = batch
-    total = F.cross_entropy(
-        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-    )
+    total = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
     return total / (targets != IGNORED).sum()
 
 
@@ -112,9 +109,7 @@ def train(lr=4e-3, width=64, layers=2, batch_size=32):
     loader = DataLoader(train_set, batch_size, shuffle=True, collate_fn=collate)
     model = GPT(width, layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: schedule(step, EPOCHS * len(loader))
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, EPOCHS * len(loader)))
 
     for epoch in range(EPOCHS):
         model.train()

@@ -109,13 +109,9 @@ def one_and_two(stage):
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
     stage.title("1  The same network on one device, then on two")
-    stage.console.print(
-        f'mh.fit(task, [bold]mh.Single()[/],   on="{one_on}", epochs={epochs})', highlight=False
-    )
+    stage.console.print(f'mh.fit(task, [bold]mh.Single()[/],   on="{one_on}", epochs={epochs})')
     one = mh.fit(task, mh.Single(), on=one_on, epochs=epochs, folder=stage.folder, name="one")
-    stage.console.print(
-        f'\nmh.fit(task, [bold]mh.Mirrored()[/], on="{two_on}", epochs={epochs})', highlight=False
-    )
+    stage.console.print(f'\nmh.fit(task, [bold]mh.Mirrored()[/], on="{two_on}", epochs={epochs})')
     two = mh.fit(task, mh.Mirrored(), on=two_on, epochs=epochs, folder=stage.folder, name="two")
 
     stage.console.print()
@@ -123,9 +119,8 @@ def one_and_two(stage):
     stage.console.print(curves(one.losses, two.losses, ("one device", "two devices"), width))
     stage.console.print()
     stage.console.print(comparison(one, two))
-    stage.console.print(
-        verdict(one, two, ceiling(one_on, two_on, 0.5 if stage.quick else 1.5)), highlight=False
-    )
+    most = ceiling(one_on, two_on, seconds=0.5 if stage.quick else 1.5)
+    stage.console.print(verdict(one, two, most))
     stage.run = two
 
 
@@ -148,12 +143,8 @@ def comparison(one, two):
     final = (one.losses[-1], two.losses[-1])
     right = (one.metrics["valid_accuracy"], two.metrics["valid_accuracy"])
     table.add_row("final loss", *(f"{value:.6f}" for value in final), f"apart by {difference:.0e} at most")
-    table.add_row(
-        "held-out accuracy", *(f"{value:.1%}" for value in right), f"of {len(digits()[1][0])} digits"
-    )
-    table.add_row(
-        "samples/s", *(f"{rate(run):,.0f}" for run in (one, two)), f"[bold]{rate(two) / rate(one):.2f}x[/]"
-    )
+    table.add_row("held-out accuracy", *(f"{value:.1%}" for value in right), f"of {len(digits()[1][0])} digits")
+    table.add_row("samples/s", *(f"{rate(run):,.0f}" for run in (one, two)), f"[bold]{rate(two) / rate(one):.2f}x[/]")
     table.add_row("where time went", *(share_bar(run.seconds, PARTS, width=14) for run in (one, two)), "")
     for name, colour in PARTS.items():
         shares = [run.seconds[name] / run.seconds["total"] for run in (one, two)]
@@ -205,7 +196,7 @@ def ask(stage):
     """Exports the network, loads it as a server would, and shows it digits that it has never seen."""
     stage.title("2  Export it, load it, ask it")
     path = stage.run.export(stage.folder / "models" / "digits")
-    stage.console.print(f'run.export("{path.parent}")  ->  version {path.name}', highlight=False)
+    stage.console.print(f'run.export("{path.parent}")  ->  version {path.name}')
     model = mh.load(path)
     images, labels = digits()[1]
     probabilities = model(images)

@@ -44,10 +44,7 @@ class _Canvas:
     def draw_line(self, values):
         """Values from 0 to 1, spread over the width."""
         columns = 2 * self.width
-        places = [
-            round((1 - _at(values, column / (columns - 1))) * (4 * self.height - 1))
-            for column in range(columns)
-        ]
+        places = [round((1 - _at(values, column / (columns - 1))) * (4 * self.height - 1)) for column in range(columns)]
         for column, place in enumerate(places):
             before = places[max(0, column - 1)]
             step = 1 if place >= before else -1

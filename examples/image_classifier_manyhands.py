@@ -20,9 +20,7 @@ def block(inputs, outputs, stride=1):
 class Net(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.features = nn.Sequential(
-            *block(1, width), *block(width, 2 * width, 2), *block(2 * width, 2 * width)
-        )
+        self.features = nn.Sequential(*block(1, width), *block(width, 2 * width, 2), *block(2 * width, 2 * width))
         self.classify = nn.Linear(2 * width, 10)
 
     def forward(self, images):

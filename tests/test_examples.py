@@ -1,4 +1,4 @@
-"""The examples run as a newcomer runs them, and the pairs keep their promise: alike, and the same when split."""
+"""The examples run as a newcomer runs them, and pairs keep their promise: alike, and the same when split."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run_python(folder: Path, *args: str, epochs: int = 1) -> str:
     """Runs a program in a folder of its own, on one core; returns what it printed."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "EPOCHS": str(epochs), "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, *args], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, *args], cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -62,10 +60,10 @@ def test_pair(name: str, epochs: int, loss: str, tmp_path: Path) -> None:
     one, two = only_run(alone), only_run(split)
 
     # The first weights and the order of the samples are others, so the values are alike and no more.
-    values = list(one.history[loss].values())
-    assert values[-1] == pytest.approx(printed(plain.result(), loss)[-1], rel=0.3)
+    curve = list(one.history[loss].values())
+    assert curve[-1] == pytest.approx(printed(plain.result(), loss)[-1], rel=0.3)
     if name != "gan":
-        assert values[-1] < 0.7 * values[0]
+        assert curve[-1] < 0.7 * curve[0]
     assert one.record["devices"] == ["cpu"]
     assert len(two.record["devices"]) == 2
     assert two.history.keys() == one.history.keys()

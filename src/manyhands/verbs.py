@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import signal
@@ -131,7 +132,7 @@ def launch(
     [0]
     """
     spec, devices, notices = settle(strategy, on)
-    view = make_view(f"{spec} on {_place(devices)}", progress)
+    view = make_view(f"{spec} on {_place(devices)}", progress, live=False)
     for text in notices:
         view.line(text)
     try:
@@ -217,14 +218,12 @@ def _start(
         return [fn(world)]
     if len(devices) == 1:
         line = DirectLine(lambda entry: on_event(0, entry))
-        with _own_randomness(), _stopping(line):
-            here = NullWorld(devices[0], line)
-            try:
-                return [fn(here)]
-            finally:
-                here.close()
+        here = NullWorld(devices[0], line)
+        with _own_randomness(), _interruptible(lambda: line.hear({"stop": True}), view), contextlib.closing(here):
+            return [fn(here)]
     job = _engine.start(fn, devices, timeout=timeout)
-    return job.wait(on_event, lambda rank, text: view.line(f"[rank {rank}] {text}"))
+    with _interruptible(job.stop, view):
+        return job.wait(on_event, lambda rank, text: view.line(f"[rank {rank}] {text}"))
 
 
 @contextlib.contextmanager
@@ -329,16 +328,20 @@ def _own_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stopping(line: DirectLine) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to end after its step, the second interrupts."""
+def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
+    """The first Ctrl-C asks the loops to end after their step, the second interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    asked: list[bool] = []
+
     def interrupt(number: int, frame: Any) -> None:
-        if line.stopping:
+        if asked:
             raise KeyboardInterrupt
-        line.stopping = True
+        asked.append(True)
+        stop()
+        view.line("stopping after this step; Ctrl-C again stops at once")
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -348,15 +351,12 @@ def _stopping(line: DirectLine) -> Iterator[None]:
 
 
 def _check_data(task: Task, steps: int | None) -> None:
-    """What can be known about the data before any process is started."""
+    """What can be known about the data before any process is started; a function that makes it runs in the ranks."""
+    if inspect.isfunction(task.data):
+        return
     source = as_source(task.data, collate=task.collate)
-    check_source(source, task.batch_size)
-    if task.schedule is not None and source.size is None and steps is None:
-        raise TaskError(
-            "a schedule needs the number of steps",
-            got="a stream of unknown length",
-            remedy="pass steps= to fit",
-        )
+    num_steps = source.num_steps(check_source(source, task.batch_size))
+    training.check_schedule(task, num_steps if steps is None else steps)
 
 
 def _task_of(run: Run) -> Task:

@@ -80,7 +80,7 @@ def test_an_argument_wins_over_the_file_and_the_file_over_the_environment(
     [
         (["none.py"], "the first argument is a Python file, but got none.py, which does not exist"),
         ([f"{TARGET}:nope"], "must have a task of that name, but got 'nope'"),
-        ([TARGET, "lr=quick"], "lr must be a float, but got 'quick'"),
+        ([TARGET, "lr=quick"], "lr must be of type float, but got 'quick'"),
         ([TARGET, "speed=1"], "but got 'speed'; correct the name"),
         ([TARGET, "0.1"], "a task's parameter is written key=value"),
         ([TARGET, "--strategy", "zigzag"], "but got 'zigzag'"),

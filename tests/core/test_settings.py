@@ -89,5 +89,5 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(SettingsError, match="MANYHANDS_EPOCHS must be a int, but got 'many'"):
+    with pytest.raises(SettingsError, match="MANYHANDS_EPOCHS must be of type int, but got 'many'"):
         resolve_settings(Settings, {}, environ={"MANYHANDS_EPOCHS": "many"})

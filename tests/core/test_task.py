@@ -68,7 +68,7 @@ def test_parameters_are_typed_by_the_signature() -> None:
     given = {"lr": "3e-4", "width": "16", "deep": "true", "name": "b", "clip": "0.5"}
     assert typed(task, given) == {"lr": 3e-4, "width": 16, "deep": True, "name": "b", "clip": 0.5}
     assert typed(task, {"clip": "none"}) == {"clip": None}
-    with pytest.raises(SettingsError, match="deep must be a bool, but got 'perhaps'"):
+    with pytest.raises(SettingsError, match="deep must be of type bool, but got 'perhaps'"):
         typed(task, {"deep": "perhaps"})
     with pytest.raises(TaskError, match="must return an mh.Task, but got int"):
         as_task(lambda: 3)  # type: ignore[arg-type, return-value]

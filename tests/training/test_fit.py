@@ -462,5 +462,5 @@ def test_problem_tasks_can_be_made_by_a_function_with_parameters(tmp_path: Path)
     assert run.name.startswith("task-")
     with pytest.raises(SettingsError, match="the task has optimizer, rows, but got 'width'"):
         fit(task, folder=tmp_path, params={"width": 3})
-    with pytest.raises(SettingsError, match="rows must be a int, but got 'many'"):
+    with pytest.raises(SettingsError, match="rows must be of type int, but got 'many'"):
         fit(task, folder=tmp_path, params={"rows": "many"})

@@ -49,7 +49,6 @@ Config = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 
 
-STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
 EXAMPLES = (
     "manyhands fit digits.py",
     "manyhands fit digits.py lr=3e-4 width=512 --strategy mirrored --on 'cpu*2' --epochs 3",
@@ -91,7 +90,7 @@ def fit(
     words = params or []
     if not (quiet or json):
         _show_settings(settings)
-    with only_json(json), Interrupts(STOPPING) as interrupts:
+    with only_json(json), Interrupts() as interrupts:
         task = load_task(target)
         from .. import verbs
 

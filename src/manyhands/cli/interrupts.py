@@ -1,4 +1,4 @@
-"""Interrupts: what Ctrl-C does, said to the person, and whether it came, whoever handled it."""
+"""Interrupts: whether Ctrl-C came, whoever handled it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-from .screen import note
-
 
 class Interrupts:
-    """Explains the first Ctrl-C, and hears it also beside the handler that a verb installs.
+    """Hears Ctrl-C also beside the handler that a verb installs.
 
     A run may end early by its own wish, so that it ended early does not say that a person interrupted it.
     """
 
-    def __init__(self, meaning: str) -> None:
+    def __init__(self) -> None:
         self.came = False
-        self._meaning = meaning
         self._here = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -42,8 +39,6 @@ class Interrupts:
             self._said.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if not self.came:
-            note(self._meaning)
         self.came = True
         raise KeyboardInterrupt
 

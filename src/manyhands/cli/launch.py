@@ -24,7 +24,6 @@ Args = Annotated[
 ]
 
 
-STOPPING = "asking the ranks to stop (hand.voted_to_stop() is true); Ctrl-C again ends them at once"
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
     "manyhands launch train.py --on cuda:0,1 --strategy mirrored,accumulate=2 -- --lr 0.1",
@@ -52,7 +51,7 @@ def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On 
     from .. import verbs
 
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
-    with Interrupts(STOPPING) as interrupts:
+    with Interrupts() as interrupts:
         verbs.launch(rank, settings.strategy, on=settings.on)
     if interrupts.came:
         raise typer.Exit(INTERRUPTED)

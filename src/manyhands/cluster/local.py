@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core import RunError, WorkerFailed
+from ..core import DeviceError, RunError, WorkerFailed
 from .devices import Device, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .line import Frames, frame
@@ -42,6 +42,7 @@ class LocalEngine(Engine):
             self._zygote = _ZygoteHandle(self._preload)
 
     def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
+        _require_linux()
         assignment = Assignment(
             fn=fn,
             devices=list(devices),
@@ -156,16 +157,9 @@ class _LocalJob(Job):
                 self._selector.register(fd, selectors.EVENT_READ, index)
 
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
-        interrupted = False
         try:
             while not all(rank.over for rank in self._ranks):
-                try:
-                    self._turn(on_event, on_output)
-                except KeyboardInterrupt:
-                    if interrupted:
-                        raise
-                    interrupted = True
-                    self.stop()
+                self._turn(on_event, on_output)
         finally:
             self._finish()
         self._raise_first_failure()
@@ -285,6 +279,11 @@ class _LocalJob(Job):
         if cause is not None:
             raise cause from failed
         raise failed
+
+
+def _require_linux() -> None:
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        raise DeviceError("several processes need Linux", got=sys.platform, remedy="use one device here: mh.Single()")
 
 
 def _fate(rank: _Rank) -> str:

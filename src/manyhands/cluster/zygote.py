@@ -118,6 +118,9 @@ def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
+        for stream in (sys.stdout, sys.stderr):
+            # Pipes are buffered by the block; what a rank printed before it was killed should be seen.
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         code = run_rank(request, socket.socket(fileno=line), parcel)
     finally:
         with contextlib.suppress(Exception):

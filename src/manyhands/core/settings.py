@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .errors import SettingsError
-from .task import _convert
+from .task import convert
 
 PREFIX = "MANYHANDS_"
 """The setting `epochs` is MANYHANDS_EPOCHS in the environment."""
@@ -82,7 +82,7 @@ def variable(name: str) -> str:
 
 def _from_environment(environ: Mapping[str, str], hints: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {
-        name: _convert(variable(name), environ[variable(name)], hints[name])
+        name: convert(variable(name), environ[variable(name)], hints[name])
         for name in names
         if environ.get(variable(name))
     }

@@ -181,11 +181,12 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
             raise SettingsError(f"the task has {known}", got=repr(name), remedy="correct the name")
         default = accepted[name].default
         kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
-        result[name] = _convert(name, value, kind)
+        result[name] = convert(name, value, kind)
     return result
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """A value as the type that a signature asks for; texts are read."""
     if not isinstance(value, str):
         return value
     options = [arg for arg in typing.get_args(kind) if arg is not type(None)] or [kind]
@@ -202,7 +203,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if kind is Any or str in options:
         return value
     shown = getattr(kind, "__name__", str(kind))
-    raise SettingsError(f"{name} must be a {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value")
+    raise SettingsError(
+        f"{name} must be of type {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value"
+    )
 
 
 def _is_module(value: object) -> bool:

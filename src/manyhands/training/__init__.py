@@ -4,7 +4,7 @@ from .callbacks import Callback
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
-from .loop import Job, Outcome, train
+from .loop import Job, Outcome, check_schedule, train
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
@@ -16,6 +16,7 @@ __all__ = [
     "Job",
     "Outcome",
     "train",
+    "check_schedule",
     "evaluate",
     "predict",
     "Callback",

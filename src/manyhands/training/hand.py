@@ -41,6 +41,9 @@ class Hand:
         """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
         self._part = Part(1, world.size)
         self._tallies: dict[Key, Tally] = {}
+        self._last_tally: Tally | None = None
+        self.look_every = 1 if self.device.type == "cpu" else 20
+        """Steps between two looks at losses and votes: on a GPU a look waits for the device."""
         self.losses: dict[Key, Tensor] = {}
         """The losses of the last step, over all replicas."""
         self._stores: dict[Path, CheckpointStore] = {}
@@ -109,7 +112,10 @@ class Hand:
         feed = self.make_feed(source, check_source(source, batch_size), shuffle=shuffle, seed=seed)
         try:
             while self.cursor.epoch < epochs:
-                yield from (batch.data for batch in self.one_epoch(feed))
+                for batch in self.one_epoch(feed):
+                    yield batch.data
+                    if self.num_steps % self.look_every == 0 and self.voted_to_stop():
+                        return
         finally:
             feed.close()
 
@@ -234,7 +240,7 @@ class Hand:
         """Whether the last step carried such a wish; the same answer on every replica."""
         if self.size == 1:
             return self.world.line.stopping
-        return self._last_tally.stopping
+        return self._last_tally is not None and self._last_tally.stopping
 
     # -- collectives ----------------------------------------------------------------------------------------------
 

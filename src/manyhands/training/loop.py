@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cluster import World
-from ..core import LossNotFinite, ReplicasDiffer, StrategySpec, Task, event, mix, seed_all
+from ..core import LossNotFinite, ReplicasDiffer, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Feed, as_source, check_source
 from ..strategies import MAIN
 from .callbacks import Callback
@@ -65,6 +65,14 @@ def train(world: World, job: Job) -> Outcome:
         hand.close()
 
 
+def check_schedule(task: Task, num_steps: int | None) -> None:
+    """A schedule knows the total, so there must be one."""
+    if task.schedule is not None and num_steps is None:
+        raise TaskError(
+            "a schedule needs the number of steps", got="a stream of unknown length", remedy="pass steps= to fit"
+        )
+
+
 class _Loop:
     def __init__(self, hand: Hand, job: Job) -> None:
         self.hand, self.job, self.task = hand, job, job.task
@@ -72,8 +80,6 @@ class _Loop:
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
         self.stopped = False
-        # On a GPU reading a loss waits for it, so it is read now and then only.
-        self.look_every = 1 if hand.device.type == "cpu" else 20
 
     def run(self) -> Outcome:
         job, hand = self.job, self.hand
@@ -120,6 +126,7 @@ class _Loop:
             self.try_loss(feed)
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
+        check_schedule(task, self.total)
         valid = None
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
@@ -175,7 +182,7 @@ class _Loop:
         """Records the step; now and then reads losses, hears votes and compares replicas."""
         hand = self.hand
         self.reporter.record(batch)
-        if hand.num_steps % self.look_every == 0:
+        if hand.num_steps % hand.look_every == 0:
             self.reporter.read()
             self.stopped = hand.voted_to_stop()
         if hand.num_steps % COMPARE_EVERY == 0:

@@ -140,12 +140,12 @@ class LiveView(LineView):
         return Group(self._bar, table)
 
 
-def make_view(title: str, progress: bool | None) -> View:
+def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
     """The view for where we are; `progress=False` shows nothing, None decides by the terminal."""
     if progress is False:
         return View()
     console = Console(stderr=True)
-    if console.is_terminal or console.is_jupyter:
+    if live and (console.is_terminal or console.is_jupyter):
         return LiveView(console, title)
     return LineView(console, title)
 
