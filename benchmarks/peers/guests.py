@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 from ..plain import ddp, plain
 from ..turns import Guest, Plan, Turns
@@ -48,16 +48,19 @@ class WholeBatches(Dataset[Batch]):
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, rows: list[int]) -> Batch:
+    def __getitems__(self, rows: list[int]) -> Batch:
         index = torch.tensor(rows) % NUM_ROWS
         return self._inputs.index_select(0, index), self._classes.index_select(0, index)
 
 
 def loader(work: Work, num_samples: int) -> DataLoader[Batch]:
-    """Shuffled batches; `batch_size` of None, because the sampler gives whole ones."""
+    """Shuffled batches."""
     dataset = WholeBatches(work, num_samples)
-    sampler = BatchSampler(RandomSampler(dataset), work.batch_size, drop_last=False)
-    return DataLoader(dataset, batch_size=None, sampler=sampler)
+    return DataLoader(dataset, batch_size=work.batch_size, shuffle=True, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 def make_turns(peer: str, request: Request) -> Turns:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -96,8 +97,10 @@ class TorchWorld(World):
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
         """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
+        start = time.perf_counter()
         try:
             yield
+            self.waited += time.perf_counter() - start
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise

@@ -60,6 +60,8 @@ class World(ABC):
         self.seat, self.line = seat, line
         self.rank, self.size = seat.rank, seat.size
         self.device = seat.device.torch
+        self.waited = 0.0
+        """Seconds that this rank stood still in collectives, waiting for others or for the network."""
 
     @property
     def is_first(self) -> bool:

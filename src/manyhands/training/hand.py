@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import NullWorld, World, current_world
+from ..cluster import DirectLine, NullWorld, World, current_world, resolve
 from ..core import Mean, StrategyError, StrategySpec, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import MAIN, Replica, realise
+from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
 from .tally import Part, Tally
 
@@ -33,8 +34,8 @@ class Hand:
         self.cursor = Cursor(epoch=0, position=0)
         self.num_steps = 0
         self.clip: float | None = None
-        self.seconds = {"sync": 0.0, "optimizer": 0.0, "save": 0.0}
-        """Where this replica's time went, besides input and compute."""
+        self.seconds = {"optimizer": 0.0, "save": 0.0}
+        """Where this replica's time went, besides input, sync and compute."""
         self.feed: Feed | None = None
         self._replica: Replica | None = None
         self.batch: Batch | None = None
@@ -189,15 +190,13 @@ class Hand:
                 got="no backward before it",
                 remedy="call hand.backward(loss)",
             )
-        start = time.perf_counter()
         tally.receive()
         self.replica.finish(key, tally.count)
-        reduced = time.perf_counter()
+        start = time.perf_counter()
         if self.clip is not None:
             self.replica.clip(key, self.clip)
         self.replica.update(key)
-        self.seconds["sync"] += reduced - start
-        self.seconds["optimizer"] += time.perf_counter() - reduced
+        self.seconds["optimizer"] += time.perf_counter() - start
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:
@@ -275,7 +274,7 @@ class Hand:
     def log(self, **values: Any) -> None:
         """Reports values of the first replica to the event log and the screen."""
         if self.is_first:
-            plain = {key: float(v) if isinstance(v, (Tensor, float, int)) else v for key, v in values.items()}
+            plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
             self.world.line.report(event("log", step=self.num_steps, values=plain))
 
     def notice(self, text: str) -> None:
@@ -341,5 +340,12 @@ def hand() -> Hand:
     """
     if _held:
         return _held[-1]
-    world = current_world() or NullWorld()
+    world = current_world() or _world_of_a_plain_program()
     return Hand(world, StrategySpec(replicas=world.size))
+
+
+def _world_of_a_plain_program() -> World:
+    """The first device there is; what the hand logs is shown."""
+    device = resolve(None, 1)[0][0]
+    view = make_view(f"replicas=1 on {device}", None, live=False)
+    return NullWorld(device, DirectLine(lambda entry: view.show(0, entry)))

@@ -212,7 +212,7 @@ class _Loop:
     def save(self) -> None:
         self.reporter.read()
         self.reporter.flush()
-        score = self.metrics.get("valid_loss", self.reporter.last_loss)
+        score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
         self.hand.save(self.path, score=score, metrics=self.metrics)
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
 
@@ -252,13 +252,15 @@ class _Reporter:
         self._sent_at = 0.0
         self._started_at = time.perf_counter()
         self._feed: Feed | None = None
-        self.last_loss: float | None = None
+        self._synced_before = 0.0
+        self.last_losses: dict[str, float] = {}
         self.num_samples = 0
         self.validation = 0.0
 
     def start(self, feed: Feed) -> None:
         self._feed = feed
         self._started_at = time.perf_counter()
+        self._synced_before = self._hand.world.waited
 
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
@@ -274,7 +276,7 @@ class _Reporter:
                         f"{name} became {value} at step {step}; the last good checkpoint is kept: lower the "
                         "learning rate, set clip=1.0, or look at the batch"
                     )
-            self.last_loss = next(iter(values.values()), None)
+            self.last_losses = values
         self._unread.clear()
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
@@ -295,7 +297,7 @@ class _Reporter:
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         self.flush()
-        self.report(event("epoch", epoch=epoch, step=self._hand.num_steps, metrics=metrics, loss=self.last_loss))
+        self.report(event("epoch", epoch=epoch, step=self._hand.num_steps, metrics=metrics, losses=self.last_losses))
 
     def report(self, entry: dict[str, Any]) -> None:
         if self._hand.is_first:
@@ -305,5 +307,6 @@ class _Reporter:
         """Seconds by what they were spent on; compute is what is left."""
         total = time.perf_counter() - self._started_at
         waited = self._feed.waited if self._feed is not None else 0.0
-        known = {"input": waited, **self._hand.seconds, "validation": self.validation}
+        synced = self._hand.world.waited - self._synced_before
+        known = {"input": waited, "sync": synced, **self._hand.seconds, "validation": self.validation}
         return {"total": total, "compute": max(0.0, total - sum(known.values())), **known}

@@ -75,12 +75,8 @@ class LineView(View):
         self._console, self._title = console, title
 
     def show(self, rank: int, entry: Event) -> None:
-        if entry["kind"] == "epoch":
-            self.line(f"{self._title}  epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}")
-        elif entry["kind"] == "notice":
-            self.line(f"{self._title}  {entry['text']}")
-        elif entry["kind"] == "log":
-            self.line(f"{self._title}  step {entry['step']}  " + _pairs(entry["values"]))
+        if text := said(entry):
+            self.line(f"{self._title}  {text}")
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -117,8 +113,8 @@ class LiveView(LineView):
             self._bar.update(self._task, completed=entry["steps"][-1])
         elif kind == "waits":
             self._waits[entry["rank"]] = entry["seconds"]
-        else:
-            super().show(rank, entry)
+        elif text := said(entry):
+            self.line(text)
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
             self._refresh()
 
@@ -140,6 +136,15 @@ class LiveView(LineView):
         return Group(self._bar, table)
 
 
+def said(entry: Event) -> str:
+    """What an event says in a line; empty for those that only move the bar."""
+    if entry["kind"] == "epoch":
+        return f"epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}"
+    if entry["kind"] == "log":
+        return f"step {entry['step']}  {_pairs(entry['values'])}"
+    return str(entry["text"]) if entry["kind"] == "notice" else ""
+
+
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
     """The view for where we are; `progress=False` shows nothing, None decides by the terminal."""
     if progress is False:
@@ -151,8 +156,7 @@ def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
 
 
 def _values(entry: dict[str, Any]) -> str:
-    loss = {"loss": entry["loss"]} if entry["loss"] is not None else {}
-    return _pairs({**loss, **entry["metrics"]})
+    return _pairs({**entry["losses"], **entry["metrics"]})
 
 
 def _pairs(values: dict[str, Any]) -> str:

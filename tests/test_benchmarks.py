@@ -1,0 +1,38 @@
+"""Benchmarks: a quick run ends in time, writes its files and prints what was promised; speed itself is not asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BARS = {
+    "fit_over_plain": {"at_most": 1.02},
+    "mirrored_over_ddp": {"at_most": 1.02},
+    "mirrored2_of_ceiling": {"at_least": 0.92},
+    "checkpoint_share": {"at_most": 0.02},
+    "import_over_torch": {"at_most": 1.10},
+}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes need two cores")
+def test_quick_step() -> None:
+    command = [sys.executable, "-m", "benchmarks.step", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == "step"
+    assert "torch" in result["machine"]
+    assert set(result["checks"]) == set(BARS)
+    for name, bar in BARS.items():
+        check = result["checks"][name]
+        assert {key: check[key] for key in check if key != "value"} == bar
+        assert isinstance(check["value"], float)
+    results = ROOT / "benchmarks" / "results"
+    assert json.loads((results / "step.quick.json").read_text()) == result
+    assert (results / "step.quick.svg").read_text().startswith("<svg")

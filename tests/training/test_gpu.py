@@ -1,0 +1,91 @@
+"""The same promises on a CUDA device: alone, cut in two, in bf16, resumed, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.cluster import Device, DirectLine, Seat, TorchWorld
+from manyhands.training import Hand
+
+from .problems import Cnn, classify, generator, mlp, problem
+from .test_fit import StopAt
+
+pytestmark = pytest.mark.gpu
+
+
+def fit(task: mh.Task, strategy: Any, on: str, **settings: Any) -> mh.Run:
+    return mh.fit(task, strategy, on=on, progress=False, timeout=60, **settings)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gan"])
+def test_a_gpu_alone_and_cut_in_two_equals_the_cpu(name: str, tmp_path: Path) -> None:
+    task = problem(name, "adamw")
+    cpu = fit(task, mh.Single(precision="fp64"), "cpu", epochs=2, folder=tmp_path)
+    alone = fit(task, mh.Single(precision="fp64"), "cuda:0", epochs=2, folder=tmp_path)
+    halves = fit(task, mh.Mirrored(precision="fp64", accumulate=1), "cuda:0*2", epochs=2, folder=tmp_path)
+    for other in (alone, halves):
+        for key, values in cpu.history.items():
+            np.testing.assert_allclose(list(other.history[key].values()), list(values.values()), rtol=1e-9)
+        for key, value in cpu.state_dict().items():
+            torch.testing.assert_close(other.state_dict()[key], value, rtol=0, atol=1e-8, msg=key)
+
+
+def test_resuming_on_a_gpu_is_bit_for_bit(tmp_path: Path) -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Sequential(mlp(), torch.nn.Dropout(0.3)),
+        loss=classify,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        data=(torch.randn(400, 12, generator=generator(0)), torch.randint(0, 5, (400,), generator=generator(1))),
+        batch_size=8,
+    )
+    whole = fit(task, mh.Single(), "cuda:0", epochs=2, folder=tmp_path, name="whole")
+    fit(task, mh.Single(), "cuda:0", epochs=2, folder=tmp_path, name="parts", callbacks=[StopAt(40)])
+    resumed = fit(task, mh.Single(), "cuda:0", epochs=2, folder=tmp_path, name="parts", resume=True)
+    assert resumed.losses == whole.losses
+    assert len(whole.losses) == 100
+
+
+def test_bfloat16_and_export(tmp_path: Path) -> None:
+    data = (torch.randn(64, 1, 6, 6, generator=generator(0)), torch.randint(0, 5, (64,), generator=generator(1)))
+    task = problem("cnn").replace(data=data)
+    plain = fit(task, mh.Single(), "cuda:0", epochs=3, folder=tmp_path)
+    half = fit(task, mh.Single(precision="bf16"), "cuda:0", epochs=3, folder=tmp_path)
+    np.testing.assert_allclose(half.losses, plain.losses, rtol=0.05)
+    assert half.losses != plain.losses
+    half.export(tmp_path / "models")
+    expected = half.model()(data[0])
+    found = mh.load(tmp_path / "models", device="cuda:0")(data[0])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)
+    assert isinstance(half.model(), Cnn)
+    np.testing.assert_allclose(mh.predict(half, data[0], on="cuda:0"), expected.detach(), rtol=0.1, atol=0.1)
+
+
+def test_nccl_with_one_rank() -> None:
+    """Two ranks cannot share a GPU under nccl; one shows that tensors of both kinds find their backend."""
+    device = Device("cuda", 0)
+    world = TorchWorld(Seat(device=device), DirectLine(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
+    try:
+        for where in ("cpu", "cuda:0"):
+            tensor = torch.ones(3, device=where)
+            world.all_reduce(tensor)
+            assert tensor.tolist() == [1.0] * 3
+            assert world.all_gather(tensor).tolist() == [[1.0] * 3]
+        hand = Hand(world, mh.StrategySpec())
+        assert hand.sum(2.0).item() == 2.0
+        assert world.mesh({"replicas": 1}).get_group("replicas") is not None
+    finally:
+        world.close()
+
+
+def test_the_device_is_described() -> None:
+    device = mh.devices()[0]
+    assert device.kind == "cuda"
+    assert device.cure == ""
+    assert device.memory > 0
+    assert device.capability
