@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .training import Callback, Hand, Run, hand
     from .verbs import check, evaluate, fit, launch, predict
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Task",
     "mean",

@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import training
+from . import __version__, training
 from .cluster import (
     DEFAULT_TIMEOUT,
     Device,
@@ -368,7 +367,7 @@ def _task_of(run: Run) -> Task:
 def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
     """What was asked for, saved with the run; a resumed run keeps what it had and adds what it has now."""
     record = {
-        "manyhands": version("manyhands"),
+        "manyhands": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "spec": job.spec.to_dict(),

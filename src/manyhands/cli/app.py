@@ -42,9 +42,9 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from .. import __version__
 
-        typer.echo(f"manyhands {version('manyhands')}")
+        typer.echo(f"manyhands {__version__}")
         raise typer.Exit
 
 
