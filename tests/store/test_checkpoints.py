@@ -121,8 +121,6 @@ def test_save_takes_what_is_there_now(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_are_copied_as_they_are_now(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     weight = torch.randn(512, 512, device="cuda")
     wanted = weight.cpu()
     with CheckpointStore(tmp_path, on_error=raising) as store:
@@ -429,13 +427,9 @@ def test_the_default_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a tmpfs")
     mounted = tmp_path / "disk"
     mounted.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True)
-    if done.returncode:
-        pytest.skip("mount is not allowed here")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], check=True)
     try:
         errors: list[Exception] = []
         store = CheckpointStore(mounted / "run", on_error=errors.append)

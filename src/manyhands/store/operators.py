@@ -65,6 +65,9 @@ TEXTS = frozenset(
 )
 """Arguments that may be texts; a file name is not among them."""
 
+PORTABLE = {"aten.view.default": "aten.reshape.default"}
+"""What a trace names after the strides of its own device; another's may lay results out otherwise."""
+
 FOREIGN_TYPES = re.compile(r"\b(Storage|Stream|Any|AnyEnumType|Dict|Future|RRef|Capsule|Quantizer|__torch__)\b|\bt\b")
 NAME = re.compile(r"(aten|prims)\.([A-Za-z_]\w{0,99})\.([A-Za-z_]\w{0,99})", re.ASCII)
 
@@ -74,7 +77,7 @@ def name_of(target: object) -> str:
     for name, function in PYTHON.items():
         if function is target:
             return name
-    name = str(target)
+    name = PORTABLE.get(str(target), str(target))
     named(name)
     return name
 
