@@ -54,6 +54,10 @@ class Row:
     high: float
     """Quartiles of the ratio."""
 
+    def doubt(self, rounds: int) -> float:
+        """Two standard errors of the median ratio, from its quartiles."""
+        return float(2 * 0.93 * (self.high - self.low) / rounds**0.5)
+
     @property
     def extra_us(self) -> float:
         """Microseconds more than the baseline."""
@@ -69,7 +73,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
-    """By case: how far a contender is from itself, as a ratio less 1."""
+    """By case: how far a contender is from itself, or may be by chance, as a ratio less 1."""
 
     def add(self, case: str, times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Row]:
         """A case's contenders against one of them; returns their rows by name."""
@@ -78,7 +82,7 @@ class Report:
         for name in times:
             if name.endswith(SAME):
                 again = _row(case, name, times[name], times[name.removesuffix(SAME)])
-                self.noise[case] = round(abs(again.ratio - 1), 4)
+                self.noise[case] = round(max(abs(again.ratio - 1), again.doubt(len(times[name]))), 4)
         return rows
 
     def finish(self) -> None:

@@ -73,10 +73,14 @@ def make_turns(peer: str, request: Request) -> Turns:
 
 
 def settle(rank: int) -> None:
-    """One thread, and with several processes a core for each, as ours have."""
+    """One thread, and a core for each process, as ours have; also for the threads that are there already.
+
+    To be called once a process starts no other ranks any more, because those would inherit its core.
+    """
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
 
 
 def _order(request: Request) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -38,7 +37,9 @@ class Watch(Callback):
         self.request = request
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """The process group is there."""
+        """The process group is there, and with it all ranks."""
+        if self.request.size > 1:
+            settle(trainer.local_rank)
         self.turns = make_turns("lightning", self.request)
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -55,8 +56,6 @@ class Watch(Callback):
 def main() -> None:
     """Trains what the command line asks for."""
     request = Request.parse(sys.argv[1])
-    if request.size > 1:
-        settle(int(os.environ.get("LOCAL_RANK", "0")))
     trainer = Trainer(
         accelerator="cpu",
         devices=request.size,

@@ -218,7 +218,8 @@ def _start(
     if len(devices) == 1:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
-        with _own_randomness(), _interruptible(lambda: line.hear({"stop": True}), view), contextlib.closing(here):
+        interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
+        with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     job = _engine.start(fn, devices, timeout=timeout)
     with _interruptible(job.stop, view):
@@ -326,6 +327,13 @@ def _own_randomness() -> Iterator[None]:
         restore_random_state(states, device)
 
 
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes an accelerator the one that torch uses by default, for a while."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
     """The first Ctrl-C asks the loops to end after their step, the second interrupts."""
@@ -365,7 +373,7 @@ def _task_of(run: Run) -> Task:
 
 
 def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
-    """What was asked for, saved with the run; a resumed run keeps what it had and adds what it has now."""
+    """What was asked for, saved with the run."""
     record = {
         "manyhands": __version__,
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,33 @@ def test_stop_is_heard_by_every_rank(engine: LocalEngine) -> None:
             job.stop()
 
     assert job.wait(heard, quiet) == [True, True]
+
+
+def test_two_jobs_at_once_do_not_hear_of_each_other(engine: LocalEngine) -> None:
+    def work(world: World, number: int) -> tuple[int, float]:
+        total = torch.tensor([float(number)])
+        for _ in range(20):
+            world.all_reduce(total, "max")
+            time.sleep(0.005)
+        if number == 2 and world.rank == 1:
+            raise RuntimeError("only this job fails")
+        return number, total.item()
+
+    outcomes: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = engine.start(partial(work, number=number), resolve("cpu*2")[0]).wait(quiet, quiet)
+        except WorkerFailed as failed:
+            outcomes[number] = failed
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "only this job fails" in str(outcomes.pop(2))
+    assert outcomes == {number: [(number, float(number))] * 2 for number in (0, 1, 3)}
 
 
 def test_ranks_die_with_their_program(tmp_path: Any) -> None:

@@ -71,7 +71,7 @@ def devices() -> list[Device]:
     >>> devices()[-1].kind
     'cpu'
     """
-    return [*_accelerators(), _cpu()]
+    return [*map(_described, _accelerators()), _cpu()]
 
 
 def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) -> tuple[list[Device], list[str]]:
@@ -100,9 +100,9 @@ def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) ->
 
 
 def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list[str]]:
-    usable = [device for device in _accelerators() if not device.cure]
-    if usable:
-        return usable, []
+    found = _accelerators()
+    if found:
+        return found, []
     if on == "gpu":
         return [_cpu()], ["no accelerator that this torch can use was found: running on the CPU instead"]
     if num_wanted is not None and num_wanted > 1:
@@ -139,12 +139,10 @@ def _named(kind: str, index: str | None, copies: str | None) -> Iterator[Device]
     if index is not None and kind != "cpu":
         known = [device for device in known if device.index == int(index)]
     if not known:
-        have = ", ".join(str(device) for device in devices())
+        have = ", ".join(str(device) for device in [*_accelerators(), _cpu()])
         wanted = kind if index is None else f"{kind}:{index}"
         raise DeviceError(f"this machine has {have}", got=wanted, remedy='name one of these, or on="cpu*2" for a trial')
     for device in known:
-        if device.cure:
-            raise DeviceError(f"{device} cannot be used by this torch", got=device.model, remedy=device.cure)
         if copies is not None and int(copies) < 1:
             raise DeviceError("a device is cut into at least one", got=copies, remedy=f"write {device}*2")
         yield from _cut(device, int(copies)) if copies is not None else [device]
@@ -169,25 +167,25 @@ def _cpu() -> Device:
 
 
 def _accelerators() -> list[Device]:
-    """Every accelerator that torch knows; CUDA's count does not touch the driver's context."""
+    """Every accelerator that torch knows, by name alone: counting them leaves the devices untouched."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    count = torch.accelerator.device_count()
-    if kind.type == "cuda":
-        return [_cuda(index, count) for index in range(count)]
-    return [Device(kind.type, index, model=kind.type) for index in range(count)]
+    return [Device(kind.type, index, model=kind.type) for index in range(torch.accelerator.device_count())]
 
 
-def _cuda(index: int, count: int) -> Device:
+def _described(device: Device) -> Device:
+    """The same with memory, links and capability, which takes a look at the device itself."""
+    if device.kind != "cuda":
+        return device
+    index, count = device.index, torch.accelerator.device_count()
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     capability = (properties.major, properties.minor)
     peers = [other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
-    return Device(
-        "cuda",
-        index,
+    return replace(
+        device,
         model=properties.name,
         memory=total,
         free=free,
@@ -195,6 +193,13 @@ def _cuda(index: int, count: int) -> Device:
         links=f"peer access to cuda:{','.join(map(str, peers))}" if peers else "through the host",
         cure=_capability_cure(capability, torch.cuda.get_arch_list(), torch.version.cuda or "?"),
     )
+
+
+def require_usable(device: Device) -> None:
+    """Refuses a device that this torch was not built for, in the process that is about to use it."""
+    described = _described(device)
+    if described.cure:
+        raise DeviceError(f"{device} cannot be used by this torch", got=described.model, remedy=described.cure)
 
 
 def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
 import selectors
@@ -26,7 +25,6 @@ from .world import DEFAULT_TIMEOUT, World
 from .zygote import MAX_REQUEST
 
 _PRELOAD = ["manyhands.cluster", "cloudpickle", "numpy"]
-_jobs = itertools.count(1)
 
 
 class LocalEngine(Engine):
@@ -88,19 +86,14 @@ class _ZygoteHandle:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, job: int, rank: int, port: int, fds: Sequence[int]) -> None:
-        """Forks a rank that meets the others at a store on this port."""
-        request = {"job": job, "rank": rank, "port": port, "path": sys.path}
+    def fork(self, rank: int, port: int, fds: Sequence[int]) -> None:
+        """Forks a rank that meets the others at a store on this port; the last descriptor hears of its end."""
+        request = {"rank": rank, "port": port, "path": sys.path}
         socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
 
     def kill(self, pid: int) -> None:
         with contextlib.suppress(OSError):
             self.socket.send(json.dumps({"kill": pid}).encode())
-
-    def receive(self) -> dict[str, Any]:
-        """What the zygote says next; an empty answer when it is gone."""
-        data = self.socket.recv(MAX_REQUEST)
-        return json.loads(data) if data else {}
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -148,13 +141,15 @@ class _LocalJob(Job):
         self._first: int | None = None
         self._deadline: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(zygote.socket, selectors.EVENT_READ, None)
-        job = next(_jobs)
+        self._fates, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._selector.register(self._fates, selectors.EVENT_READ, None)
         for index, rank in enumerate(self._ranks):
-            zygote.fork(job, index, port, [rank.their_line.fileno(), parcel, rank.their_out, rank.their_err])
+            fds = [rank.their_line.fileno(), parcel, rank.their_out, rank.their_err, theirs.fileno()]
+            zygote.fork(index, port, fds)
             rank.close_theirs()
             for fd in rank.open:
                 self._selector.register(fd, selectors.EVENT_READ, index)
+        theirs.close()
 
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
         try:
@@ -176,7 +171,7 @@ class _LocalJob(Job):
     def _turn(self, on_event: OnEvent, on_output: OnOutput) -> None:
         for key, _ in self._selector.select(0.5):
             if key.data is None:
-                self._hear_zygote()
+                self._hear_fate()
             elif key.fd == self._ranks[key.data].line.fileno():
                 self._hear_rank(key.data, on_event)
             else:
@@ -184,10 +179,12 @@ class _LocalJob(Job):
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.kill()
 
-    def _hear_zygote(self) -> None:
-        message = self._zygote.receive()
-        if not message:
+    def _hear_fate(self) -> None:
+        """A rank was forked, or has ended."""
+        data = self._fates.recv(MAX_REQUEST)
+        if not data:
             raise RunError("the process that starts ranks has died; see its output above")
+        message = json.loads(data)
         if "forked" in message:
             self._ranks[message["forked"]].pid = message["pid"]
             return
@@ -254,13 +251,12 @@ class _LocalJob(Job):
     def _finish(self) -> None:
         """Leaves no process, pipe or port behind, however the wait ended."""
         self.kill()
-        while self._zygote.alive and any(rank.exit_code is None for rank in self._ranks):
-            try:
-                self._hear_zygote()
+        with contextlib.suppress(RunError, OSError):
+            while any(rank.exit_code is None for rank in self._ranks):
+                self._hear_fate()
                 self.kill()
-            except (RunError, OSError):
-                break
         self._selector.close()
+        self._fates.close()
         for rank in self._ranks:
             rank.line.close()
             os.close(rank.out)

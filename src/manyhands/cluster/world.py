@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .devices import Device, this_host
+from .devices import Device, require_usable, this_host
 from .line import DirectLine, Line
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class World(ABC):
     """The replicas that work together. Collectives act in place or return new tensors, as named."""
 
     def __init__(self, seat: Seat, line: Line) -> None:
+        require_usable(seat.device)
         self.seat, self.line = seat, line
         self.rank, self.size = seat.rank, seat.size
         self.device = seat.device.torch

@@ -37,7 +37,8 @@ class _Zygote:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
-        self._children: dict[int, int] = {}
+        self._children: dict[int, tuple[int, socket.socket]] = {}
+        """By the descriptor that says when it ends: a child's process id, and the socket of its job."""
 
     def loop(self) -> None:
         with contextlib.suppress(ConnectionError, BrokenPipeError):
@@ -57,46 +58,53 @@ class _Zygote:
         if "kill" in request:
             self._kill(request["kill"])
         else:
-            self._fork(request, list(fds))
+            *theirs, job = fds
+            self._fork(request, theirs, socket.socket(fileno=job))
         return True
 
-    def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
+    def _fork(self, request: dict[str, Any], fds: list[int], job: socket.socket) -> None:
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._control.close()
             self._selector.close()
-            for child in self._children:
-                os.close(child)
+            job.close()
+            for watch, (_, other) in self._children.items():
+                os.close(watch)
+                other.close()
             die_with_parent(zygote)
             _become_rank(request, fds)
         for fd in fds:
             os.close(fd)
         watch = os.pidfd_open(pid)
-        self._children[watch] = pid
+        self._children[watch] = pid, job
         self._selector.register(watch, selectors.EVENT_READ)
-        self._say({"forked": request["rank"], "job": request["job"], "pid": pid})
+        _say(job, {"forked": request["rank"], "pid": pid})
 
     def _kill(self, pid: int) -> None:
         """Only children that were not reaped yet, so the number cannot belong to somebody else."""
-        if pid in self._children.values():
+        if any(pid == child for child, _ in self._children.values()):
             os.kill(pid, signal.SIGKILL)
 
     def _reap(self, watch: int) -> None:
-        pid = self._children.pop(watch)
+        pid, job = self._children.pop(watch)
         self._selector.unregister(watch)
         os.close(watch)
         _, status = os.waitpid(pid, 0)
-        self._say({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
-
-    def _say(self, message: dict[str, Any]) -> None:
-        self._control.send(json.dumps(message).encode())
+        _say(job, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+        job.close()
 
     def _end(self) -> None:
-        for pid in self._children.values():
+        for pid, _ in self._children.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+
+
+def _say(job: socket.socket, message: dict[str, Any]) -> None:
+    """Tells a job about its rank; nobody may be listening any more."""
+    with contextlib.suppress(OSError):
+        job.send(json.dumps(message).encode())
 
 
 def die_with_parent(parent: int) -> None:

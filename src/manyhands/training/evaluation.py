@@ -40,12 +40,17 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor]:
             with hand.replica.scope():
                 outputs = named(outputs_of(task, hand.model, inputs_of(task, batch.data)))
             for name, value in outputs.items():
-                rows.setdefault(name, []).append(value[: batch.num_samples].cpu())
+                rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
             places.extend(batch.ids.tolist())
     mine = {name: torch.cat(parts) for name, parts in rows.items()}
     gathered = hand.world.gather_objects((places, mine))
     order = torch.tensor([place for ids, _ in gathered for place in ids]).argsort()
     return {name: torch.cat([part[name] for _, part in gathered])[order] for name in mine}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Answers leave in full precision, whatever they were computed in."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 @contextmanager
@@ -67,9 +72,11 @@ class _Sums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor | Mean | float, num_samples: int) -> None:
-        if isinstance(value, Mean):
-            weight = 0.0 if num_samples == 0 else 1.0
-            pair = torch.stack([value.total.double(), value.count.double()]) * weight
+        if num_samples == 0:
+            # A borrowed row only keeps collectives in step; a metric of one row need not even be finite.
+            pair = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        elif isinstance(value, Mean):
+            pair = torch.stack([value.total.double(), value.count.double()])
         else:
             mean = torch.as_tensor(value, device=self._world.device).double()
             pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])

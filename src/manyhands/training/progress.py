@@ -23,7 +23,7 @@ _COLOURS = {
     "save": "magenta",
     "validation": "cyan",
 }
-REFRESH_SECONDS = 0.25
+REFRESH_SECONDS = 0.5
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, float64, nn
 
 from ..core import (
     CheckpointError,
@@ -81,7 +81,7 @@ class Run:
         store = self._store()
         checkpoint = store.load(store.best() if best else None)
         check_matches(checkpoint, model)
-        if self.record["spec"].get("precision") == "fp64":
+        if any(tensor.dtype == float64 for tensor in checkpoint.model.values()):
             model = model.double()
         model.load_state_dict(checkpoint.model)
         return model.eval()
