@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +34,14 @@ class LocalEngine(Engine):
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = [*_PRELOAD, *preload]
         self._zygote: _ZygoteHandle | None = None
+        self._starting = threading.Lock()
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> _ZygoteHandle:
         """Starts the zygote, which takes as long as importing torch, without waiting for it."""
-        if self._zygote is None or not self._zygote.alive:
-            self._zygote = _ZygoteHandle(self._preload)
+        with self._starting:
+            if self._zygote is None or not self._zygote.alive:
+                self._zygote = _ZygoteHandle(self._preload)
+            return self._zygote
 
     def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
         _require_linux()
@@ -54,9 +58,7 @@ class LocalEngine(Engine):
         )
         parcel = pack(assignment)
         try:
-            self.warm_up()
-            assert self._zygote is not None
-            return _LocalJob(self._zygote, parcel, len(devices), timeout)
+            return _LocalJob(self.warm_up(), parcel, len(devices), timeout)
         finally:
             os.close(parcel)
 
