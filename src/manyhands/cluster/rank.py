@@ -38,6 +38,10 @@ class Assignment:
     argv: Sequence[str]
 
 
+_kept: list[object] = []
+"""Never torn down: what a person's objects hold may wait for a process group that is gone."""
+
+
 def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
     """Runs one rank and returns its exit code; the outcome travels up the line."""
     line = SocketLine(sock)
@@ -46,6 +50,7 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         _settle_signals()
         sys.path[:] = request["path"]
         assignment: Assignment = unpack(parcel)
+        _kept.append(assignment)
         os.close(parcel)
         _settle(assignment, rank)
         world = _join(assignment, rank, int(request["port"]), line)

@@ -28,6 +28,9 @@ class MirroredReplica(Replica):
         if self._stats is not None:
             self._stats.is_ghost = is_ghost
 
+    def riders(self, key: str) -> Tensor | None:
+        return self._buckets[key].riders
+
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         if last:
             self._buckets[key].arm()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Replica:
@@ -21,17 +23,18 @@ class Replica:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         """Where the network and its loss are computed: the chosen precision."""
         if self.spec.precision != "bf16":
-            yield
-            return
-        with torch.autocast(self.world.device.type, dtype=torch.bfloat16):
-            yield
+            return _AS_IT_IS
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
 
     def ghost(self, is_ghost: bool) -> None:
         """Says whether the micro-batch that follows is only borrowed, so that its statistics must not count."""
+
+    def riders(self, key: str) -> Tensor | None:
+        """Room for three numbers that are summed along with the gradients; None: they must travel by themselves."""
+        return None
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         """Adds the objective's gradients to the parameters of one optimizer; `last` of the step's micro-batches."""

@@ -14,6 +14,8 @@ from .policy import Policy
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
 BUCKET_BYTES = 25 << 20
+NUM_RIDERS = 3
+"""Numbers that travel with a step's gradients, so that they cost no collective of their own."""
 
 
 class Buckets:
@@ -28,12 +30,24 @@ class Buckets:
         self._armed = False
         self._next = 0
         trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._buckets = [_Bucket(part) for part in _plan(trainable)]
+        plan = _plan(trainable)
+        self._buckets = [_Bucket(part, NUM_RIDERS if part is plan[-1] else 0) for part in plan]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]
+
+    @property
+    def riders(self) -> Tensor | None:
+        """A few numbers that are summed along with the last bucket; to be set before `arm`.
+
+        None where their sum would not be exact enough: a policy that changes the mathematics, or a narrow dtype.
+        """
+        if not self._buckets or self._policy.changes_mathematics:
+            return None
+        riders = self._buckets[-1].riders
+        return riders if riders.dtype in (torch.float32, torch.float64) else None
 
     @property
     def num_bytes(self) -> int:
@@ -84,13 +98,13 @@ class Buckets:
 
 
 class _Bucket:
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_riders: int) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        num_gradients = sum(sizes)
-        self.flat = torch.zeros(num_gradients + len(sizes), dtype=first.dtype, device=first.device)
-        self.gradients, self._used = self.flat[:num_gradients], self.flat[num_gradients:]
+        parts = [sum(sizes), len(sizes), num_riders]
+        self.flat = torch.zeros(sum(parts), dtype=first.dtype, device=first.device)
+        self.gradients, self._used, self.riders = self.flat.split(parts)
         self._views = [part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.num_ready = 0
         self.pending = Pending()
@@ -111,7 +125,8 @@ class _Bucket:
         torch._foreach_copy_(self._views, present)
 
     def _fill_partly(self, gradients: Sequence[Tensor | None]) -> None:
-        self.flat.zero_()
+        self.gradients.zero_()
+        self._used.zero_()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._views[index].copy_(gradient)

@@ -162,6 +162,10 @@ class Hand:
                 got=type(batch).__name__,
                 remedy="pass that batch",
             )
+        # `take` has weighed a batch of one part already.
+        return iter((current.data,)) if len(current.sizes) == 1 else self._micros(current)
+
+    def _micros(self, current: Batch) -> Iterator[Any]:
         num_micros = len(current.sizes)
         for index, (data, size, _) in enumerate(current.micros()):
             self._part = Part(size, current.global_samples, last=index == num_micros - 1)
@@ -178,7 +182,7 @@ class Hand:
             tally = self._tallies[key] = Tally(self.world)
         objective = tally.add(loss, self._part)
         if self._part.last:
-            tally.send(self.world.line.stopping)
+            tally.send(self.world.line.stopping, self.replica.riders(key))
         self.replica.backward(objective, key, last=self._part.last)
 
     def step(self, key: Key = MAIN) -> None:
@@ -192,6 +196,7 @@ class Hand:
             )
         tally.receive()
         self.replica.finish(key, tally.count)
+        tally.settle()
         start = time.perf_counter()
         if self.clip is not None:
             self.replica.clip(key, self.clip)

@@ -28,12 +28,13 @@ class Part:
 
 
 class Tally:
-    """Adds up losses; one small all-reduce per step carries them and whether somebody wants to stop."""
+    """Adds up losses; their sums travel over the replicas with the wish to stop, in one go."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._totals: list[Tensor] = []
-        self._counts: list[Tensor | float] = []
+        self._plain_counts: list[float] = []
+        self._token_counts: list[Tensor] = []
         self._pending = Pending()
         self._sums: Tensor | None = None
         self.counts_tokens = False
@@ -45,35 +46,51 @@ class Tally:
             self.counts_tokens = True
             weight = 0.0 if part.is_ghost else 1.0
             self._totals.append(loss.total.detach() * weight)
-            self._counts.append(loss.count * weight)
+            self._token_counts.append(loss.count * weight)
             return loss.total * weight if part.is_ghost else loss.total
         _require_scalar(loss)
         self._totals.append(loss.detach() * part.size if part.size != part.total else loss.detach())
-        self._counts.append(part.size if part.size != part.total else 1.0)
+        self._plain_counts.append(part.size if part.size != part.total else 1.0)
         return loss * (part.size / part.total) if part.size != part.total else loss
 
-    def send(self, stopping: bool) -> None:
-        """Begins to sum over the replicas; to be called before backward, so that the two overlap."""
+    def send(self, stopping: bool, riders: Tensor | None) -> None:
+        """Leaves the numbers where they travel with the gradients, or begins to sum them by themselves."""
         if self._world.size == 1:
             return
-        device, wide = self._world.device, torch.float64
-        total = torch.stack(self._totals).to(wide).sum()
-        counts = torch.stack([torch.as_tensor(count, dtype=wide, device=device) for count in self._counts]).sum()
-        self._sums = torch.stack([total, counts, torch.as_tensor(float(stopping), dtype=wide, device=device)])
+        if riders is not None:
+            riders.copy_(self._numbers(stopping, riders.dtype))
+            self._sums = riders
+            return
+        self._sums = self._numbers(stopping, torch.float64)
         self._pending = self._world.start_all_reduce(self._sums)
 
     def receive(self) -> None:
-        """Waits for the sums."""
+        """Waits for sums that travel by themselves."""
         self._pending.wait()
+
+    def settle(self) -> None:
+        """Keeps the sums; the room that they travelled in is used again by the next step."""
+        if self._sums is not None:
+            self._sums = self._sums.clone()
+
+    def _numbers(self, stopping: bool, dtype: torch.dtype) -> Tensor:
+        """Total, count and vote of this replica."""
+        device = self._world.device
+        total = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals).sum()
+        if not self.counts_tokens:
+            numbers = torch.tensor([0.0, sum(self._plain_counts), float(stopping)], dtype=dtype, device=device)
+            numbers[0] = total
+            return numbers
+        count = torch.stack(self._token_counts).sum()
+        vote = torch.full((), float(stopping), dtype=dtype, device=device)
+        return torch.stack([total.to(dtype), count.to(dtype), vote])
 
     @property
     def count(self) -> Tensor | None:
         """What gradients must be divided by; None when the loss was a mean over samples already."""
         if not self.counts_tokens:
             return None
-        return (
-            self._sums[1] if self._sums is not None else torch.stack([torch.as_tensor(c) for c in self._counts]).sum()
-        )
+        return self._sums[1] if self._sums is not None else torch.stack(self._token_counts).sum()
 
     @property
     def loss(self) -> Tensor:
@@ -83,7 +100,7 @@ class Tally:
         if len(self._totals) == 1 and not self.counts_tokens:
             return self._totals[0]
         total = torch.stack(self._totals).sum()
-        return total / torch.stack([torch.as_tensor(c, device=total.device) for c in self._counts]).sum()
+        return total / (torch.stack(self._token_counts).sum() if self.counts_tokens else sum(self._plain_counts))
 
     @property
     def stopping(self) -> bool:
