@@ -56,8 +56,8 @@ def plans(quick: bool) -> dict[Work, Plan]:
     after which `fit` reports: every block of ours has a report in it.
     """
     if quick:
-        return {CNN: Plan(block=4, rounds=8, warm_up=4), MLP: Plan(block=60, rounds=8, warm_up=60)}
-    return {CNN: Plan(block=5, rounds=80, warm_up=20), MLP: Plan(block=80, rounds=80, warm_up=150)}
+        return {CNN: Plan(block=2, rounds=8, warm_up=2), MLP: Plan(block=60, rounds=8, warm_up=60)}
+    return {CNN: Plan(block=5, rounds=60, warm_up=10), MLP: Plan(block=80, rounds=80, warm_up=150)}
 
 
 def single(report: Report) -> None:

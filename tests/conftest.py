@@ -16,6 +16,16 @@ from manyhands.testing import no_leaks
 
 torch.set_num_threads(1)
 _NEEDS: list[str] = []
+BUDGETS = {
+    "test_benchmarks.py": 1.5,
+    "training": 3.0,
+    "store": 2.0,
+    "data": 1.0,
+    "cluster": 1.0,
+    "cli": 1.5,
+    "test_examples.py": 3.0,
+}
+"""Minutes that a room's tests may take on two cores, 0.5 where none is named; longer ones belong to `make bench`."""
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +42,7 @@ def run_ranks(engine: LocalEngine) -> Callable[[Callable[[World], Any], int], li
 
     def run(fn: Callable[[World], Any], size: int) -> list[Any]:
         devices, _ = resolve(f"cpu*{size}")
-        return engine.start(fn, devices, timeout=60).wait(
-            lambda rank, entry: None, lambda rank, line: print(rank, line)
-        )
+        return engine.start(fn, devices, timeout=60).wait(lambda rank, entry: None, lambda *line: print(*line))
 
     return run
 
@@ -67,7 +75,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if rooms:
         terminalreporter.section("seconds by room")
         for room, seconds in sorted(rooms.items(), key=lambda pair: -pair[1]):
-            terminalreporter.write_line(f"{seconds:7.1f}  {room}")
+            budget = 60 * BUDGETS.get(room, 0.5)
+            mark = "  over its budget" if seconds > budget else ""
+            terminalreporter.write_line(f"{seconds:7.1f} of {budget:4.0f}  {room}{mark}")
     if _NEEDS:
         terminalreporter.section("not run on this machine")
         for line in _NEEDS:

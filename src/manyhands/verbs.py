@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +36,11 @@ from .core import (
     Event,
     EventLog,
     Predictor,
+    SettingsError,
     StrategySpec,
     Task,
     TaskError,
+    UsageError,
     as_spec,
     as_task,
     event,
@@ -45,7 +49,8 @@ from .core import (
     task_name,
     typed,
 )
-from .data import as_source, check_source
+from .data import as_source, check_source, is_arrays
+from .store import CheckpointStore
 from .strategies import require_built
 from .sync import make_policy
 from .training import Callback, Hand, Job, Outcome, Run, Verdict, View, make_view, new_folder
@@ -91,6 +96,7 @@ def fit(
     4
     """
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
+    training.check_callbacks(callbacks)
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)
@@ -168,7 +174,7 @@ def evaluate(
     timeout: float = DEFAULT_TIMEOUT,
 ) -> dict[str, float]:
     """The task's loss and metrics of a trained run over some data; the task's validation data by default."""
-    task = _task_of(run)
+    task = run.require_task()
     held = task.valid if data is None else data
     if held is None:
         raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
@@ -183,10 +189,13 @@ def predict(
     on: On = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Any:
-    """What a trained run predicts for every row of some data, in order; a dict where there are several outputs."""
+    """What a trained run predicts for every row of some data, in order; a dict where there are several outputs.
+
+    Rows whose answers differ in shape, as those of padded texts do, come as a list.
+    """
     if isinstance(run, Predictor):
         return run(data)
-    outputs: dict[str, Tensor] = _over_data(training.predict, run, _task_of(run), data, strategy, on, timeout)
+    outputs: dict[str, Any] = _over_data(training.predict, run, run.require_task(), data, strategy, on, timeout)
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
@@ -223,7 +232,7 @@ def _start(
             return [fn(here)]
     job = _engine.start(fn, devices, timeout=timeout)
     with _interruptible(job.stop, view):
-        return job.wait(on_event, lambda rank, text: view.line(f"[rank {rank}] {text}"))
+        return job.wait(on_event, view.output)
 
 
 @contextlib.contextmanager
@@ -236,6 +245,7 @@ def _recording(
         yield View(), lambda rank, entry: None
         world.barrier()
         return
+    lock = _locked(job.folder)
     _write_record(job, devices, params)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
@@ -251,14 +261,39 @@ def _recording(
         yield view, on_event
     except BaseException as error:
         log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
+        _explain(error, job)
         raise
     finally:
         if world is not None:
             world.line.taps.remove(tap)
         view.close()
         log.close()
+        lock.close()
     if world is not None:
         world.barrier()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Keeps a run to one program at a time; the lock goes with the program, however it ends."""
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SettingsError(
+            "one program at a time trains a run", got=f"{folder}, which another one holds", remedy="wait for it to end"
+        ) from None
+    return file
+
+
+def _explain(error: BaseException, job: Job) -> None:
+    """Says how to go on after a failure; a new folder in which nothing was trained is taken away again."""
+    saved = CheckpointStore(job.folder / training.CHECKPOINTS).steps()
+    if saved:
+        name = job.folder.name
+        error.add_note(f"{job.folder} is saved at step {saved[-1]}: the name {name!r} with resume goes on from there")
+    elif isinstance(error, UsageError) and not job.resume:
+        shutil.rmtree(job.folder, ignore_errors=True)
 
 
 def _from_first(make: Callable[[], Path]) -> Path:
@@ -305,7 +340,8 @@ def _act(
     hand = Hand(world, spec)
     hand.realise(task.model(), task.optimizer)
     hand.model.load_state_dict(weights)
-    source = as_source(data, collate=task.collate)
+    # Arrays that a person passes are rows already; collate is for the samples of datasets.
+    source = as_source(data, collate=None if is_arrays(data) else task.collate)
     rows = source.size if source.size is not None else task.batch_size or 32
     size = min(source.batch_size or task.batch_size or 32, max(1, rows))
     feed = hand.make_feed(source, size, shuffle=False)
@@ -336,7 +372,7 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
 
 @contextlib.contextmanager
 def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
-    """The first Ctrl-C asks the loops to end after their step, the second interrupts."""
+    """The first Ctrl-C, or a SIGTERM, asks the loops to end after their step; the second interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -350,11 +386,12 @@ def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
         stop()
         view.line("stopping after this step; Ctrl-C again stops at once")
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check_data(task: Task, steps: int | None) -> None:
@@ -364,12 +401,6 @@ def _check_data(task: Task, steps: int | None) -> None:
     source = as_source(task.data, collate=task.collate)
     num_steps = source.num_steps(check_source(source, task.batch_size))
     training.check_schedule(task, num_steps if steps is None else steps)
-
-
-def _task_of(run: Run) -> Task:
-    if run.task is None:
-        raise TaskError("this needs the task that was trained", got="a run without it", remedy="mh.Run(path, task)")
-    return run.task
 
 
 def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
@@ -408,5 +439,5 @@ def _place(devices: Sequence[Device]) -> str:
 
 def _require_positive(**values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise TaskError(f"{name} must be at least 1", got=value, remedy=f"pass {name}=1 or more")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise TaskError(f"{name} must be a whole number of at least 1", got=value, remedy=f"pass {name}=1 or more")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from manyhands.cluster import Device, devices, resolve, this_host
+from manyhands.cluster import Device, devices, num_cores, resolve, this_host
 from manyhands.cluster.devices import _capability_cure
 from manyhands.core import DeviceError
 
@@ -19,7 +20,8 @@ def test_virtual_devices_share_a_real_one() -> None:
     found, notices = resolve("cpu*4")
     assert [device.name for device in found] == ["cpu#0", "cpu#1", "cpu#2", "cpu#3"]
     assert {device.share for device in found} == {0.25}
-    assert notices == []
+    assert resolve("cpu")[1] == []
+    assert bool(notices) == (num_cores() < 4), "more processes than cores are worth a notice"
 
 
 def test_a_host_name_is_accepted_when_it_is_ours() -> None:
@@ -46,6 +48,12 @@ def test_a_device_that_is_not_there_is_refused_with_what_there_is() -> None:
 def test_more_than_there_are() -> None:
     with pytest.raises(DeviceError, match=r'needs 3 devices, but got 2 .*on="cpu\*3"'):
         resolve("cpu*2", 3)
+
+
+def test_what_else_can_be_passed() -> None:
+    assert resolve(torch.device("cpu"))[0] == resolve("cpu")[0] == resolve([Device("cpu")])[0]
+    with pytest.raises(DeviceError, match="on= is a text or a list of devices, but got 3"):
+        resolve(3)  # type: ignore[arg-type]
 
 
 def test_a_cluster_address_is_not_a_device() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,10 +69,12 @@ def test_cores_and_threads_are_shared_out(run_ranks: Ranks) -> None:
 def test_output_comes_line_by_line_with_its_rank(engine: LocalEngine) -> None:
     def talk(world: World) -> None:
         print(f"hello {world.rank}\nwithout end", end="")
+        print("trouble", file=sys.stderr)
 
-    heard: list[tuple[int, str]] = []
-    engine.start(talk, resolve("cpu*2")[0]).wait(quiet, lambda rank, line: heard.append((rank, line)))
-    assert sorted(heard) == [(0, "hello 0"), (0, "without end"), (1, "hello 1"), (1, "without end")]
+    heard: list[tuple[int, str, str]] = []
+    engine.start(talk, resolve("cpu*2")[0]).wait(quiet, lambda *line: heard.append(line))
+    said = [("hello {}", "stdout"), ("trouble", "stderr"), ("without end", "stdout")]
+    assert sorted(heard) == [(rank, text.format(rank), stream) for rank in range(2) for text, stream in said]
 
 
 def test_the_first_failure_is_reported_and_not_its_echo(engine: LocalEngine) -> None:
@@ -171,27 +175,24 @@ def test_two_jobs_at_once_do_not_hear_of_each_other(engine: LocalEngine) -> None
 
 def test_ranks_die_with_their_program(tmp_path: Any) -> None:
     """A program that is killed leaves no rank and no zygote behind."""
-    import subprocess
-    import sys
-
     script = tmp_path / "program.py"
     script.write_text(
         "import time\nimport manyhands as mh\n"
         "def work(hand):\n    print('pid', __import__('os').getpid(), flush=True)\n    time.sleep(600)\n"
         "mh.launch(work, mh.Mirrored(2), on='cpu*2', progress=None)\n"
     )
-    program = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
-    assert program.stderr is not None
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
     pids: list[int] = []
     while len(pids) < 2:
-        line = program.stderr.readline()
+        line = program.stdout.readline()
         assert line, "the program ended early"
         if " pid " in line:
             pids.append(int(line.split()[-1]))
     family = [psutil.Process(pid) for pid in pids] + psutil.Process(program.pid).children()
     program.send_signal(signal.SIGKILL)
     program.wait()
-    program.stderr.close()
+    program.stdout.close()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 

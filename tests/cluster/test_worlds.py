@@ -101,7 +101,7 @@ def test_a_dead_peer_aborts_the_collective_and_is_named(engine: Any, how: str) -
     devices, _ = resolve("cpu*3")
     job = engine.start(partial(survive, victim=1, how=how), devices, timeout=60)
     with pytest.raises(WorkerFailed, match=f"rank 1 on .* was killed by signal .*{how}"):
-        job.wait(lambda rank, entry: heard.update({rank: entry["text"]}), lambda rank, line: None)
+        job.wait(lambda rank, entry: heard.update({rank: entry["text"]}), lambda *_: None)
     assert set(heard) == {0, 2}
     for text in heard.values():
         assert "all_reduce at" in text

@@ -47,11 +47,13 @@ GOOD: dict[str, Any] = {
     [
         ({"loss": None}, "either a loss or a step, but got neither"),
         ({"step": lambda hand, batch: None}, "either a loss or a step, but got both"),
-        ({"model": nn.Linear(1, 1)}, "model must be a function, but got Linear; wrap it"),
+        ({"model": nn.Linear(1, 1)}, "builds a new network each time, but got a Linear; write model=lambda: Linear"),
         ({"optimizer": "adam"}, "optimizer must be a function, but got str"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but got 0"),
         ({"clip": 0.0}, "clip must be a positive norm"),
         ({"workers": -1}, "workers must not be negative"),
+        ({"optimizer": torch.optim.Adam}, r"got the class Adam; write optimizer=lambda model: torch.optim.Adam"),
+        ({"metrics": [len]}, "metrics must be functions by name, but got list"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str) -> None:
@@ -72,6 +74,14 @@ def test_parameters_are_typed_by_the_signature() -> None:
         typed(task, {"deep": "perhaps"})
     with pytest.raises(TaskError, match="must return an mh.Task, but got int"):
         as_task(lambda: 3)  # type: ignore[arg-type, return-value]
+
+
+def test_a_task_prints_without_its_data() -> None:
+    assert repr(mh.Task(**GOOD)) == (
+        "Task(model=<lambda>, loss=<lambda>, optimizer=<lambda>, data=Tensor, batch_size=2, seed=0)"
+    )
+    with pytest.raises(TaskError, match="a task is an mh.Task or a function that makes one, but got Linear"):
+        as_task(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_a_mean_refuses_what_it_cannot_add() -> None:

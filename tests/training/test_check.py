@@ -87,4 +87,4 @@ def test_dropout_is_set_aside() -> None:
     task = problem("mlp").replace(model=lambda: nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, 5)))
     verdict = mh.check(task, mh.Mirrored(2), on="cpu*2")
     assert verdict
-    assert "dropout is off for the comparison (1 layers)" in str(verdict)
+    assert "dropout is off for the comparison (layers: 1)" in str(verdict)

@@ -218,17 +218,16 @@ class Moments(mh.Callback):
 def test_callbacks_run_on_every_replica(tmp_path: Path) -> None:
     fit(noisy(), size=2, steps=2, folder=tmp_path, callbacks=[Moments(tmp_path)])
     fit(noisy(batch_size=25), size=2, folder=tmp_path, callbacks=[Moments(tmp_path)])
-    steps = ["start", "step 1", "step 2"]
+    moments = ["start", "step 1", "step 2", "epoch ['valid_accuracy', 'valid_loss']", "end"]
     for rank in range(2):
-        lines = (tmp_path / f"moments-{rank}").read_text().splitlines()
-        assert lines == [*steps, "end", *steps, "epoch ['valid_accuracy', 'valid_loss']", "end"]
+        assert (tmp_path / f"moments-{rank}").read_text().splitlines() == moments * 2
 
 
 def test_the_event_log_tells_the_whole_story(tmp_path: Path) -> None:
     run = fit(noisy(), size=2, epochs=2, folder=tmp_path, name="story")
     entries = list(read_events(run.path / "events.jsonl"))
     kinds = [entry["kind"] for entry in entries]
-    assert kinds[0] == "start"
+    assert kinds[:2] == ["notice", "start"], "dropout under replicas is worth a notice"
     assert kinds[-1] == "end"
     assert kinds.count("epoch") == 2
     assert kinds.count("checkpoint") == 2
@@ -307,8 +306,11 @@ def test_a_loss_that_becomes_nan_stops_and_keeps_the_last_checkpoint(tmp_path: P
             return self.layer(x) * (float("nan") if self.calls > 5 else 1.0)
 
     for size in (1, 2):
-        with pytest.raises(LossNotFinite, match="loss became nan at step 6; the last good checkpoint is kept"):
+        with pytest.raises(
+            LossNotFinite, match="loss became nan at step 6; lower the learning rate, .*or look at samples"
+        ) as caught:
             fit(noisy(model=Bad), size=size, save_every=2, folder=tmp_path, name=f"nan{size}")
+        assert "saved at step 4" in caught.value.__notes__[0]
         run = mh.Run(tmp_path / f"nan{size}")
         assert run.num_steps == 4
         assert all(value.isfinite().all() for value in run.state_dict().values())
@@ -355,6 +357,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a model that is none": ({"model": lambda: 3}, TaskError, "returns an nn.Module, but got int"),
     "arrays of different lengths": ({"data": (torch.ones(9, 12), torch.ones(8))}, DataError, "9.*8"),
+    "a loss without a gradient": (
+        {"loss": lambda model, batch: model(batch[0]).detach().mean()},
+        TaskError,
+        "must depend on the model's trainable parameters",
+    ),
+    "a metric that is no number": (
+        {"metrics": {"wrong": lambda outputs, batch: outputs}},
+        TaskError,
+        r"the metric 'wrong' must be a number.*got \(8, 5\)",
+    ),
     "a loss that samples share, split": ({"loss": contrastive}, TaskError, "a loss must be a mean over the batch's"),
 }
 
@@ -385,7 +397,7 @@ def test_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None
         mh.fit(noisy(), "tp=2", folder=tmp_path / "runs")
     with pytest.raises(StrategyError, match="the axis 'context' is reserved and not built yet"):
         mh.fit(noisy(), "cp=2", folder=tmp_path / "runs")
-    with pytest.raises(TaskError, match="epochs must be at least 1, but got 0"):
+    with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 0"):
         mh.fit(noisy(), epochs=0, folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="resume needs the run's name"):
         mh.fit(noisy(), resume=True, folder=tmp_path / "runs")
@@ -393,7 +405,38 @@ def test_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None
         mh.fit(noisy(), name="../escape", folder=tmp_path / "runs")
     with pytest.raises(SettingsError, match="the task has no parameters|only a function"):
         mh.fit(noisy(), params={"lr": 1}, folder=tmp_path / "runs")
+    with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 2.5"):
+        mh.fit(noisy(), epochs=2.5, folder=tmp_path / "runs")  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="callbacks is a list, but got Ledger"):
+        mh.fit(noisy(), callbacks=Ledger(tmp_path), folder=tmp_path / "runs")  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="an instance of a subclass of mh.Callback, but got the class Corrupt"):
+        mh.fit(noisy(), callbacks=[Corrupt], folder=tmp_path / "runs")  # type: ignore[list-item]
+    with pytest.raises(SettingsError, match="a run that is resumed must be there; .* has no runs, but got 'misspelt'"):
+        mh.fit(noisy(), name="misspelt", resume=True, folder=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+class Misspelt(mh.Callback):
+    def on_epoch_end(self, hand: mh.Hand) -> None:
+        raise AssertionError
+
+
+def test_a_callback_that_would_never_be_called_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="a callback has on_start, .* but got on_epoch_end; rename it"):
+        fit(noisy(), folder=tmp_path, callbacks=[Misspelt()])
+
+
+def test_a_network_that_was_trained_before_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(12, 5)
+    fit(noisy(model=lambda: net), steps=1, folder=tmp_path)
+    with pytest.raises(TaskError, match="must build a new network each time, but got a Linear that was trained before"):
+        fit(noisy(model=lambda: net), steps=1, folder=tmp_path)
+
+
+def test_a_failure_before_the_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(TaskError):
+        fit(noisy(loss=lambda model, batch: 1.0), folder=tmp_path / "runs")
+    assert not any((tmp_path / "runs").iterdir())
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
@@ -459,8 +502,64 @@ def test_problem_tasks_can_be_made_by_a_function_with_parameters(tmp_path: Path)
 
     run = fit(task, steps=1, folder=tmp_path, params={"rows": "20", "optimizer": "adamw"})
     assert run.record["params"] == {"rows": 20, "optimizer": "adamw"}
-    assert run.name.startswith("task-")
+    assert run.name.startswith("test_fit-")
     with pytest.raises(SettingsError, match="the task has optimizer, rows, but got 'width'"):
         fit(task, folder=tmp_path, params={"width": 3})
     with pytest.raises(SettingsError, match="rows must be of type int, but got 'many'"):
         fit(task, folder=tmp_path, params={"rows": "many"})
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Sequences of several lengths, sorted, so that every batch pads to another length."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(1, 3 + index // 2), torch.tensor(index % 5)
+
+
+def padded(samples: list[Any]) -> Any:
+    return nn.utils.rnn.pad_sequence([s for s, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def test_texts_of_any_length_are_predicted_and_exported(tmp_path: Path) -> None:
+    task = mh.Task(
+        model=Tagger,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]).mean(1), batch[1]),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=Texts(),
+        collate=padded,
+        batch_size=4,
+    )
+    run = fit(task, folder=tmp_path)
+    answers = mh.predict(run, Texts())
+    assert [len(answer) for answer in answers] == [max(3 + (i // 4 * 4 + 3) // 2 - 1, 0) for i in range(20)]
+    tokens = torch.randint(1, 12, (3, 25))
+    expected = run.model()(tokens)
+    torch.testing.assert_close(mh.predict(run, tokens), expected)
+    run.export(tmp_path / "models")
+    archive = mh.load(tmp_path / "models")
+    assert str(archive.signature.inputs["input"]) == "int64[*, *]"
+    torch.testing.assert_close(archive(tokens), expected.detach())
+    torch.testing.assert_close(run.predictor()(tokens), expected.detach())
+
+
+def test_a_run_is_opened_with_the_function_that_made_its_task(tmp_path: Path) -> None:
+    def task(rows: int = 41) -> mh.Task:
+        return problem("mlp", rows=rows)
+
+    run = fit(task, steps=2, folder=tmp_path, params={"rows": 20})
+    again = mh.Run(run.path, task)
+    assert again.task is not None
+    assert len(again.task.data[0]) == 20

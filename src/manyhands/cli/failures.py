@@ -58,7 +58,7 @@ def tell(error: BaseException) -> None:
     if _debug[0]:
         _print("".join(traceback.format_exception(error)))
     elif isinstance(error, KeyboardInterrupt):
-        _print("interrupted", style="yellow")
+        _print("\n  ".join(["interrupted", *getattr(error, "__notes__", ())]), style="yellow")
     elif isinstance(error, ManyhandsError) or (isinstance(error, OSError) and not _where(error)):
         _tell_in_a_line(error)
     else:
@@ -75,6 +75,8 @@ def _tell_in_a_line(error: Exception) -> None:
         _print(f"  at {where}", style="dim")
     if rest:
         _print(rest)
+    for text in getattr(error, "__notes__", ()):
+        _print(f"  {text}", style="dim")
 
 
 def short_traceback(error: BaseException) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import Resolved, resolve_settings
-from .failures import INTERRUPTED
 from .interrupts import Interrupts
 from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
 from .screen import note, only_json, print_json, stdout
@@ -104,8 +103,8 @@ def fit(
         print_json(as_dict(run, settings))
     else:
         _show(run, _next_command(target, words, given, config, run, settings.values))
-    if run.stopped and interrupts.came:
-        raise typer.Exit(INTERRUPTED)
+    if run.stopped and interrupts.exit_code:
+        raise typer.Exit(interrupts.exit_code)
 
 
 def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Interrupts: whether Ctrl-C came, whoever handled it."""
+"""Interrupts: whether Ctrl-C or a SIGTERM came, whoever handled it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Self
 
 
 class Interrupts:
-    """Hears Ctrl-C also beside the handler that a verb installs.
+    """Hears Ctrl-C and SIGTERM also beside the handlers that a verb installs.
 
     A run may end early by its own wish, so that it ended early does not say that a person interrupted it.
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.exit_code = 0
+        """What the program should end with: 130 after Ctrl-C, 143 after a SIGTERM, 0 if none came."""
         self._here = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -34,16 +35,17 @@ class Interrupts:
         if self._here:
             signal.set_wakeup_fd(self._wakeup)
             signal.signal(signal.SIGINT, self._handler)
-            self.came = self.came or self._was_heard()
+            self.exit_code = self.exit_code or self._heard_code()
             self._heard.close()
             self._said.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.exit_code = 128 + number
         raise KeyboardInterrupt
 
-    def _was_heard(self) -> bool:
+    def _heard_code(self) -> int:
         try:
-            return signal.SIGINT in self._heard.recv(4096)
+            numbers = self._heard.recv(4096)
         except BlockingIOError:
-            return False
+            return 0
+        return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if number in numbers), 0)

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..core import SettingsError, resolve_settings
-from .failures import INTERRUPTED
 from .interrupts import Interrupts
 from .options import On, SplitSettings, Strategy, add_verb
 from .script import run_script
@@ -53,8 +52,8 @@ def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On 
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
         verbs.launch(rank, settings.strategy, on=settings.on)
-    if interrupts.came:
-        raise typer.Exit(INTERRUPTED)
+    if interrupts.exit_code:
+        raise typer.Exit(interrupts.exit_code)
 
 
 def _require_compiles(path: Path) -> None:

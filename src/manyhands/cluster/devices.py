@@ -74,7 +74,9 @@ def devices() -> list[Device]:
     return [*map(_described, _accelerators()), _cpu()]
 
 
-def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) -> tuple[list[Device], list[str]]:
+def resolve(
+    on: str | torch.device | Sequence[Device] | None, num_wanted: int | None = None
+) -> tuple[list[Device], list[str]]:
     """The devices that `on=` names, and notices about what was chosen for the person.
 
     `num_wanted` is how many the strategy needs; None takes all that are named.
@@ -82,12 +84,12 @@ def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) ->
     notices: list[str] = []
     if on is None or on == "gpu":
         found, notices = _default(on, num_wanted)
-    elif isinstance(on, str):
-        found = _parse(on)
+    elif isinstance(on, (str, torch.device)):
+        found = _parse(str(on))
     else:
-        found = list(on)
+        found = _listed(on)
     if num_wanted is None:
-        return found, notices
+        return found, notices or _crowd(found)
     if num_wanted > len(found):
         names = ", ".join(map(str, found))
         first = replace(found[0], share=1.0, slot=0)
@@ -96,7 +98,22 @@ def resolve(on: str | Sequence[Device] | None, num_wanted: int | None = None) ->
             got=f"{len(found)} ({names})",
             remedy=f'ask for fewer replicas, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
         )
-    return found[:num_wanted], notices
+    return found[:num_wanted], notices or _crowd(found[:num_wanted])
+
+
+def _listed(on: object) -> list[Device]:
+    found = list(on) if isinstance(on, (list, tuple)) else []
+    if not found or not all(isinstance(device, Device) for device in found):
+        raise DeviceError("on= is a text or a list of devices", got=repr(on), remedy='pass on="cpu*2" or mh.devices()')
+    return found
+
+
+def _crowd(found: Sequence[Device]) -> list[str]:
+    """A notice when more processes than cores would compute on the CPU."""
+    num_processes = sum(device.kind == "cpu" for device in found)
+    if num_processes <= max(1, num_cores()):
+        return []
+    return [f"{num_processes} processes share {num_cores()} CPU cores: right, but no faster than {num_cores()}"]
 
 
 def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list[str]]:

@@ -12,8 +12,8 @@ from .world import DEFAULT_TIMEOUT, World
 
 OnEvent = Callable[[int, Event], None]
 """Called with a rank and what it reported."""
-OnOutput = Callable[[int, str], None]
-"""Called with a rank and a line that it printed."""
+OnOutput = Callable[[int, str, str], None]
+"""Called with a rank, a line that it printed, and where: "stdout" or "stderr"."""
 
 
 class Job(ABC):

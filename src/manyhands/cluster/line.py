@@ -13,6 +13,8 @@ from typing import Any
 from ..core import Event
 
 _HEAD = struct.Struct("!cI")
+EVENT, RESULT, FAILURE, MESSAGE = b"E", b"R", b"F", b"M"
+"""Kinds of frames; a result and a failure come with a parcel."""
 MAX_FRAME = 64 * 1024 * 1024
 
 
@@ -81,7 +83,7 @@ class SocketLine(Line):
         threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
 
     def send_up(self, entry: Event) -> None:
-        self.send(b"E", json.dumps(entry, default=str).encode())
+        self.send(EVENT, json.dumps(entry, default=str).encode())
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
         """Sends one frame, with file descriptors where it carries a parcel."""
@@ -126,7 +128,7 @@ class Frames:
 def frame(message: dict[str, Any]) -> bytes:
     """A message from the controller to a rank."""
     body = json.dumps(message).encode()
-    return _HEAD.pack(b"M", len(body)) + body
+    return _HEAD.pack(MESSAGE, len(body)) + body
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -19,12 +19,15 @@ from typing import Any
 from ..core import DeviceError, RunError, WorkerFailed
 from .devices import Device, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
-from .line import Frames, frame
+from .line import EVENT, RESULT, Frames, frame
 from .parcel import pack, unpack
-from .rank import Assignment
+from .rank import Assignment, TorchSettings
 from .world import DEFAULT_TIMEOUT, World
 from .zygote import MAX_REQUEST
 
+MAX_LINE = 65536
+"""Bytes of a line that a rank may print before it is passed on in pieces."""
+ENDING_SECONDS = 5.0
 _PRELOAD = ["manyhands.cluster", "cloudpickle", "numpy"]
 
 
@@ -51,10 +54,10 @@ class LocalEngine(Engine):
             timeout=timeout,
             generation=0,
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
-            cwd=os.getcwd(),
-            path=list(sys.path),
+            cwd=_folder(),
             environ=dict(os.environ),
             argv=list(sys.argv),
+            torch=TorchSettings.now(),
         )
         parcel = pack(assignment)
         try:
@@ -74,7 +77,8 @@ class _ZygoteHandle:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = f"from manyhands.cluster.zygote import serve; serve({theirs.fileno()}, {list(preload)!r})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            # Without -P a file in this folder that is called like a module of Python's would be imported instead.
+            [sys.executable, "-P", "-c", program],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -97,6 +101,11 @@ class _ZygoteHandle:
         with contextlib.suppress(OSError):
             self.socket.send(json.dumps({"kill": pid}).encode())
 
+    def kill_all(self) -> None:
+        """Ends the zygote at once, and with it every rank."""
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         atexit.unregister(self.close)
         self.socket.close()
@@ -116,7 +125,8 @@ class _Rank:
         self.err, self.their_err = os.pipe()
         self.pid = 0
         self.exit_code: int | None = None
-        self.exited_at = 0.0
+        self.heard_at = 0.0
+        self.parcels: list[int] = []
         self.result: Any = None
         self.done = False
         self.failure: dict[str, Any] | None = None
@@ -132,7 +142,7 @@ class _Rank:
     @property
     def over(self) -> bool:
         """Whether it has ended and said all; a process that it left behind may keep its pipes open."""
-        return self.exit_code is not None and (not self.open or time.monotonic() > self.exited_at + 1.0)
+        return self.exit_code is not None and (not self.open or time.monotonic() > self.heard_at + 1.0)
 
 
 class _LocalJob(Job):
@@ -173,7 +183,9 @@ class _LocalJob(Job):
     def _turn(self, on_event: OnEvent, on_output: OnOutput) -> None:
         for key, _ in self._selector.select(0.5):
             if key.data is None:
-                self._hear_fate()
+                self._hear_fate(on_event)
+            elif key.fd not in self._ranks[key.data].open:
+                continue
             elif key.fd == self._ranks[key.data].line.fileno():
                 self._hear_rank(key.data, on_event)
             else:
@@ -181,20 +193,34 @@ class _LocalJob(Job):
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.kill()
 
-    def _hear_fate(self) -> None:
+    def _hear_fate(self, on_event: OnEvent) -> None:
         """A rank was forked, or has ended."""
         data = self._fates.recv(MAX_REQUEST)
         if not data:
-            raise RunError("the process that starts ranks has died; see its output above")
+            if any(rank.exit_code is None for rank in self._ranks):
+                raise RunError("the process that starts ranks has died; see its output above")
+            self._selector.unregister(self._fates)
+            return
         message = json.loads(data)
+        if "failed" in message:
+            raise RunError(f"rank {message['rank']} could not be started: {message['failed']}")
         if "forked" in message:
             self._ranks[message["forked"]].pid = message["pid"]
             return
         for index, rank in enumerate(self._ranks):
             if rank.pid == message["exited"]:
-                rank.exit_code, rank.exited_at = message["code"], time.monotonic()
+                self._hear_last_words(index, on_event)
+                rank.exit_code, rank.heard_at = message["code"], time.monotonic()
                 if rank.exit_code != 0 or not rank.done:
                     self._lose(index)
+
+    def _hear_last_words(self, index: int, on_event: OnEvent) -> None:
+        """What a rank said before it ended comes before its end, in whatever order they arrive."""
+        rank = self._ranks[index]
+        rank.line.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while rank.line.fileno() in rank.open:
+                self._hear_rank(index, on_event)
 
     def _hear_rank(self, index: int, on_event: OnEvent) -> None:
         rank = self._ranks[index]
@@ -205,31 +231,39 @@ class _LocalJob(Job):
         if not chunk:
             self._forget(rank, rank.line.fileno())
             return
+        rank.parcels.extend(fds)
         for kind, body in rank.frames.feed(chunk):
-            if kind == b"E":
+            if kind == EVENT:
                 on_event(index, json.loads(body))
-        for fd in fds:
-            self._take_outcome(index, unpack(fd))
-            os.close(fd)
+            else:
+                self._take_outcome(index, kind, rank.parcels.pop(0))
 
-    def _take_outcome(self, index: int, outcome: Any) -> None:
+    def _take_outcome(self, index: int, kind: bytes, parcel: int) -> None:
         rank = self._ranks[index]
-        if isinstance(outcome, dict) and outcome.keys() == {"error", "reason", "traceback", "echo"}:
-            rank.failure = outcome
-            if not outcome["echo"]:
-                self._lose(index)
-        else:
+        try:
+            outcome = unpack(parcel)
+        finally:
+            os.close(parcel)
+        if kind == RESULT:
             rank.result, rank.done = outcome, True
+            return
+        rank.failure = outcome
+        if not outcome["echo"]:
+            self._lose(index)
 
     def _hear_output(self, index: int, fd: int, on_output: OnOutput) -> None:
         rank = self._ranks[index]
         chunk = os.read(fd, 65536)
-        *lines, rank.text[fd] = (rank.text[fd] + chunk).split(b"\n")
+        rank.heard_at = time.monotonic()
+        # A progress bar ends its lines with a carriage return; a line without any end is passed on in pieces.
+        *lines, rank.text[fd] = (rank.text[fd] + chunk.replace(b"\r", b"\n")).split(b"\n")
+        if len(rank.text[fd]) > MAX_LINE:
+            lines, rank.text[fd] = [*lines, rank.text[fd]], b""
         if not chunk:
             lines = [rank.text[fd]] if rank.text[fd] else []
             self._forget(rank, fd)
         for line in lines:
-            on_output(index, line.decode(errors="replace"))
+            on_output(index, line.decode(errors="replace"), "stdout" if fd == rank.out else "stderr")
 
     def _forget(self, rank: _Rank, fd: int) -> None:
         self._selector.unregister(fd)
@@ -253,10 +287,14 @@ class _LocalJob(Job):
     def _finish(self) -> None:
         """Leaves no process, pipe or port behind, however the wait ended."""
         self.kill()
-        with contextlib.suppress(RunError, OSError):
+        self._fates.settimeout(ENDING_SECONDS)
+        try:
             while any(rank.exit_code is None for rank in self._ranks):
-                self._hear_fate()
+                self._hear_fate(lambda rank, entry: None)
                 self.kill()
+        except (RunError, OSError):
+            # The zygote does not answer; its ranks end with it.
+            self._zygote.kill_all()
         self._selector.close()
         self._fates.close()
         for rank in self._ranks:
@@ -279,6 +317,14 @@ class _LocalJob(Job):
         raise failed
 
 
+def _folder() -> str:
+    """The current folder, or the root of the machine when it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+
+
 def _require_linux() -> None:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         raise DeviceError("several processes need Linux", got=sys.platform, remedy="use one device here: mh.Single()")
@@ -289,7 +335,8 @@ def _fate(rank: _Rank) -> str:
         return f"raised {rank.failure['reason']}"
     code = rank.exit_code or 0
     if code < 0:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        hint = "; often the system ran out of memory" if -code == signal.SIGKILL else ""
+        return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
     return f"ended with exit code {code} before it was done"
 
 

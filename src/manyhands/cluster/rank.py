@@ -17,10 +17,42 @@ import torch.distributed as dist
 
 from ..core import ManyhandsError, PeerLost
 from .devices import Device
-from .line import SocketLine
+from .line import FAILURE, RESULT, SocketLine
 from .parcel import pack, unpack
 from .torch_world import TorchWorld, backend_for
 from .world import NullWorld, Seat, World, enter_world
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """What a program may have set for the whole process, and expects in its ranks too."""
+
+    default_dtype: torch.dtype
+    deterministic: int
+    matmul_precision: str
+    cudnn: tuple[bool, bool, bool]
+    anomaly: bool
+
+    @classmethod
+    def now(cls) -> TorchSettings:
+        """Those of this process."""
+        cudnn = torch.backends.cudnn
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_deterministic_debug_mode(),
+            torch.get_float32_matmul_precision(),
+            (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+            torch.is_anomaly_enabled(),
+        )
+
+    def apply(self) -> None:
+        """Makes them those of this process."""
+        cudnn: Any = torch.backends.cudnn
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_deterministic_debug_mode(self.deterministic)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = self.cudnn
+        torch.autograd.set_detect_anomaly(self.anomaly)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +65,9 @@ class Assignment:
     generation: int
     cores: Sequence[int]
     cwd: str
-    path: Sequence[str]
     environ: dict[str, str]
     argv: Sequence[str]
+    torch: TorchSettings
 
 
 _kept: list[object] = []
@@ -60,7 +92,7 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
     except BaseException as error:
         _send_failure(line, error)
         return 1
-    line.send(b"R", b"", (fd,))
+    line.send(RESULT, b"", (fd,))
     os.close(fd)
     return 0
 
@@ -75,6 +107,7 @@ def _settle(assignment: Assignment, rank: int) -> None:
     os.environ.clear()
     os.environ.update(assignment.environ)
     sys.argv[:] = assignment.argv
+    assignment.torch.apply()
     with contextlib.suppress(OSError):
         os.chdir(assignment.cwd)
     share = core_share(assignment.cores, rank, len(assignment.devices))
@@ -123,7 +156,7 @@ def _send_failure(line: SocketLine, error: BaseException) -> None:
     }
     with contextlib.suppress(Exception):
         fd = pack(failure, "the failure")
-        line.send(b"F", b"", (fd,))
+        line.send(FAILURE, b"", (fd,))
         os.close(fd)
 
 

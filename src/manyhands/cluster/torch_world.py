@@ -51,12 +51,19 @@ class TorchWorld(World):
             timeout=timedelta(seconds=seat.timeout),
             device_id=self.device if "nccl" in backend else None,
         )
+        # Reductions that overlap with backward have a sequence of their own on gloo: a layer's own collectives may come
+        # before them on one rank and after them on another.
+        self._aside = None if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
         self._ports = _share_ports(store, seat, set(_listening_ports()) - before)
         line.on_lost(self._abort)
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         with self._naming("all_reduce"):
-            return _TorchPending(self, dist.all_reduce(tensor, _OPS[op], async_op=True))
+            return _TorchPending(self, dist.all_reduce(tensor, _OPS[op], group=self._aside, async_op=True))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        with self._naming("all_reduce"):
+            dist.all_reduce(tensor, _OPS[op])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -64,7 +64,11 @@ class _Zygote:
 
     def _fork(self, request: dict[str, Any], fds: list[int], job: socket.socket) -> None:
         zygote = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _say(job, {"failed": str(error), "rank": request["rank"]})
+            return
         if pid == 0:
             self._control.close()
             self._selector.close()
@@ -126,9 +130,8 @@ def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
-        for stream in (sys.stdout, sys.stderr):
-            # Pipes are buffered by the block; what a rank printed before it was killed should be seen.
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # Pipes are buffered by the block, but what a rank printed before it was killed should be seen.
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         code = run_rank(request, socket.socket(fileno=line), parcel)
     finally:
         with contextlib.suppress(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,18 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self._failed = False
         self._end_torn_line()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Appends one event."""
-        os.write(self._file, (json.dumps(entry, default=_plain) + "\n").encode())
+        """Appends one event; a full disk costs the event, not the run."""
+        try:
+            os.write(self._file, (json.dumps(entry, default=_plain) + "\n").encode())
+        except OSError as error:
+            if not self._failed:
+                warnings.warn(f"events are lost, {self.path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
+            self._failed = True
 
     def close(self) -> None:
         """Closes the file; further events are an error."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import SettingsError, TaskError
@@ -32,14 +34,14 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
 
     >>> import torch
     >>> mean(torch.tensor(6.0), 3)
-    Mean(total=tensor(6.), count=tensor(3.))
+    Mean(total=tensor(6.), count=tensor(3., dtype=torch.float64))
     """
     import torch
 
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         shape = tuple(getattr(total, "shape", ())) or type(total).__name__
         raise TaskError("the total of mh.mean must be a scalar tensor", got=shape, remedy="sum it: losses.sum()")
-    counted = torch.as_tensor(count, dtype=total.detach().dtype, device=total.device).detach()
+    counted = torch.as_tensor(count, device=total.device).detach().double()
     if counted.numel() != 1:
         raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
     return Mean(total.reshape(()), counted.reshape(()))
@@ -50,7 +52,7 @@ Metric = Callable[[Any, Any], "Tensor | Mean | float"]
 Optimizers = Mapping[str, "Optimizer"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """What is to be learned: factories and plain functions, nothing to inherit from.
 
@@ -90,7 +92,7 @@ class Task:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`."""
     clip: float | None = None
-    """Largest norm of the whole gradient."""
+    """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
     """`schedule(step, total)` multiplies the optimizer's own learning rate."""
     seed: int = 0
@@ -103,9 +105,28 @@ class Task:
                 got=given,
                 remedy="pass loss=fn(model, batch) or step=fn(hand, batch)",
             )
+        if _is_a(self.model, "torch.nn", "Module"):
+            raise TaskError(
+                "model must be a function that builds a new network each time",
+                got=f"a {type(self.model).__name__}",
+                remedy=f"write model=lambda: {type(self.model).__name__}(...)",
+            )
+        if isinstance(self.optimizer, type) and any(base.__name__ == "Optimizer" for base in self.optimizer.__mro__):
+            name = self.optimizer.__name__
+            raise TaskError(
+                "optimizer must be a function of the model",
+                got=f"the class {name}",
+                remedy=f"write optimizer=lambda model: torch.optim.{name}(model.parameters())",
+            )
+        if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
+            raise TaskError(
+                "metrics must be functions by name",
+                got=type(self.metrics).__name__,
+                remedy='write metrics={"accuracy": fn(outputs, batch)}',
+            )
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
-            if value is not None and (not callable(value) or _is_module(value)):
+            if value is not None and not callable(value):
                 raise TaskError(
                     f"{name} must be a function",
                     got=type(value).__name__,
@@ -119,6 +140,12 @@ class Task:
             raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
         if self.workers is not None and self.workers < 0:
             raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in ("model", "loss", "step", "optimizer")}
+        parts = [f"{name}={getattr(v, '__name__', type(v).__name__)}" for name, v in shown.items() if v is not None]
+        data = f"data={type(self.data).__name__}, batch_size={self.batch_size}, seed={self.seed}"
+        return f"Task({', '.join(parts)}, {data})"
 
     def replace(self, **changes: Any) -> Task:
         """A copy with some fields changed."""
@@ -135,7 +162,7 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
                 remedy="write def task(lr: float = 1e-3) -> mh.Task: ...",
             )
         return task
-    if not callable(task):
+    if not callable(task) or _is_a(task, "torch.nn", "Module"):
         raise TaskError(
             "a task is an mh.Task or a function that makes one",
             got=type(task).__name__,
@@ -152,9 +179,14 @@ def as_task(task: Task | Callable[..., Task], params: Mapping[str, Any] | None =
 
 
 def task_name(task: Task | Callable[..., Task]) -> str:
-    """A short name for runs of this task."""
+    """A short name for runs of this task: its function's, or that of the file it stands in where it is just "task"."""
     name = getattr(task, "__name__", "task")
-    return name if name.isidentifier() else "task"
+    if name != "task" and name.isidentifier():
+        return name
+    module = getattr(task, "__module__", "__main__").rsplit(".", 1)[-1]
+    if module == "__main__":
+        module = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "task").stem
+    return module if module.isidentifier() and not isinstance(task, Task) else "task"
 
 
 def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +240,6 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     )
 
 
-def _is_module(value: object) -> bool:
-    """Whether this is a network itself where a function that makes one belongs."""
-    return any(base.__name__ == "Module" and base.__module__.startswith("torch.nn") for base in type(value).__mro__)
+def _is_a(value: object, package: str, name: str) -> bool:
+    """Whether this is an instance of a class of torch, which need not be imported for that."""
+    return any(base.__name__ == name and base.__module__.startswith(package) for base in type(value).__mro__)

@@ -1,6 +1,7 @@
 """The feed: global order, sharing out over replicas, reading ahead, and the cursor that resumes it."""
 
-from .batch import Batch, Cursor, first_dim, split, to_device
+from .arrays import is_arrays
+from .batch import Batch, Cursor, first_dim, split, tensors, to_device
 from .feed import Feed
 from .order import Order
 from .prefetch import Prefetcher
@@ -13,10 +14,12 @@ __all__ = [
     "Cursor",
     "Source",
     "as_source",
+    "is_arrays",
     "check_source",
     "Order",
     "Prefetcher",
     "first_dim",
     "split",
+    "tensors",
     "to_device",
 ]

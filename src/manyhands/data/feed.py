@@ -59,7 +59,10 @@ class Feed:
 
     def num_steps(self) -> int | None:
         """Global batches in an epoch; None for a stream of unknown length."""
-        return self.source.num_steps(self.batch_size)
+        num_steps = self.source.num_steps(self.batch_size)
+        if num_steps is None or not self.source.drop_last or not self.source.size:
+            return num_steps
+        return min(num_steps, self.source.size // self.batch_size)
 
     def peek(self, num_samples: int) -> Any:
         """At most so many of the first samples, on the device; the feed stands where it stood."""
@@ -130,6 +133,8 @@ class Feed:
             batch_size=self.batch_size,
         )
         for number, window in zip(count(), windows):
+            if self.source.drop_last and len(window.ids) < self.batch_size:
+                return
             position += len(window.ids)
             if number % step == first:
                 yield self._batch(window, Cursor(cursor.epoch, position))

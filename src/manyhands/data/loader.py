@@ -73,6 +73,7 @@ def loader_source(loader: DataLoader[Any], inner: Source) -> Source:
     source = _in_loader_order(loader, inner)
     source.batch_size = source.batch_size or loader.batch_size
     source.workers = loader.num_workers
+    source.drop_last = bool(loader.drop_last)
     source.worker_init = loader.worker_init_fn
     return source
 

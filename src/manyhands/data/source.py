@@ -37,6 +37,8 @@ class Source(ABC):
     """Global batch size that a DataLoader brought."""
     shuffle: bool | None = None
     """Whether a DataLoader shuffles; None: the caller decides."""
+    drop_last: bool = False
+    """Whether a DataLoader leaves a last, smaller batch out."""
     workers: int | None = None
     """Worker processes that a DataLoader asked for."""
     worker_init: Callable[[int], None] | None = None
@@ -116,9 +118,16 @@ def check_source(source: Source, batch_size: int | None) -> int:
         raise DataError(
             f"{source.name} must have at least one batch",
             got=f"{source.size} samples for a batch of {size}",
-            remedy=f"pass batch_size={source.size} or less",
+            remedy=f"pass batch_size={source.size} or less{_columns(source)}",
         )
     return size
+
+
+def _columns(source: Source) -> str:
+    """A tuple of lists is read as samples, which is seldom meant."""
+    return (
+        "; if these are columns, turn them into arrays: torch.tensor(...)" if source.name in ("tuple", "list") else ""
+    )
 
 
 def as_ids(values: Any) -> Ids:

@@ -78,6 +78,9 @@ def _received(items: Iterator[Batch | _Failure], name: str) -> Iterator[Batch]:
             got=f"{error} (soon after position {position} of the epoch)",
             remedy="look for lack of memory or a crash in native code; workers=0 reads in this process",
         ) from error
+    finally:
+        # The workers end with the last reference to their iterator, and a traceback would hold one.
+        del items
 
 
 @contextmanager

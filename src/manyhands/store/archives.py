@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,12 @@ def export(
     inputs: dict[str, Tensor],
     path: Path,
     *,
+    free: Mapping[str, Collection[int]] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Writes `predict(model, *inputs)` as the next version under `path` and returns the version's folder.
 
-    `inputs` are examples by name; their dimension 0 is the batch, which stays free.
+    `inputs` are examples by name; their dimension 0 is the batch, which stays free, as do the dims in `free`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -84,11 +85,12 @@ def export(
     examples = _examples(inputs, device or torch.device("cpu"))
     with _evaluating(model), environment_kept():
         network = _Network(model, predict, tuple(examples.values()))
-        traced = trace(network, tuple(examples.values()))
+        dims = {name: set(free.get(name, ())) if free else set() for name in examples}
+        traced = trace(network, tuple(examples.values()), list(dims.values()))
         weights = _dense(traced.weights)
-        signature = _signature(examples, network.names, traced.shapes)
+        signature = _signature(examples, dims, network.names, traced.shapes)
         program = _json(traced.program)
-        _require_same_answers(network, program, weights, examples)
+        _require_same_answers(network, program, weights, examples, dims)
     described = {"format": FORMAT, "signature": signature.to_dict(), "extra": extra or {}}
     return _publish(Path(path), weights, {PROGRAM: program, SIGNATURE: _json(described)})
 
@@ -189,10 +191,16 @@ def _dense(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _signature(
-    examples: Mapping[str, Tensor], names: list[str], shapes: list[tuple[str, tuple[int | None, ...]]]
+    examples: Mapping[str, Tensor],
+    free: Mapping[str, set[int]],
+    names: list[str],
+    shapes: list[tuple[str, tuple[int | None, ...]]],
 ) -> Signature:
     inputs = {
-        name: TensorSpec(str(tensor.dtype).removeprefix("torch."), (None, *tensor.shape[1:]))
+        name: TensorSpec(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(None if dim == 0 or dim in free[name] else size for dim, size in enumerate(tensor.shape)),
+        )
         for name, tensor in examples.items()
     }
     outputs = {name: TensorSpec(*shape) for name, shape in zip(names, shapes, strict=True)}
@@ -200,14 +208,19 @@ def _signature(
 
 
 def _require_same_answers(
-    network: _Network, program: bytes, weights: Mapping[str, Tensor], examples: Mapping[str, Tensor]
+    network: _Network,
+    program: bytes,
+    weights: Mapping[str, Tensor],
+    examples: Mapping[str, Tensor],
+    free: Mapping[str, set[int]],
 ) -> None:
     """What was written must answer as the model does, for the example's batch and for others."""
     device = next(iter(examples.values())).device
     before = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
     module = build(_parsed(PROGRAM, program), before, device)
-    for rows in (None, 1, -1):
-        batch = tuple(_with_rows(tensor, rows) for tensor in examples.values())
+    longer = tuple(_longer(tensor, free[name]) for name, tensor in examples.items())
+    batches = [tuple(_with_rows(tensor, rows) for tensor in examples.values()) for rows in (None, 1, -1)]
+    for batch in [*batches, longer]:
         with torch.no_grad():
             wanted, found = network(*batch), module(*(tensor.clone() for tensor in batch))
         for name, want, have in zip(network.names, wanted, found, strict=True):
@@ -215,6 +228,13 @@ def _require_same_answers(
     for name, tensor in before.items():
         if not torch.equal(tensor.cpu().view(-1).view(torch.uint8), weights[name].view(-1).view(torch.uint8)):
             raise ArchiveError("a prediction leaves the model as it is", got=f"a change of {name!r}")
+
+
+def _longer(tensor: Tensor, dims: set[int]) -> Tensor:
+    """The example with its last entry once more along every free dim."""
+    for dim in dims:
+        tensor = torch.cat([tensor, tensor.narrow(dim, tensor.shape[dim] - 1, 1)], dim)
+    return tensor
 
 
 def _with_rows(tensor: Tensor, rows: int | None) -> Tensor:

@@ -202,13 +202,15 @@ class CheckpointStore:
         began = time.perf_counter()
         temporary = self.root / temporary_name()
         try:
+            _require_numbers(copy.tensors[MODEL])
             self.root.mkdir(parents=True, exist_ok=True)
             folder = self._target(copy.step)
             try:
                 self._write(copy, temporary, folder.path)
             except Exception:
-                self._disk.discard(temporary)
-                self._disk.discard(folder.path)
+                # Where the rename did not happen, what stands at the target is somebody else's.
+                mine = folder.path if not temporary.exists() else temporary
+                self._disk.discard(mine)
                 raise
             self._prune(folder)
         except Exception as error:
@@ -263,6 +265,13 @@ class CheckpointStore:
             self._disk.remove(folder.path / MARKER)
             self._disk.fsync(folder.path)
         self._disk.remove_folder(folder.path)
+
+
+def _require_numbers(model: Mapping[str, Tensor]) -> None:
+    """A checkpoint that cannot be trained on must not become the newest; infinity may stand in a mask."""
+    for name, tensor in model.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise CheckpointError("a network with NaN in it is not saved", got=f"NaN in {name}")
 
 
 def check_matches(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -44,7 +44,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
 
 UNDERSCORED = re.compile(
     r"__(and|or|xor|lshift|rshift)__"
-    r"|_(softmax|log_softmax|masked_softmax|to_copy|reshape_alias|unsafe_view|unsafe_index|unsafe_index_put"
+    r"|_(softmax|log_softmax|masked_softmax|to_copy|reshape_alias|unsafe_view"
     r"|weight_norm|weight_norm_interface|convolution|convolution_mode|prelu_kernel|conj|neg_view|stack"
     r"|scaled_dot_product_\w+|native_batch_norm_legit\w*|batch_norm_\w+|adaptive_avg_pool[23]d"
     r"|cdist_forward|euclidean_dist|trilinear|embedding_bag|embedding_bag_forward_only"
@@ -54,8 +54,11 @@ UNDERSCORED = re.compile(
 )
 """Private operators that ordinary networks are traced to; the rest of them are refused."""
 
-REFUSED = re.compile(r"set_?|set_data|data|resize\w*|as_strided_|.*_out|requires_grad_|backward|grad")
-"""Operators that swap or enlarge a tensor's memory, or belong to autograd."""
+REFUSED = re.compile(
+    r"set_?|set_data|data|resize\w*|as_strided_|.*_out|requires_grad_|backward|grad|segment_reduce\w*|fbgemm\w*"
+    r"|empty\w*|new_empty\w*"
+)
+"""Operators that swap or enlarge a tensor's memory, read it unwritten or unchecked, or belong to autograd."""
 
 TEXTS = frozenset(
     (

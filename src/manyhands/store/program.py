@@ -14,7 +14,7 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +47,9 @@ class Traced:
     """dtype and shape of every output; None where the size follows the batch."""
 
 
-def trace(network: nn.Module, examples: tuple[Tensor, ...]) -> Traced:
-    """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs."""
-    exported = _exported(network, examples)
+def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> Traced:
+    """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs and in `free`."""
+    exported = _exported(network, examples, free)
     _require_pure(exported)
     return _Encoder(exported).traced()
 
@@ -77,13 +77,13 @@ def user_line(error: BaseException) -> str:
     return found or "a line that torch does not name"
 
 
-def _exported(network: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
+def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> ExportedProgram:
     batch = Dim("batch")
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # Recurrent layers do so; whether the program answers as the model does is checked afterwards.
             warnings.filterwarnings("ignore", message=".*assigned during export")
-            shapes = (tuple({0: batch} for _ in examples),)
+            shapes = (tuple({0: batch, **dict.fromkeys(dims, Dim.DYNAMIC)} for dims in free),)
             return torch.export.export(network, examples, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         # torch raises many kinds here, and errors of the network itself come through unchanged.
@@ -106,9 +106,9 @@ def _untraceable(error: Exception) -> ArchiveError:
     text = str(error)
     if any(sign in text for sign in ("Constraints violated", "Suggested fixes", "specializ")):
         return ArchiveError(
-            "the network must take any batch size",
+            "the network must take any batch size, and any size where examples differ",
             got=f"one that fixes it or restricts it: {_brief(text)}",
-            remedy="take the batch size from an input's shape[0], not from a number",
+            remedy="take sizes from an input's shape, not from a number",
         )
     return ArchiveError(
         "the network and its predict function must be traceable by torch.export",

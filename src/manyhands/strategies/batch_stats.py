@@ -6,14 +6,17 @@ torch's own SyncBatchNorm refuses CPU tensors; this one needs nothing but an all
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cluster import World
+from ..core import StrategyError
 
 
 class BatchStats:
@@ -24,16 +27,22 @@ class BatchStats:
         self.is_ghost = False
         """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
         self.layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        for layer in self.layers:
-            layer.forward = self._forward_of(layer)  # type: ignore[method-assign, assignment]
+        for name, layer in model.named_modules():
+            if isinstance(layer, _BatchNorm):
+                _require_own_forward(name, layer)
+                # A bound method, so that a copy of the layer normalises with the copy's own parameters.
+                layer.forward = MethodType(self._forward(), layer)  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Gives the layers their own forward back."""
         for layer in self.layers:
             del layer.forward
 
-    def _forward_of(self, layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchStats:
+        return self
+
+    def _forward(self) -> Callable[[_BatchNorm, Tensor], Tensor]:
+        def forward(layer: _BatchNorm, x: Tensor) -> Tensor:
             uses_batch = layer.training or layer.running_mean is None
             if not uses_batch:
                 return type(layer).forward(layer, x)
@@ -69,6 +78,8 @@ class _Normalise(torch.autograd.Function):
         sums = torch.cat([wide_mean, var.double() + wide_mean.square(), wide_mean.new_ones(1)]) * count
         world.all_reduce(sums)
         total = sums[-1]
+        if x.numel() == x.shape[1] and float(total) <= 1:
+            raise ValueError(f"BatchNorm needs more than one value per channel in training, but got {tuple(x.shape)}")
         mean, square = (sums[:-1] / total).chunk(2)
         var = (square - mean.square()).clamp_(min=0)
         stats = (mean.to(wide.dtype), var.to(wide.dtype))
@@ -79,6 +90,7 @@ class _Normalise(torch.autograd.Function):
         return y, *stats, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, weight, mean, var, total = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -98,6 +110,15 @@ class _Normalise(torch.autograd.Function):
         if weight is None:
             return dx.to(x.dtype), None, None, None, None, None
         return dx.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None, None
+
+
+def _require_own_forward(name: str, layer: _BatchNorm) -> None:
+    if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise StrategyError(
+            "batch statistics can be synchronised for torch's own BatchNorm layers",
+            got=f"{name}, a {type(layer).__name__} with a forward of its own",
+            remedy='use a BatchNorm and a separate activation, or batch_stats="local"',
+        )
 
 
 def _normalise(*args: Any) -> tuple[Tensor, ...]:

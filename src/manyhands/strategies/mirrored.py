@@ -29,6 +29,7 @@ class MirroredReplica(Replica):
             self._stats.is_ghost = is_ghost
 
     def riders(self, key: str) -> Tensor | None:
+        self._buckets[key].refresh()
         return self._buckets[key].riders
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
@@ -40,6 +41,10 @@ class MirroredReplica(Replica):
         self._buckets[key].finish()
         if count is not None:
             self._buckets[key].divide(count)
+
+    def align_buffers(self) -> None:
+        for buffer in self.model.buffers():
+            self.world.broadcast(buffer)
 
     def differences(self) -> list[str]:
         """Compares a hash of every tensor; replicas with local batch statistics may differ in those."""

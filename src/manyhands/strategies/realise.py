@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,13 @@ def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -
                 "the optimizer factory returns a torch optimizer or a dict of them",
                 got=f"{key + ': ' if key else ''}{type(optimizer).__name__}",
                 remedy="return torch.optim.AdamW(model.parameters())",
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TaskError(
+                "the optimizer must take a step from one gradient",
+                got=f"{type(optimizer).__name__}, which computes the loss several times in a step",
+                remedy="use for instance torch.optim.AdamW",
             )
     covered = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
     known = set(covered)

@@ -41,7 +41,7 @@ class Replica:
         if len(self.optimizers) == 1:
             objective.backward()
         else:
-            objective.backward(inputs=list(self.groups[key].values()))
+            objective.backward(inputs=[p for p in self.groups[key].values() if p.requires_grad])
 
     def finish(self, key: str, count: Tensor | None) -> None:
         """Completes the gradients of one optimizer; divides them by what was counted, where the loss counts."""
@@ -57,6 +57,9 @@ class Replica:
         """Takes the optimizer's step and forgets the gradients."""
         self.optimizers[key].step()
         self.optimizers[key].zero_grad(set_to_none=True)
+
+    def align_buffers(self) -> None:
+        """Gives every replica the first one's buffers."""
 
     def differences(self) -> list[str]:
         """Names of parameters and buffers that should be equal over the replicas and are not."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..cluster import Pending, World
 from ..core import TaskError
@@ -26,17 +27,28 @@ class Buckets:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, policy: Policy) -> None:
-        self._world, self._policy = world, policy
+        self._world, self._policy, self._parameters = world, policy, parameters
         self._armed = False
         self._next = 0
-        trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-        plan = _plan(trainable)
+        self._hooks: list[RemovableHandle] = []
+        self._make()
+
+    def _make(self) -> None:
+        """Lays the trainable parameters out in buckets, and hooks them."""
+        self._trainable = [p.requires_grad for p in self._parameters.values()]
+        plan = _plan({name: p for name, p in self._parameters.items() if p.requires_grad})
         self._buckets = [_Bucket(part, NUM_RIDERS if part is plan[-1] else 0) for part in plan]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]
+
+    def refresh(self) -> None:
+        """Follows parameters that were frozen or set free since the last step."""
+        if [p.requires_grad for p in self._parameters.values()] != self._trainable:
+            self.close()
+            self._make()
 
     @property
     def riders(self) -> Tensor | None:
@@ -59,7 +71,7 @@ class Buckets:
         self._armed = True
         self._next = 0
         for bucket in self._buckets:
-            bucket.num_ready = 0
+            bucket.ready.clear()
 
     def finish(self) -> None:
         """Waits until every parameter's gradient is the sum over the replicas."""
@@ -80,10 +92,16 @@ class Buckets:
             hook.remove()
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
+        def ready(parameter: Tensor) -> None:
             if not self._armed:
                 return
-            bucket.num_ready += 1
+            if parameter in bucket.ready:
+                raise TaskError(
+                    "a gradient is complete after one backward",
+                    got="one that was added to twice, as reentrant checkpointing does",
+                    remedy="pass use_reentrant=False to torch.utils.checkpoint",
+                )
+            bucket.ready.add(parameter)
             # In order, because every rank must start the same collectives in the same sequence.
             while self._next < len(self._buckets) and self._buckets[self._next].is_full:
                 self._launch()
@@ -106,12 +124,12 @@ class _Bucket:
         self.flat = torch.zeros(sum(parts), dtype=first.dtype, device=first.device)
         self.gradients, self._used, self.riders = self.flat.split(parts)
         self._views = [part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
-        self.num_ready = 0
+        self.ready: set[Tensor] = set()
         self.pending = Pending()
 
     @property
     def is_full(self) -> bool:
-        return self.num_ready >= len(self.parameters)
+        return len(self.ready) >= len(self.parameters)
 
     def fill(self) -> None:
         """Copies the gradients in; zero where this replica did not use the parameter."""

@@ -1,10 +1,10 @@
 """The training loop, what a replica holds while it runs, and what a run leaves behind."""
 
-from .callbacks import Callback
+from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
-from .loop import Job, Outcome, check_schedule, train
+from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
@@ -20,9 +20,11 @@ __all__ = [
     "evaluate",
     "predict",
     "Callback",
+    "check_callbacks",
     "Run",
     "new_folder",
     "EVENTS",
+    "CHECKPOINTS",
     "RECORD",
     "ModelPredictor",
     "StepRecord",

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..cluster import World
 from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from .evaluation import evaluating
 from .hand import Hand
 from .trial import NUM_SAMPLES, try_loss
 
@@ -66,12 +67,10 @@ class Verdict:
 def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> StepRecord:
     """Takes the task's first step in float64 and keeps what came out; `salt` changes what is drawn at random."""
     hand = Hand(world, dataclasses.replace(spec, precision="fp64"))
-    seed_all(mix(task.seed, 0))
-    hand.realise(task.model(), task.optimizer)
+    hand.build(task)
+    if not hand.model.training:
+        hand.model.train()
     notes = _silence_dropout(hand.model)
-    hand.model.train()
-    _silence_dropout(hand.model)
-    hand.clip = task.clip
     gradients: dict[str, Tensor] = {}
     for optimizer in hand.optimizers.values():
         optimizer.register_step_pre_hook(_keeper(hand, gradients))
@@ -79,8 +78,8 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
     feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
     notice = ""
     if task.loss is not None:
-        notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
-        _silence_dropout(hand.model)
+        with evaluating(hand.model):
+            notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
     seed_all(mix(task.seed, world.rank, salt))
     _take(hand, task, next(iter(hand.one_epoch(feed))))
     record = StepRecord(
@@ -178,4 +177,4 @@ def _silence_dropout(model: nn.Module) -> list[str]:
     layers = [layer for layer in model.modules() if isinstance(layer, _DropoutNd) and layer.p > 0]
     for layer in layers:
         layer.eval()
-    return [f"dropout is off for the comparison ({len(layers)} layers)"] if layers else []
+    return [f"dropout is off for the comparison (layers: {len(layers)})"] if layers else []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..cluster import World
 from ..core import Mean, Task
-from ..data import Cursor, Feed
+from ..data import Batch, Cursor, Feed
 from .hand import Hand
 from .predictor import inputs_of, named, outputs_of
 
@@ -20,7 +19,7 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
     """The task's loss and metrics over a feed; every sample counts once, whatever the number of replicas."""
     sums = _Sums(hand.world)
     with evaluating(hand.model), torch.no_grad():
-        for batch in feed.epoch(Cursor(epoch=0, position=0)):
+        for batch in _batches(hand, feed):
             with hand.replica.scope():
                 if task.loss is not None:
                     sums.add("loss", task.loss(hand.model, batch.data), batch.num_samples)
@@ -31,21 +30,35 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
     return sums.means()
 
 
-def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor]:
-    """What the task predicts for every sample of a feed, in order, on the first replica."""
+def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tensor]]:
+    """What the task predicts for every sample of a feed, in order; a list of rows where their shapes differ."""
     rows: dict[str, list[Tensor]] = {}
-    places: list[Any] = []
+    places: list[int] = []
     with evaluating(hand.model), torch.no_grad():
-        for batch in feed.epoch(Cursor(epoch=0, position=0)):
+        for batch in _batches(hand, feed):
             with hand.replica.scope():
                 outputs = named(outputs_of(task, hand.model, inputs_of(task, batch.data)))
             for name, value in outputs.items():
                 rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
             places.extend(batch.ids.tolist())
-    mine = {name: torch.cat(parts) for name, parts in rows.items()}
-    gathered = hand.world.gather_objects((places, mine))
+    gathered = hand.world.gather_objects((places, rows))
     order = torch.tensor([place for ids, _ in gathered for place in ids]).argsort()
-    return {name: torch.cat([part[name] for _, part in gathered])[order] for name in mine}
+    return {name: _in_order([part for _, parts in gathered for part in parts[name]], order) for name in rows}
+
+
+def _in_order(parts: list[Tensor], order: Tensor) -> Tensor | list[Tensor]:
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(parts)[order]
+    singles = [row for part in parts for row in part]
+    return [singles[place] for place in order.tolist()]
+
+
+def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
+    """One pass; layers that use batch statistics even now must know of borrowed rows."""
+    for batch in feed.epoch(Cursor()):
+        hand.replica.ghost(batch.num_samples == 0)
+        yield batch
+    hand.replica.ghost(False)
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -55,13 +68,14 @@ def _full(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The network in evaluation mode, and back as it was."""
-    was_training = model.training
+    """The network in evaluation mode, and every layer back as it was: a person may have frozen some of them."""
+    modes = {layer: layer.training for layer in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for layer, mode in modes.items():
+            layer.training = mode
 
 
 class _Sums:
@@ -78,7 +92,7 @@ class _Sums:
         elif isinstance(value, Mean):
             pair = torch.stack([value.total.double(), value.count.double()])
         else:
-            mean = torch.as_tensor(value, device=self._world.device).double()
+            mean = torch.as_tensor(value, dtype=torch.float64, device=self._world.device)
             pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 

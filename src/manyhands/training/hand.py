@@ -7,21 +7,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster import DirectLine, NullWorld, World, current_world, resolve
-from ..core import Mean, StrategyError, StrategySpec, TaskError, event, mix, seed_all
+from ..core import Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import MAIN, Replica, realise
+from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
 from .tally import Part, Tally
 
 Key = str
+_built: WeakSet[nn.Module] = WeakSet()
+"""Networks that this process has built for tasks: one that comes again would go on from where it was left."""
 
 
 class Hand:
@@ -31,12 +35,13 @@ class Hand:
         self.world, self.spec = world, spec
         self.rank, self.size, self.device = world.rank, world.size, world.device
         self.is_first = world.is_first
-        self.cursor = Cursor(epoch=0, position=0)
+        self.cursors: list[Cursor] = []
+        """Where each dataset stands, in the order of their first use; the first is the one that is trained on."""
+        self._datasets: dict[Any, tuple[Any, int]] = {}
         self.num_steps = 0
         self.clip: float | None = None
-        self.seconds = {"optimizer": 0.0, "save": 0.0}
+        self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
-        self.feed: Feed | None = None
         self._replica: Replica | None = None
         self.batch: Batch | None = None
         """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
@@ -61,9 +66,30 @@ class Hand:
         self.realise(model, lambda _: optimizer)
         return self.model, optimizer
 
+    def build(self, task: Task) -> None:
+        """Builds a task's network and optimizer, with the same first values on every replica."""
+        seed_all(mix(task.seed, 0))
+        model = task.model()
+        if model in _built:
+            raise TaskError(
+                "the model function must build a new network each time",
+                got=f"a {type(model).__name__} that was trained before",
+                remedy=f"write model=lambda: {type(model).__name__}(...)",
+            )
+        self.realise(model, task.optimizer)
+        _built.add(model)
+        self.clip = task.clip
+
     def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
         self._replica = realise(self.spec, self.world, model, make_optimizer)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Counts the time of what runs inside; waiting for other replicas is counted as sync instead."""
+        start, waited = time.perf_counter(), self.world.waited
+        yield
+        self.seconds[what] += time.perf_counter() - start - (self.world.waited - waited)
 
     @property
     def replica(self) -> Replica:
@@ -84,8 +110,8 @@ class Hand:
 
     @property
     def epoch(self) -> int:
-        """The pass over the data that is under way."""
-        return self.cursor.epoch
+        """The pass over the training data that is under way."""
+        return self.cursors[0].epoch if self.cursors else 0
 
     def seed(self, seed: int) -> None:
         """Seeds every generator, differently on each replica."""
@@ -98,12 +124,14 @@ class Hand:
         data: Any,
         batch_size: int | None = None,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         collate: Any = None,
     ) -> Iterator[Any]:
-        """This replica's part of every global batch, for some passes over the data.
+        """This replica's part of every global batch: one pass over the data, or on until `epochs` passes are done.
+
+        Every call goes on where the last one over the same data ended, also after `restore`.
 
         >>> hand = Hand(NullWorld(), StrategySpec())
         >>> [batch.tolist() for batch in hand.batches(torch.arange(5), 2, shuffle=False)]
@@ -112,8 +140,10 @@ class Hand:
         source = as_source(data, collate=collate)
         feed = self.make_feed(source, check_source(source, batch_size), shuffle=shuffle, seed=seed)
         try:
-            while self.cursor.epoch < epochs:
-                for batch in self.one_epoch(feed):
+            which = self._which(data)
+            last = epochs if epochs is not None else self.cursors[which].epoch + 1
+            while self.cursors[which].epoch < last:
+                for batch in self.one_epoch(feed, which):
                     yield batch.data
                     if self.num_steps % self.look_every == 0 and self.voted_to_stop():
                         return
@@ -137,14 +167,24 @@ class Hand:
             dtype=torch.float64 if self.spec.precision == "fp64" else None,
         )
 
-    def one_epoch(self, feed: Feed) -> Iterator[Batch]:
-        """Batches from where the cursor stands to the end of its epoch."""
-        self.feed = feed
-        for batch in feed.epoch(self.cursor):
+    def one_epoch(self, feed: Feed, which: int = 0) -> Iterator[Batch]:
+        """Batches of a dataset from where its cursor stands to the end of its epoch."""
+        while len(self.cursors) <= which:
+            self.cursors.append(Cursor())
+        epoch = self.cursors[which].epoch
+        for batch in feed.epoch(self.cursors[which]):
             self.take(batch)
-            self.cursor = batch.cursor
+            self.cursors[which] = batch.cursor
             yield batch
-        self.cursor = Cursor(epoch=self.cursor.epoch + 1, position=0)
+        self.cursors[which] = Cursor(epoch=epoch + 1)
+
+    def _which(self, data: Any) -> int:
+        """The number of a dataset, by its first use; a tuple of the same arrays is the same data."""
+        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
+        _, which = self._datasets.setdefault(tuple(map(id, parts)), (data, len(self._datasets)))
+        while len(self.cursors) <= which:
+            self.cursors.append(Cursor())
+        return which
 
     def take(self, batch: Batch) -> None:
         """Makes this the batch that losses are weighed by."""
@@ -180,6 +220,12 @@ class Hand:
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = Tally(self.world)
+        elif tally.is_sent:
+            raise TaskError(
+                "a step has one backward per micro-batch",
+                got="a second one before hand.step()",
+                remedy="add the losses, or cut the batch with hand.accumulate",
+            )
         objective = tally.add(loss, self._part)
         if self._part.last:
             tally.send(self.world.line.stopping, self.replica.riders(key))
@@ -197,11 +243,10 @@ class Hand:
         tally.receive()
         self.replica.finish(key, tally.count)
         tally.settle()
-        start = time.perf_counter()
-        if self.clip is not None:
-            self.replica.clip(key, self.clip)
-        self.replica.update(key)
-        self.seconds["optimizer"] += time.perf_counter() - start
+        with self.timed("optimizer"):
+            if self.clip is not None:
+                self.replica.clip(key, self.clip)
+            self.replica.update(key)
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:
@@ -263,8 +308,13 @@ class Hand:
         return self.sum(torch.as_tensor(value, device=self.device) * 1.0) / self.size
 
     def gather(self, value: Tensor | float) -> Tensor:
-        """The values of all replicas, stacked in rank order."""
-        return self.world.all_gather(torch.as_tensor(value, device=self.device).detach())
+        """The rows of all replicas one after another, in rank order; single numbers are stacked. Gradients flow back.
+
+        >>> Hand(NullWorld(), StrategySpec()).gather(3.0)
+        tensor([3.])
+        """
+        tensor = torch.as_tensor(value, device=self.device)
+        return gather_rows(self.world, tensor.unsqueeze(0) if tensor.dim() == 0 else tensor)
 
     def broadcast(self, value: Tensor, source: int = 0) -> Tensor:
         """The value of one replica, on all."""
@@ -279,7 +329,7 @@ class Hand:
     def log(self, **values: Any) -> None:
         """Reports values of the first replica to the event log and the screen."""
         if self.is_first:
-            plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+            plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
             self.world.line.report(event("log", step=self.num_steps, values=plain))
 
     def notice(self, text: str) -> None:
@@ -291,11 +341,10 @@ class Hand:
 
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
         """Writes a checkpoint in the background: network, optimizers, place in the data, random states, and `state`."""
-        start = time.perf_counter()
-        checkpoint = take_snapshot(self, state)
-        if self.is_first:
-            self.store(path).save(checkpoint, score=score)
-        self.seconds["save"] += time.perf_counter() - start
+        with self.timed("save"):
+            checkpoint = take_snapshot(self, state)
+            if self.is_first:
+                self.store(path).save(checkpoint, score=score)
 
     def restore(self, path: str | Path) -> dict[str, Any] | None:
         """Continues from the newest good checkpoint; returns the `state` that was saved, None if there is none."""

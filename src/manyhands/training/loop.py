@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World
-from ..core import LossNotFinite, ReplicasDiffer, StrategySpec, Task, TaskError, event, mix, seed_all
-from ..data import Batch, Feed, as_source, check_source
+from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
+from ..data import Batch, Feed, as_source, check_source, tensors
 from ..strategies import MAIN
 from .callbacks import Callback
-from .evaluation import evaluate
+from .evaluation import evaluate, evaluating
 from .hand import Hand
-from .trial import NUM_SAMPLES, try_loss
+from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.25
@@ -80,6 +81,9 @@ class _Loop:
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
         self.stopped = False
+        self.measured_at = 0
+        self.compared = False
+        self.noticed: set[str] = set()
 
     def run(self) -> Outcome:
         job, hand = self.job, self.hand
@@ -101,6 +105,8 @@ class _Loop:
                     break
             else:
                 self.end_epoch(epoch, valid_feed)
+        if self.measured_at != hand.num_steps and not self.stopped:
+            self.end_epoch(hand.epoch, valid_feed)
         self.end()
         train_feed.close()
         if valid_feed is not None:
@@ -114,16 +120,14 @@ class _Loop:
     def prepare(self) -> tuple[Feed, Feed | None]:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
-        seed_all(mix(task.seed, 0))
-        hand.realise(task.model(), task.optimizer)
-        hand.model.train()
-        hand.clip = task.clip
+        hand.build(task)
+        if not hand.model.training:
+            hand.model.train()
         hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         batch_size = check_source(source, task.batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
-        if task.loss is not None:
-            self.try_loss(feed)
+        self.try_out(feed)
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
@@ -137,11 +141,22 @@ class _Loop:
         self.report_start()
         return feed, valid
 
-    def try_loss(self, feed: Feed) -> None:
-        is_split = self.hand.size > 1 or self.hand.spec.accumulate > 1
-        notice = try_loss(self.task, self.hand.model, feed.peek(NUM_SAMPLES), is_split=is_split)
-        if notice:
-            self.hand.notice(notice)
+    def try_out(self, feed: Feed) -> None:
+        """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
+        hand, task, model = self.hand, self.task, self.hand.model
+        batch = feed.peek(NUM_SAMPLES)
+        with evaluating(model):
+            if task.loss is not None:
+                notice = try_loss(task, model, batch, is_split=hand.size > 1 or hand.spec.accumulate > 1)
+                if notice:
+                    hand.notice(notice)
+            try_metrics(task, model, batch)
+        if task.metrics and task.valid is None:
+            hand.notice("metrics are measured on valid=, which this task does not have")
+        if hand.size > feed.batch_size:
+            hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
+        if hand.size > 1 and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
+            hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
     def resume(self) -> None:
         state = self.hand.restore(self.path)
@@ -149,7 +164,8 @@ class _Loop:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return
         self.metrics = state["metrics"]
-        self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}")
+        left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
+        self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
 
     def train_step(self, batch: Batch) -> None:
         hand, task = self.hand, self.task
@@ -185,11 +201,20 @@ class _Loop:
         if hand.num_steps % hand.look_every == 0:
             self.reporter.read()
             self.stopped = hand.voted_to_stop()
-        if hand.num_steps % COMPARE_EVERY == 0:
+        if hand.num_steps % COMPARE_EVERY == 0 or not self.compared:
             self.compare()
 
     def compare(self) -> None:
+        """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""
+        self.compared = True
         different = self.hand.replica.differences()
+        buffers = dict(self.hand.model.named_buffers())
+        for text in [text for text in different if text.split(" ")[0] in buffers]:
+            different.remove(text)
+            name = text.split(" ")[0]
+            if name not in self.noticed:
+                self.hand.notice(f"the buffer {name} is not synchronised over the replicas: the first one's is used")
+            self.noticed.add(name)
         if different:
             raise ReplicasDiffer(
                 f"after step {self.hand.num_steps} the replicas differ in {', '.join(different[:5])}: a parameter was "
@@ -197,12 +222,16 @@ class _Loop:
             )
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
+        """Measures, reports and saves; also where a run ends in mid-epoch because it has taken its steps."""
         hand = self.hand
+        self.measured_at = hand.num_steps
         self.reporter.read()
-        start = time.perf_counter()
         if valid_feed is not None:
-            self.metrics = {f"valid_{name}": value for name, value in evaluate(hand, self.task, valid_feed).items()}
-        self.reporter.validation += time.perf_counter() - start
+            if self.noticed or hand.spec.batch_stats == "local":
+                hand.replica.align_buffers()
+            with hand.timed("validation"):
+                measured = evaluate(hand, self.task, valid_feed)
+            self.metrics = {f"valid_{name}": value for name, value in measured.items()}
         self.reporter.epoch(epoch, self.metrics)
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
@@ -226,6 +255,8 @@ class _Loop:
         if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
             self.save()
             store.wait()
+        if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
+            raise RunError(f"the last state, of step {hand.num_steps}, could not be saved: see the notices above")
         for callback in self.job.callbacks:
             callback.on_end(hand)
 
@@ -255,7 +286,6 @@ class _Reporter:
         self._synced_before = 0.0
         self.last_losses: dict[str, float] = {}
         self.num_samples = 0
-        self.validation = 0.0
 
     def start(self, feed: Feed) -> None:
         self._feed = feed
@@ -272,14 +302,21 @@ class _Reporter:
             self._unsent.append((step, values))
             for name, value in values.items():
                 if not math.isfinite(value):
-                    raise LossNotFinite(
-                        f"{name} became {value} at step {step}; the last good checkpoint is kept: lower the "
-                        "learning rate, set clip=1.0, or look at the batch"
-                    )
+                    raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
             self.last_losses = values
         self._unread.clear()
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
+
+    def _suspicion(self, step: int) -> str:
+        """What to look at when a loss is not finite."""
+        batch = self._hand.batch
+        if batch is None or step != self._hand.num_steps:
+            return "lower the learning rate, set clip=1.0, or look at the data"
+        ids = ", ".join(map(str, batch.ids[:8])) + (" …" if len(batch.ids) > 8 else "")
+        if not all(tensor.isfinite().all() for tensor in tensors(batch.data) if tensor.is_floating_point()):
+            return f"the batch itself holds values that are not finite: look at samples {ids}"
+        return f"lower the learning rate, set clip=1.0, or look at samples {ids}"
 
     def flush(self) -> None:
         """Sends the losses since the last time, and where this replica's time went."""
@@ -308,5 +345,5 @@ class _Reporter:
         total = time.perf_counter() - self._started_at
         waited = self._feed.waited if self._feed is not None else 0.0
         synced = self._hand.world.waited - self._synced_before
-        known = {"input": waited, "sync": synced, **self._hand.seconds, "validation": self.validation}
+        known = {"input": waited, "sync": synced, **self._hand.seconds}
         return {"total": total, "compute": max(0.0, total - sum(known.values())), **known}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +61,17 @@ def named(outputs: Any) -> dict[str, Tensor]:
 class ModelPredictor(Predictor):
     """A trained network in this process."""
 
-    def __init__(self, task: Task, model: nn.Module, example: Any) -> None:
+    def __init__(self, task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
         self._task, self._model = task, model.eval()
         self._device = next(iter(model.parameters()), torch.empty(0)).device
-        inputs = {name: value.to(self._device) for name, value in inputs_of(task, example).items()}
-        self.example = inputs
+        examples = [inputs_of(task, batch) for batch in batches]
         with torch.no_grad():
-            outputs = named(outputs_of(task, model, inputs))
-        self.signature = Signature(
-            {name: _rows_free(value) for name, value in inputs.items()},
-            {name: _rows_free(value) for name, value in outputs.items()},
-        )
+            answers = [named(outputs_of(task, model, example)) for example in examples]
+        # The largest example: torch.export would take a size of 1 for a fixed one.
+        self.example = max(examples, key=lambda example: sum(value.numel() for value in example.values()))
+        self.free = {name: _free_dims([example[name] for example in examples]) for name in self.example}
+        """Dims besides the batch in which samples differ, such as the length of a padded text."""
+        self.signature = Signature(_specs(examples), _specs(answers))
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -79,5 +79,14 @@ class ModelPredictor(Predictor):
             return named(outputs_of(self._task, self._model, moved))
 
 
-def _rows_free(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), (None, *tensor.shape[1:]))
+def _specs(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, TensorSpec]:
+    specs = {}
+    for name, first in examples[0].items():
+        free = {0, *_free_dims([example[name] for example in examples])}
+        shape = tuple(None if dim in free else size for dim, size in enumerate(first.shape))
+        specs[name] = TensorSpec(str(first.dtype).removeprefix("torch."), shape)
+    return specs
+
+
+def _free_dims(tensors: Sequence[Tensor]) -> set[int]:
+    return {dim for dim in range(1, tensors[0].dim()) if len({tensor.shape[dim] for tensor in tensors}) > 1}

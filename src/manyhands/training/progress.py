@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +63,11 @@ class View:
         """Takes an event of one rank."""
 
     def line(self, text: str) -> None:
-        """Shows a line that a rank printed or a notice."""
+        """Shows a line of ours."""
+
+    def output(self, rank: int, text: str, stream: str) -> None:
+        """Passes on what a rank printed, where it printed it; `progress=False` does not hide that."""
+        print(f"[rank {rank}] {text}", file=getattr(sys, stream), flush=True)
 
     def close(self) -> None:
         """Leaves the screen as it should stay."""
@@ -118,6 +123,12 @@ class LiveView(LineView):
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
             self._refresh()
 
+    def output(self, rank: int, text: str, stream: str) -> None:
+        if stream == "stdout" and not sys.stdout.isatty():
+            super().output(rank, text, stream)
+        else:
+            self.line(f"[rank {rank}] {text}")
+
     def close(self) -> None:
         self._refresh()
         self._live.stop()
@@ -150,7 +161,7 @@ def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
     if progress is False:
         return View()
     console = Console(stderr=True)
-    if live and (console.is_terminal or console.is_jupyter):
+    if live and console.is_terminal:
         return LiveView(console, title)
     return LineView(console, title)
 
@@ -161,5 +172,5 @@ def _values(entry: dict[str, Any]) -> str:
 
 def _pairs(values: dict[str, Any]) -> str:
     return "  ".join(
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )

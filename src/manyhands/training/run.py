@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,21 @@ from ..core import (
     SettingsError,
     Task,
     TaskError,
+    as_task,
     read_events,
     restore_random_state,
     seed_all,
 )
 from ..core import random_state as _random_state
-from ..data import Feed, as_source
+from ..data import Cursor, Feed, as_source
 from ..store import CheckpointStore, check_matches, export, save_state_dict
 from .loop import CHECKPOINTS, Outcome
 from .predictor import ModelPredictor
 
 EVENTS = "events.jsonl"
 RECORD = "run.json"
+NUM_EXAMPLES = 8
+"""Small batches that a Predictor's signature is made from: a dim in which they differ is free."""
 
 
 class Run:
@@ -33,13 +38,17 @@ class Run:
     `run.metrics` holds the last values, `run.history` every value by step, `run.model()` the trained network.
     """
 
-    def __init__(self, path: str | Path, task: Task | None = None, outcome: Outcome | None = None) -> None:
-        self.path, self.task, self.outcome = Path(path), task, outcome
+    def __init__(
+        self, path: str | Path, task: Task | Callable[..., Task] | None = None, outcome: Outcome | None = None
+    ) -> None:
+        self.path, self.outcome = Path(path), outcome
         if not (self.path / RECORD).exists():
             raise CheckpointError(
                 "a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/"
             )
         self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text())
+        params = None if isinstance(task, Task) else self.record["params"]
+        self.task = None if task is None else as_task(task, params)
         self.history: dict[str, dict[int, float]] = {}
         self._read_history()
 
@@ -76,7 +85,7 @@ class Run:
 
     def model(self, *, best: bool = False) -> nn.Module:
         """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
-        task = self._require_task()
+        task = self.require_task()
         model = self._build(task)
         store = self._store()
         checkpoint = store.load(store.best() if best else None)
@@ -92,11 +101,12 @@ class Run:
 
     def predictor(self, *, best: bool = False) -> ModelPredictor:
         """The trained network as a Predictor."""
-        task = self._require_task()
+        task = self.require_task()
         model = self.model(best=best)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         feed = Feed(as_source(task.data, collate=task.collate), batch_size=2, shuffle=False, dtype=dtype)
-        return ModelPredictor(task, model, feed.peek(2))
+        batches = [batch.data for batch in itertools.islice(feed.epoch(Cursor()), NUM_EXAMPLES)]
+        return ModelPredictor(task, model, batches)
 
     def export(self, path: str | Path, *, best: bool = False, weights_only: bool = False) -> Path:
         """Writes the network as the next version under a folder: weights and program, nothing pickled.
@@ -107,11 +117,11 @@ class Run:
             target = Path(path)
             save_state_dict(self.model(best=best).state_dict(), target)
             return target
-        task = self._require_task()
+        task = self.require_task()
         predictor = self.predictor(best=best)
         predict = task.predict or (lambda model, *inputs: model(*inputs))
         extra = {"run": self.name, "step": self.num_steps, "metrics": self.metrics}
-        return export(self.model(best=best), predict, predictor.example, Path(path), extra=extra)
+        return export(self.model(best=best), predict, predictor.example, Path(path), free=predictor.free, extra=extra)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(self.path / CHECKPOINTS)
@@ -127,12 +137,13 @@ class Run:
         finally:
             restore_random_state(states, torch.device("cpu"))
 
-    def _require_task(self) -> Task:
+    def require_task(self) -> Task:
+        """The task that was trained."""
         if self.task is None:
             raise TaskError(
                 "this needs the task that was trained",
                 got="a run opened without it",
-                remedy="mh.Run(path, task)",
+                remedy="open it with mh.Run(path, task)",
             )
         return self.task
 
@@ -169,7 +180,11 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool)
     if resume:
         if name is None:
             raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
-        (root / name).mkdir(parents=True, exist_ok=True)
+        if not (root / name).is_dir():
+            have = ", ".join(sorted(path.name for path in root.glob("*") if path.is_dir())[-5:]) or "no runs"
+            raise SettingsError(
+                f"a run that is resumed must be there; {root} has {have}", got=repr(name), remedy="name one"
+            )
         return root / name
     chosen = name or default
     for suffix in ["", *(f"-{n}" for n in range(2, 10_000))] if name is None else [""]:

@@ -22,7 +22,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         model=hand.model.state_dict(),
         optimizers={key: optimizer_state(o, replica.names) for key, o in replica.optimizers.items()},
         state={
-            "cursor": hand.cursor.to_dict(),
+            "cursors": [cursor.to_dict() for cursor in hand.cursors],
             "size": hand.size,
             "spec": hand.spec.to_dict(),
             "state": state,
@@ -45,7 +45,7 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
     for key, optimizer in replica.optimizers.items():
         load_optimizer_state(optimizer, replica.names, checkpoint.optimizers[key])
     hand.num_steps = checkpoint.step
-    hand.cursor = Cursor.from_dict(checkpoint.state["cursor"])
+    hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
     prefix = f"rank{hand.rank}."
     states = {name.removeprefix(prefix): t for name, t in checkpoint.random.items() if name.startswith(prefix)}
     if states and checkpoint.state["size"] == hand.size:

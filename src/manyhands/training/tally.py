@@ -37,6 +37,7 @@ class Tally:
         self._token_counts: list[Tensor] = []
         self._pending = Pending()
         self._sums: Tensor | None = None
+        self.is_sent = False
         self.counts_tokens = False
         """Whether the loss brought its own count, so that gradients must be divided by it at the end."""
 
@@ -55,6 +56,7 @@ class Tally:
 
     def send(self, stopping: bool, riders: Tensor | None) -> None:
         """Leaves the numbers where they travel with the gradients, or begins to sum them by themselves."""
+        self.is_sent = True
         if self._world.size == 1:
             return
         if riders is not None:

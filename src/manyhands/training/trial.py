@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..cluster import NullWorld
-from ..core import Mean, Task, TaskError, random_state, restore_random_state
+from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
 from ..data import first_dim, split
+from .predictor import inputs_of, outputs_of
 from .tally import Part, Tally
 
 NUM_SAMPLES = 8
@@ -25,10 +26,10 @@ def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str
     assert task.loss is not None
     device = next(iter(model.parameters()), torch.empty(0)).device
     states = random_state(device)
-    was_training = model.training
     try:
-        model.eval()
         whole = _value(task, model, batch)
+        if math.isnan(whole) and not _counts(task, model, batch):
+            return "the first samples count nothing, so whether the loss is a mean could not be tried"
         if not math.isfinite(whole):
             raise TaskError(
                 "the loss must be finite at the start",
@@ -36,9 +37,29 @@ def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str
                 remedy="look at the inputs, the initial weights and log/sqrt/÷ in it",
             )
         return _compare(task, model, batch, whole, is_split)
+    except UsageError:
+        raise
+    except Exception as error:
+        # Some networks give a loss in training only. A slip of the person's own comes again in the first step.
+        return f"the loss could not be tried in evaluation mode ({type(error).__name__}: {error})"
     finally:
-        model.train(was_training)
         restore_random_state(states, device)
+
+
+def try_metrics(task: Task, model: nn.Module, batch: Any) -> None:
+    """Calls every metric once, so that a slip in one is seen now and not after the first epoch."""
+    if not task.metrics:
+        return
+    with torch.no_grad():
+        outputs = outputs_of(task, model, inputs_of(task, batch))
+        for name, metric in task.metrics.items():
+            value = metric(outputs, batch)
+            if not isinstance(value, (Mean, int, float)) and not (isinstance(value, torch.Tensor) and value.dim() == 0):
+                raise TaskError(
+                    f"the metric {name!r} must be a number: a mean over samples, or mh.mean(total, count)",
+                    got=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
+                    remedy="end it with .mean()",
+                )
 
 
 def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: bool) -> str:
@@ -57,8 +78,8 @@ def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: b
     rule = "a loss must be a mean over the batch's samples, or mh.mean(total, count)"
     got = f"{whole:.6g} for {rows} samples and {parts:.6g} for their halves together"
     remedy = (
-        "return mh.mean(losses.sum(), count) where tokens or boxes count; where samples look at each other "
-        "(contrastive losses), write a step and gather what they need"
+        "end it with .mean() (reduction='mean'); return mh.mean(losses.sum(), count) where tokens or boxes count; "
+        "where samples look at each other (contrastive losses), write a step and gather what they need"
     )
     if is_split:
         raise TaskError(rule, got=got, remedy=remedy)
@@ -74,14 +95,26 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
     tally = Tally(NullWorld())
     for part in parts:
         loss = task.loss(model, part)
+        _require_gradient(loss)
         tally.add(loss, Part(first_dim(part), rows))
-        if isinstance(loss, Mean) and not loss.count > 0 and len(parts) == 1:
-            raise TaskError(
-                "mh.mean needs a count above zero",
-                got=float(loss.count),
-                remedy="count what the total sums over",
-            )
     return float(tally.loss)
+
+
+def _counts(task: Task, model: nn.Module, batch: Any) -> bool:
+    """Whether the loss counts something in this batch."""
+    assert task.loss is not None
+    loss = task.loss(model, batch)
+    return not isinstance(loss, Mean) or bool(loss.count > 0)
+
+
+def _require_gradient(loss: Any) -> None:
+    objective = loss.total if isinstance(loss, Mean) else loss
+    if isinstance(objective, torch.Tensor) and not objective.requires_grad:
+        raise TaskError(
+            "a loss must depend on the model's trainable parameters",
+            got="one without a gradient",
+            remedy="look for .detach(), .item(), torch.no_grad() or a frozen model in it",
+        )
 
 
 def _close(a: float, b: float) -> bool:
