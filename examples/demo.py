@@ -7,6 +7,8 @@ import argparse
 import dataclasses
 import math
 import os
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -212,6 +214,14 @@ def ask(stage):
 ACTS = [one_and_two, ask]
 
 
+def command() -> str:
+    """The command line as it can be typed here: an environment that is not active is named by its path."""
+    if shutil.which("manyhands"):
+        return "manyhands"
+    path = Path(sys.executable).with_name("manyhands")
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description="What changes when one word changes, and what does not.")
     parser.add_argument("--quick", action="store_true", help="train for two epochs only")
@@ -225,7 +235,7 @@ def main():
     console.print(f"\n{time.perf_counter() - start:.0f} s in all; everything is in {stage.folder}")
     console.print("Change one word next: [bold]mh.Mirrored()[/] -> [bold]mh.Mirrored(accumulate=4)[/], or:")
     console.print(
-        "  manyhands fit examples/image_classifier_manyhands.py --strategy mirrored --on 'cpu*2'",
+        f"  {command()} fit examples/image_classifier_manyhands.py --strategy mirrored --on 'cpu*2'",
         soft_wrap=True,
     )
 

@@ -58,7 +58,7 @@ def test_quiet_says_the_result_only(invoke: Invoke) -> None:
     result = invoke("fit", TARGET, "--on", "cpu", "-q")
     assert result.exit_code == 0
     assert result.stderr == ""
-    assert "runs/task-" in result.stdout
+    assert "runs/small_task-" in result.stdout
 
 
 def test_an_argument_wins_over_the_file_and_the_file_over_the_environment(
@@ -85,7 +85,7 @@ def test_an_argument_wins_over_the_file_and_the_file_over_the_environment(
         ([TARGET, "0.1"], "a task's parameter is written key=value"),
         ([TARGET, "--strategy", "zigzag"], "but got 'zigzag'"),
         ([TARGET, "--on", "tpu"], "but got tpu"),
-        ([TARGET, "--epochs", "0"], "epochs must be at least 1"),
+        ([TARGET, "--epochs", "0"], "epochs must be a whole number of at least 1"),
         ([TARGET, "--epochs", "few"], "valid int"),
         ([TARGET, "--config", "none.toml"], "must be readable"),
         ([TARGET, "--name", "a/b"], "a run's name has letters"),

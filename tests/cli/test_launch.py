@@ -20,10 +20,10 @@ SCRIPT = "own_loop.py"
 
 def test_a_process_of_its_own_runs_a_rank_per_device(start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("launch", SCRIPT, "a", "--lr", "0.1", "--on", "cpu*2", "--", "--on", "x")
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     for rank in (0, 1):
-        assert f"[rank {rank}] __main__ ['a', '--lr', '0.1', '--on', 'x'] total=3 " in err
+        assert f"[rank {rank}] __main__ ['a', '--lr', '0.1', '--on', 'x'] total=3 " in out
 
 
 def test_two_ranks_learn_what_one_does(invoke: Invoke) -> None:

@@ -214,3 +214,48 @@ def test_listeners_are_on_loopback_only(run_ranks: Ranks) -> None:
 
     addresses = {address for rank in run_ranks(listening, 2) for address in rank}
     assert addresses == {"127.0.0.1"}
+
+
+def test_much_output_at_the_end_is_not_taken_for_a_failure(engine: LocalEngine) -> None:
+    def talk(world: World) -> int:
+        print("\n".join(f"line {i}" for i in range(3000)))
+        return world.rank
+
+    for _ in range(5):
+        heard: list[tuple[int, str, str]] = []
+        job = engine.start(talk, resolve("cpu*2")[0])
+        assert job.wait(quiet, lambda *line, into=heard: into.append(line)) == [0, 1]
+        assert len(heard) == 6000
+
+
+def test_a_result_may_look_like_a_failure(run_ranks: Ranks) -> None:
+    looks = {"error": None, "reason": "", "traceback": "", "echo": False}
+    assert run_ranks(lambda world: looks, 2) == [looks] * 2
+
+
+def test_a_file_named_like_a_module_of_python_does_no_harm(tmp_path: Any) -> None:
+    (tmp_path / "calendar.py").write_text("raise RuntimeError('imported by mistake')\n")
+    program = "import manyhands as mh; print(mh.launch(lambda hand: hand.rank, 'dp=2', on='cpu*2', progress=False))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[0, 1]", done.stderr
+
+
+def test_a_frozen_zygote_does_not_hold_the_program(engine: LocalEngine) -> None:
+    own = LocalEngine()
+    job = own.start(lambda world: time.sleep(600), resolve("cpu*2")[0], timeout=5)
+    zygote = own.warm_up()._process
+    time.sleep(0.5)
+    zygote.send_signal(signal.SIGSTOP)
+
+    def interrupt(rank: int, entry: Any) -> None:
+        raise KeyboardInterrupt
+
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        job.wait(interrupt, quiet)
+    timer.join()
+    own.close()
+    assert zygote.poll() is not None

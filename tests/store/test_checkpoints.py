@@ -64,12 +64,12 @@ def stored(root: Path, *steps: int, keep: int = 2) -> CheckpointStore:
 
 def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
     base = torch.randn(4, 6)
-    nan = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    odd = torch.tensor([-float("inf"), -0.0, float("inf"), 1e-45])
     model = {
         "bf16": base.to(torch.bfloat16),
         "f16": base.half(),
         "f64": base.double(),
-        "nan": nan,
+        "odd": odd,
         "int": torch.tensor([-(2**63), 2**63 - 1]),
         "bool": torch.tensor([True, False]),
         "scalar": torch.tensor(3.5),
@@ -518,3 +518,31 @@ def test_the_folder_is_plain_safetensors_and_json(tmp_path: Path) -> None:
     assert same(load_file(folder / "model.safetensors"), small(1).model)
     assert set(load_file(folder / "optimizer.safetensors")) == {"main/w/step", "main/w/exp_avg"}
     assert json.loads((folder / "state.json").read_text())["optimizers"]["main"]["state"]["w"] == {"k": 3}
+
+
+def test_a_network_with_nan_does_not_become_the_newest(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+    store = CheckpointStore(tmp_path, on_error=errors.append)
+    store.save(small(1))
+    store.save(Checkpoint(2, {"w": torch.tensor([1.0, float("nan")])}))
+    store.wait()
+    assert "NaN in w" in str(errors[0])
+    assert store.steps() == [1]
+
+
+def test_the_loser_of_a_race_leaves_the_winners_checkpoint_alone(tmp_path: Path) -> None:
+    """Two programs save the same step: who comes second must not remove what the first has committed."""
+
+    class Late(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name.startswith(".tmp"):
+                winner = CheckpointStore(tmp_path)
+                winner.save(small(5))
+                winner.wait()
+            super().rename(source, target)
+
+    store = CheckpointStore(tmp_path, disk=Late(), on_error=lambda error: None)
+    store.save(small(5))
+    store.wait()
+    assert CheckpointStore(tmp_path).steps() == [5]
+    assert equal(CheckpointStore(tmp_path).load(), small(5))

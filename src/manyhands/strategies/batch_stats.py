@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cluster import World
@@ -90,8 +89,13 @@ class _Normalise(torch.autograd.Function):
         return y, *stats, total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "gradients of gradients do not pass through synchronised batch statistics",
+                got="a backward with create_graph=True",
+                remedy='use a layer without batch statistics, such as GroupNorm, or batch_stats="local"',
+            )
         x, weight, mean, var, total = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.dim() - 2)
         dims = [dim for dim in range(x.dim()) if dim != 1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cluster import NullWorld
 from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
@@ -66,6 +67,8 @@ def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: b
     rows = first_dim(batch)
     if rows < 2:
         return ""
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules()):
+        return "layers without running statistics look at the whole batch, so the loss could not be tried in halves"
     if not _close(whole, _value(task, model, batch)):
         return "the loss draws random numbers even in evaluation, so whether it is a mean could not be tried"
     try:
