@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -58,10 +60,9 @@ class Watch(mh.Callback):
         (self.folder / f"rank{hand.rank}.json").write_text(json.dumps(found))
 
 
-def single_guests(order: torch.Tensor, losses: Losses, *, work: Work, twice: bool) -> dict[str, Guest]:
-    """The plain loop, and once more where it is to say how much it differs from itself."""
-    names = ("plain", "plain again") if twice else ("plain",)
-    return {name: plain(work, order, losses.setdefault(name, [])) for name in names}
+def single_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[str, Guest]:
+    """The plain loop, and once more to say how much it differs from itself."""
+    return {name: plain(work, order, losses.setdefault(name, [])) for name in ("plain", "plain again")}
 
 
 def mirrored_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[str, Guest]:
@@ -77,16 +78,40 @@ def mirrored_guests(order: torch.Tensor, losses: Losses, *, work: Work) -> dict[
     }
 
 
-def fit_single(work: Work, plan: Plan, *, twice: bool = True, **settings: Any) -> Timing:
+def fit_single(work: Work, plan: Plan) -> Timing:
     """Turns of `fit` on one device and the plain loop."""
-    guests = partial(single_guests, work=work, twice=twice)
-    return _fit("fit", work, plan, guests, 1, strategy=mh.Single(), on="cpu", **settings)
+    guests = partial(single_guests, work=work)
+    return _fit("fit", work, plan, guests, 1, strategy=mh.Single(), on="cpu")
 
 
 def fit_mirrored(work: Work, plan: Plan) -> Timing:
     """Turns of `fit` mirrored on two processes, DDP, and what the two processes can do at all."""
     guests = partial(mirrored_guests, work=work)
     return _fit("mirrored", work, plan, guests, 2, strategy=mh.Mirrored(2), on="cpu*2")
+
+
+class Clock(mh.Callback):
+    """Leaves the time of every step in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.times: list[float] = []
+
+    def on_step(self, hand: mh.Hand) -> None:
+        self.times.append(perf_counter())
+
+    def on_end(self, hand: mh.Hand) -> None:
+        self.path.write_text(json.dumps([after - before for before, after in pairwise(self.times)]))
+
+
+def step_seconds(work: Work, num_steps: int, **settings: Any) -> list[float]:
+    """Seconds from each step of `fit` on one device to the next; number i is the one after step i + 1."""
+    task = _task(work, work.batch_size, num_steps)
+    with tempfile.TemporaryDirectory() as name:
+        clock = Clock(Path(name) / "times.json")
+        mh.fit(task, mh.Single(), on="cpu", steps=num_steps, callbacks=[clock], folder=name, progress=False, **settings)
+        seconds: list[float] = json.loads(clock.path.read_text())
+    return seconds[:1] + seconds
 
 
 def order_of(num_samples: int) -> torch.Tensor:
@@ -96,15 +121,8 @@ def order_of(num_samples: int) -> torch.Tensor:
 
 def _fit(host: str, work: Work, plan: Plan, guests: MakeGuests, size: int, **settings: Any) -> Timing:
     batch_size = work.batch_size * size
-    # One step more than is taken: the end of an epoch is no part of a steady state.
+    task = _task(work, batch_size, plan.num_steps)
     num_samples = batch_size * (plan.num_steps + 1)
-    task = mh.Task(
-        model=work.model,
-        loss=loss,
-        optimizer=work.make_optimizer,
-        data=partial(work.dataset, num_samples),
-        batch_size=batch_size,
-    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         watch = Watch(host, guests, order_of(num_samples), plan, folder)
@@ -112,6 +130,17 @@ def _fit(host: str, work: Work, plan: Plan, guests: MakeGuests, size: int, **set
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
         require_equal_work(run.losses, found[0]["losses"])
     return Timing(found[0]["times"], [entry["times"] for entry in found])
+
+
+def _task(work: Work, batch_size: int, num_steps: int) -> mh.Task:
+    """One step more than is taken: the end of an epoch is no part of a steady state."""
+    return mh.Task(
+        model=work.model,
+        loss=loss,
+        optimizer=work.make_optimizer,
+        data=partial(work.dataset, batch_size * (num_steps + 1)),
+        batch_size=batch_size,
+    )
 
 
 def require_equal_work(ours: list[float], theirs: Losses) -> None:

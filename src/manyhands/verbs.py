@@ -71,7 +71,7 @@ def fit(
     params: Mapping[str, Any] | None = None,
     name: str | None = None,
     folder: str | Path = "runs",
-    resume: bool = False,
+    resume: bool | Run | str | Path = False,
     save_every: int | None = None,
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
@@ -80,8 +80,16 @@ def fit(
 ) -> Run:
     """Trains a task, split as the strategy says; with one device in this very process.
 
-    Ctrl-C ends the run after the current step and returns it; `resume=True` with the same name goes on from the
-    last checkpoint, on any number of devices.
+    - `strategy`: `mh.Single()`, `mh.Mirrored(2)`, or text such as "mirrored,accumulate=4"; by default all devices;
+    - `epochs`, `steps`: passes over the data, or an end after so many steps;
+    - `on`: where, such as "cuda:0,1" or "cpu*2"; by default what this machine has;
+    - `params`: the task function's own parameters;
+    - `name`, `folder`: the run is kept under folder/name;
+    - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
+    - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
+    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
+
+    Ctrl-C ends the run after the current step and returns it.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -97,6 +105,9 @@ def fit(
     """
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
     training.check_callbacks(callbacks)
+    if not isinstance(resume, bool):
+        before = resume.path if isinstance(resume, Run) else Path(resume)
+        folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)

@@ -125,6 +125,13 @@ def test_resuming_on_other_layouts_repeats_and_skips_nothing(tmp_path: Path) -> 
         assert sorted(seen) == list(range(50))
 
 
+def test_a_run_is_resumed_as_it_was_returned(tmp_path: Path) -> None:
+    whole = fit(noisy(schedule=None), epochs=2, folder=tmp_path)
+    first = fit(noisy(schedule=None), epochs=1, folder=tmp_path)
+    assert fit(noisy(schedule=None), epochs=2, resume=first).losses == whole.losses
+    assert fit(noisy(schedule=None), epochs=2, resume=str(first.path)).num_steps == whole.num_steps
+
+
 def test_a_killed_replica_costs_nothing_that_was_saved(tmp_path: Path) -> None:
     task = noisy(dropout=0.0)
     whole = fit(task, epochs=2, folder=tmp_path, name="whole")
