@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import Device, DirectLine, Seat, TorchWorld
+from manyhands.cluster import Device, DirectLine, Seat, TorchWorld, World
+from manyhands.testing import WorldContract
 from manyhands.training import Hand
 
 from .problems import Cnn, classify, generator, mlp, problem
@@ -69,15 +71,29 @@ def test_bfloat16_and_export(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=0.1, atol=0.1)
 
 
+class NcclContract(WorldContract):
+    """The kit on a world that is already there; not collected by itself, because nccl stays with its process."""
+
+    __test__ = False
+    sizes = (1,)
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def run(self, fn: Callable[[World], Any], size: int) -> list[Any]:
+        return [fn(self._world)]
+
+
 def nccl_alone() -> None:
     """Two ranks cannot share a GPU under nccl; one shows that tensors of both kinds find their backend."""
     seat = Seat(device=Device("cuda", 0))
     world = TorchWorld(seat, DirectLine(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
-    for where in ("cpu", "cuda:0"):
-        tensor = torch.ones(3, device=where)
-        world.all_reduce(tensor)
-        assert tensor.tolist() == [1.0] * 3
-        assert world.all_gather(tensor).tolist() == [[1.0] * 3]
+    kit = NcclContract(world)
+    for name in [name for name in dir(kit) if name.startswith("test_")]:
+        getattr(kit, name)()
+    tensor = torch.ones(3, device="cuda:0")
+    world.all_reduce(tensor)
+    assert world.all_gather(tensor).tolist() == [[1.0] * 3]
     assert Hand(world, mh.StrategySpec()).sum(2.0).item() == 2.0
     assert world.mesh({"replicas": 1}).get_group("replicas") is not None
     world.close()
