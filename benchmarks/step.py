@@ -54,7 +54,7 @@ def main() -> None:
 def plans(quick: bool) -> dict[Work, Plan]:
     """How long a case trains, by work.
 
-    Blocks are short, so that contenders meet the same noise, but a round is longer than the quarter of a second
+    Blocks are short, so that contenders meet the same noise, but a round is longer than the half second
     after which `fit` reports: every block of ours has a report in it.
     """
     if quick:

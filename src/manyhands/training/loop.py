@@ -22,7 +22,7 @@ from .hand import Hand
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
-REPORT_SECONDS = 0.25
+REPORT_SECONDS = 0.5
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 
