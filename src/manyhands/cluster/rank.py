@@ -87,6 +87,7 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         _settle(assignment, rank)
         world = _join(assignment, rank, int(request["port"]), line)
         enter_world(world)
+        _pin(assignment, rank)
         fd = pack(assignment.fn(world), "the result")
         world.close()
     except BaseException as error:
@@ -110,15 +111,18 @@ def _settle(assignment: Assignment, rank: int) -> None:
     assignment.torch.apply()
     with contextlib.suppress(OSError):
         os.chdir(assignment.cwd)
-    share = core_share(assignment.cores, rank, len(assignment.devices))
-    torch.set_num_threads(len(share))
-    if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
-        os.sched_setaffinity(0, share)
+    torch.set_num_threads(len(core_share(assignment.cores, rank, len(assignment.devices))))
     device = assignment.devices[rank]
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
         if device.share < 1.0:
             torch.cuda.set_per_process_memory_fraction(device.share, device.index)
+
+
+def _pin(assignment: Assignment, rank: int) -> None:
+    """Keeps the computing thread on its own cores; the threads that carry messages, made before, stay free to move."""
+    if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
+        os.sched_setaffinity(0, core_share(assignment.cores, rank, len(assignment.devices)))
 
 
 def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
