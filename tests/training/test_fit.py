@@ -242,7 +242,8 @@ def test_the_event_log_tells_the_whole_story(tmp_path: Path) -> None:
     assert all(entry["v"] == 1 for entry in entries)
     steps = [step for entry in entries if entry["kind"] == "steps" for step in entry["steps"]]
     assert steps == list(range(1, 15))
-    assert [entry["t"] for entry in entries] == sorted(entry["t"] for entry in entries) or len(entries) > 5
+    first = [entry["t"] for entry in entries if entry.get("rank") != 1 and entry["kind"] != "end"]
+    assert first == sorted(first), "what one replica reports stays in order"
     record = json.loads((run.path / "run.json").read_text())
     assert record["spec"] == {"replicas": 2}
     assert record["devices"] == ["cpu#0", "cpu#1"]
@@ -499,8 +500,8 @@ def test_the_slowest_part_is_measured(tmp_path: Path) -> None:
             return torch.ones(12), torch.tensor(index % 5)
 
     run = fit(noisy(data=Slow()), size=2, folder=tmp_path)
-    assert run.seconds["input"] > 0.5 * run.seconds["total"] * 0.3
-    assert run.seconds["input"] >= 0.07
+    assert run.seconds["input"] >= 0.07, "two batches of four samples each sleep 0.04 s at the least"
+    assert run.seconds["input"] > run.seconds["optimizer"]
 
 
 def test_problem_tasks_can_be_made_by_a_function_with_parameters(tmp_path: Path) -> None:

@@ -61,11 +61,6 @@ class Buckets:
         riders = self._buckets[-1].riders
         return riders if riders.dtype in (torch.float32, torch.float64) else None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that travel per step."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
-
     def arm(self) -> None:
         """The backward that follows is the last of this step: sum each bucket as soon as it is full."""
         self._armed = True

@@ -17,6 +17,7 @@ from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
 from .evaluation import evaluating
 from .hand import Hand
+from .loop import take_step
 from .trial import NUM_SAMPLES, try_loss
 
 RELATIVE, ABSOLUTE = 1e-8, 1e-10
@@ -81,7 +82,7 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
         with evaluating(hand.model):
             notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
     seed_all(mix(task.seed, world.rank, salt))
-    _take(hand, task, next(iter(hand.one_epoch(feed))))
+    take_step(hand, task, next(iter(hand.one_epoch(feed))))
     record = StepRecord(
         losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
         gradients=gradients,
@@ -148,16 +149,6 @@ def _reason(whole: StepRecord, parts: StepRecord, spec: StrategySpec, name: str,
     if is_random:
         return "the step draws random numbers, which differ on every replica"
     return "some operation looks at other samples of the batch, or a gradient is changed outside of the loss"
-
-
-def _take(hand: Hand, task: Task, batch: Any) -> None:
-    if task.step is not None:
-        task.step(hand, batch.data)
-        return
-    assert task.loss is not None
-    for data in hand.accumulate(batch.data):
-        hand.backward(task.loss(hand.model, data))
-    hand.step()
 
 
 def _keeper(hand: Hand, gradients: dict[str, Tensor]) -> Callable[..., None]:

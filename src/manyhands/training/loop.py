@@ -66,6 +66,21 @@ def train(world: World, job: Job) -> Outcome:
         hand.close()
 
 
+def take_step(hand: Hand, task: Task, batch: Batch) -> None:
+    """One step of a task on a batch: its own, or its loss over the micro-batches and one update."""
+    if task.step is not None:
+        task.step(hand, batch.data)
+        if MAIN not in hand.optimizers:
+            hand.num_steps += 1
+        return
+    assert task.loss is not None
+    for data in hand.accumulate(batch.data):
+        with hand.replica.scope():
+            loss = task.loss(hand.model, data)
+        hand.backward(loss)
+    hand.step()
+
+
 def check_schedule(task: Task, num_steps: int | None) -> None:
     """A schedule knows the total, so there must be one."""
     if task.schedule is not None and num_steps is None:
@@ -95,7 +110,7 @@ class _Loop:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
-                self.train_step(batch)
+                take_step(hand, self.task, batch)
                 self.look(batch)
                 for callback in job.callbacks:
                     callback.on_step(hand)
@@ -166,20 +181,6 @@ class _Loop:
         self.metrics = state["metrics"]
         left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
-
-    def train_step(self, batch: Batch) -> None:
-        hand, task = self.hand, self.task
-        if task.step is not None:
-            task.step(hand, batch.data)
-            if MAIN not in hand.optimizers:
-                hand.num_steps += 1
-            return
-        assert task.loss is not None
-        for data in hand.accumulate(batch.data):
-            with hand.replica.scope():
-                loss = task.loss(hand.model, data)
-            hand.backward(loss)
-        hand.step()
 
     def set_learning_rate(self) -> None:
         if self.task.schedule is None:
