@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "graph": {"core", "cluster"},
     "costs": {"core", "cluster", "graph"},
     "strategies": {"core", "cluster", "sync", "graph", "costs"},
-    "training": {"core", "strategies", "data", "store", "cluster"},
+    "training": {"core", "graph", "strategies", "data", "store", "cluster"},
     "population": {"core", "training", "data", "graph", "cluster"},
     "profiling": {"core", "training", "costs", "cluster"},
     "planning": {"core", "costs", "cluster"},

@@ -55,7 +55,12 @@ class TorchWorld(World):
         # before them on one rank and after them on another.
         self._aside = None if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
         self._ports = _share_ports(store, seat, set(_listening_ports()) - before)
+        self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         line.on_lost(self._abort)
+
+    @property
+    def is_recordable(self) -> bool:
+        return self._is_nccl
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         with self._naming("all_reduce"):

@@ -65,6 +65,11 @@ class World(ABC):
         """Seconds that this rank stood still in collectives, waiting for others or for the network."""
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether its collectives on this device may stand in a CUDA graph."""
+        return False
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
@@ -108,6 +113,10 @@ class NullWorld(World):
     def __init__(self, device: Device | None = None, line: Line | None = None) -> None:
         super().__init__(Seat(device=device or Device("cpu")), line or DirectLine())
         self._owns_group = False
+
+    @property
+    def is_recordable(self) -> bool:
+        return True
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         return Pending()

@@ -21,6 +21,7 @@ ALIASES = {
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 PRECISIONS = ("fp32", "bf16", "fp64")
+CAPTURES = ("auto", "graph", "compile", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,9 @@ class StrategySpec:
     """Batch statistics: "sync" over the replicas, or "local"."""
     precision: str = "fp32"
     accumulate: int = 1
+    capture: str = "auto"
+    """How a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays, "graph" only
+    records, "compile" compiles from the start, "off" runs it as it is written."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -56,6 +60,7 @@ class StrategySpec:
             _require_count(axis, count)
         _require_count("accumulate", self.accumulate)
         _require_one_of("precision", self.precision, PRECISIONS)
+        _require_one_of("capture", self.capture, CAPTURES)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
         for axis in ("context", "expert"):
             if getattr(self, axis) != 1:

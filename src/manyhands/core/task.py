@@ -41,7 +41,11 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         shape = tuple(getattr(total, "shape", ())) or type(total).__name__
         raise TaskError("the total of mh.mean must be a scalar tensor", got=shape, remedy="sum it: losses.sum()")
-    counted = torch.as_tensor(count, device=total.device).detach().double()
+    if isinstance(count, torch.Tensor):
+        counted = count.to(total.device).detach().double()
+    else:
+        # Made on the device: a copy from the host would make it wait.
+        counted = torch.full((), float(count), dtype=torch.float64, device=total.device)
     if counted.numel() != 1:
         raise TaskError("the count of mh.mean must be a single number", got=tuple(counted.shape), remedy="sum it")
     return Mean(total.reshape(()), counted.reshape(()))
@@ -95,6 +99,8 @@ class Task:
     """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
     """`schedule(step, total)` multiplies the optimizer's own learning rate."""
+    not_finite: str = "stop"
+    """What a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -138,6 +144,10 @@ class Task:
             )
         if self.clip is not None and not self.clip > 0:
             raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
+        if self.not_finite not in ("stop", "skip"):
+            raise TaskError(
+                'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="pass one of these"
+            )
         if self.workers is not None and self.workers < 0:
             raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
 

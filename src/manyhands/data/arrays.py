@@ -32,6 +32,8 @@ class ArraySource(IndexedSource):
                 remedy="cut them to one length; if each is a sample, stack them: torch.stack(...)",
             )
         self.size = next(iter(lengths.values()))
+        self.arrays = data
+        self.num_bytes = sum(leaf.nbytes for _, leaf in _leaves(data))
         self._read = _reader(data)
 
     def fetch(self, ids: Ids) -> Any:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from ..core import DataError
+from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
+from .order import Ids
 from .prefetch import DeviceCopy, Prefetcher
-from .shares import share_of
+from .resident import Resident, fits
+from .shares import Share, share_of
 from .source import Source, Window
 from .workers import read_in_workers
 
@@ -56,6 +59,7 @@ class Feed:
         """Seconds that the consumer waited for input."""
         self._computed = 0.0
         self._open: list[Iterator[Batch]] = []
+        self._resident: Resident | None = None
 
     def num_steps(self) -> int | None:
         """Global batches in an epoch; None for a stream of unknown length."""
@@ -109,6 +113,10 @@ class Feed:
 
     def _batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Batches on the device, by the fastest way that is safe."""
+        if self._resident is None and isinstance(self.source, ArraySource) and fits(self.source.num_bytes, self.device):
+            self._resident = Resident(self.source.arrays, self.device, self.dtype)
+        if self._resident is not None:
+            return self._on_device(cursor, self._resident)
         on_host = self._on_host(cursor)
         # The user's code may draw from global generators, so it never runs in a thread beside the network.
         if self.device.type != "cpu" and (self.workers or not self.source.max_workers):
@@ -116,6 +124,15 @@ class Feed:
         if self.device.type == "cpu" and self.dtype is None:
             return on_host
         return self._moved(on_host)
+
+    def _on_device(self, cursor: Cursor, resident: Resident) -> Iterator[Batch]:
+        """Batches gathered on the device, from arrays that stay there."""
+        position = cursor.position
+        for window, wanted, index in resident.ids(self._windows(cursor), self._wanted):
+            position += len(window.ids)
+            share = self._share(window)
+            ids = wanted if share.sizes and sum(share.sizes) else wanted[:0]
+            yield Batch(resident.fetch(index), share.sizes, share.global_sizes, ids, Cursor(cursor.epoch, position))
 
     def _on_host(self, cursor: Cursor) -> Iterator[Batch]:
         if self.workers:
@@ -125,25 +142,38 @@ class Feed:
     def _read(self, cursor: Cursor, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """Batches number first, first + step, ... counted from the cursor."""
         position = cursor.position
-        windows = self.source.windows(
-            seed=self.seed,
-            epoch=cursor.epoch,
-            shuffle=self.shuffle,
-            start=position,
-            batch_size=self.batch_size,
-        )
-        for number, window in zip(count(), windows):
-            if self.source.drop_last and len(window.ids) < self.batch_size:
-                return
+        for number, window in zip(count(), self._windows(cursor)):
             position += len(window.ids)
             if number % step == first:
                 yield self._batch(window, Cursor(cursor.epoch, position))
 
+    def _windows(self, cursor: Cursor) -> Iterator[Window]:
+        """The global batches from the cursor on."""
+        windows = self.source.windows(
+            seed=self.seed,
+            epoch=cursor.epoch,
+            shuffle=self.shuffle,
+            start=cursor.position,
+            batch_size=self.batch_size,
+        )
+        for window in windows:
+            if self.source.drop_last and len(window.ids) < self.batch_size:
+                return
+            yield window
+
+    def _share(self, window: Window) -> Share:
+        return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
+
+    def _wanted(self, window: Window) -> Ids:
+        """This replica's samples; a borrowed one where it has none."""
+        ids = window.ids[self._share(window).rows]
+        return ids if len(ids) else window.ids[:1]
+
     def _batch(self, window: Window, cursor: Cursor) -> Batch:
-        share = share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
-        ids = window.ids[share.rows]
-        ghost = window.ids[:1]
-        return Batch(window.fetch(ids if len(ids) else ghost), share.sizes, share.global_sizes, ids, cursor)
+        share = self._share(window)
+        return Batch(
+            window.fetch(self._wanted(window)), share.sizes, share.global_sizes, window.ids[share.rows], cursor
+        )
 
     def _moved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from ..core import CheckpointError
 
 Slots = dict[str, Any]
+EXECUTION = ("fused", "foreach", "capturable")
+"""How an update is executed, not what it computes: that is the present machine's choice, never a file's."""
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def _restored(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
     """Saved hyperparameters over the current ones; JSON made lists of tuples."""
     merged = {key: value for key, value in current.items() if key != "params"}
     for key, value in saved.items():
-        if key != "params":
+        if key != "params" and key not in EXECUTION:
             merged[key] = tuple(value) if isinstance(current.get(key), tuple) else value
     return merged
 

@@ -4,5 +4,15 @@ from .batch_stats import BatchStats
 from .mirrored import MirroredReplica
 from .realise import MAIN, optimizers_of, realise, require_built
 from .replica import Replica
+from .skipping import keep_where
 
-__all__ = ["realise", "require_built", "optimizers_of", "MAIN", "Replica", "MirroredReplica", "BatchStats"]
+__all__ = [
+    "realise",
+    "require_built",
+    "optimizers_of",
+    "MAIN",
+    "Replica",
+    "MirroredReplica",
+    "BatchStats",
+    "keep_where",
+]

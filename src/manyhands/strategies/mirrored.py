@@ -37,6 +37,28 @@ class MirroredReplica(Replica):
             self._buckets[key].arm()
         super().backward(objective, key, last=last)
 
+    @property
+    def is_recordable(self) -> bool:
+        return self.world.is_recordable or self.is_local
+
+    @property
+    def is_local(self) -> bool:
+        return self._stats is None or not self._stats.layers
+
+    def defer(self, is_deferred: bool) -> None:
+        for buckets in self._buckets.values():
+            buckets.deferred = is_deferred
+
+    def settle(self, is_settled: bool) -> None:
+        for buckets in self._buckets.values():
+            buckets.settled = is_settled
+
+    def pack(self, key: str) -> None:
+        self._buckets[key].pack()
+
+    def exchange(self, key: str) -> None:
+        self._buckets[key].exchange()
+
     def finish(self, key: str, count: Tensor | None) -> None:
         self._buckets[key].finish()
         if count is not None:

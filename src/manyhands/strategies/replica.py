@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec
+from .skipping import step_where
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -43,6 +44,28 @@ class Replica:
         else:
             objective.backward(inputs=[p for p in self.groups[key].values() if p.requires_grad])
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether forward and backward may stand in a CUDA graph: no collective of another kind lies in them."""
+        return True
+
+    @property
+    def is_local(self) -> bool:
+        """Whether forward needs no other replica."""
+        return True
+
+    def defer(self, is_deferred: bool) -> None:
+        """Whether gradients wait for `pack` and `exchange` instead of being summed during backward."""
+
+    def settle(self, is_settled: bool) -> None:
+        """Whether the parameters in use are those of the step before."""
+
+    def pack(self, key: str) -> None:
+        """Lays deferred gradients out for their exchange."""
+
+    def exchange(self, key: str) -> None:
+        """Sums deferred gradients over the replicas."""
+
     def finish(self, key: str, count: Tensor | None) -> None:
         """Completes the gradients of one optimizer; divides them by what was counted, where the loss counts."""
         if count is not None:
@@ -53,9 +76,19 @@ class Replica:
         """Shortens the gradient to a norm; returns the norm it had."""
         return nn.utils.clip_grad_norm_(list(self.groups[key].values()), max_norm)
 
-    def update(self, key: str) -> None:
-        """Takes the optimizer's step and forgets the gradients."""
-        self.optimizers[key].step()
+    def is_finite(self, key: str) -> Tensor:
+        """Whether every gradient is finite, as a flag on the device."""
+        gradients = [p.grad for p in self.groups[key].values() if p.grad is not None]
+        if not gradients:
+            return torch.ones((), dtype=torch.bool, device=self.world.device)
+        return torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite().all()
+
+    def update(self, key: str, where: Tensor | None = None) -> None:
+        """Takes the optimizer's step, only if the flag `where` is set, and forgets the gradients."""
+        if where is None:
+            self.optimizers[key].step()
+        else:
+            step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
 
     def align_buffers(self) -> None:

@@ -31,6 +31,10 @@ class Buckets:
         self._armed = False
         self._next = 0
         self._hooks: list[RemovableHandle] = []
+        self.deferred = False
+        """Whether the sums wait until all gradients are there: `pack`, `exchange`, `finish` instead of overlapping."""
+        self.settled = False
+        """Whether the parameters in use are those of the step before, so that nobody need look."""
         self._make()
 
     def _make(self) -> None:
@@ -63,18 +67,29 @@ class Buckets:
 
     def arm(self) -> None:
         """The backward that follows is the last of this step: sum each bucket as soon as it is full."""
-        self._armed = True
+        self._armed = not self.deferred
         self._next = 0
         for bucket in self._buckets:
             bucket.ready.clear()
 
+    def pack(self) -> None:
+        """Copies all gradients into their buckets."""
+        for bucket in self._buckets:
+            bucket.fill()
+
+    def exchange(self) -> None:
+        """Sums the packed buckets over the replicas."""
+        pending = [self._policy.start(self._world, bucket.flat) for bucket in self._buckets]
+        for sums in pending:
+            sums.wait()
+
     def finish(self) -> None:
         """Waits until every parameter's gradient is the sum over the replicas."""
-        while self._next < len(self._buckets):
+        while self._next < len(self._buckets) and not self.deferred:
             self._launch()
         self._armed = False
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish(self.settled)
 
     def divide(self, count: Tensor) -> None:
         """Divides the summed gradients by what was counted."""
@@ -121,6 +136,8 @@ class _Bucket:
         self._views = [part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
         self.pending = Pending()
+        self._is_used = [True] * len(sizes)
+        """Which parameters some replica used, as of the last look."""
 
     @property
     def is_full(self) -> bool:
@@ -145,11 +162,14 @@ class _Bucket:
                 self._views[index].copy_(gradient)
                 self._used[index] = 1
 
-    def finish(self) -> None:
+    def finish(self, settled: bool) -> None:
         self.pending.wait()
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+        self.pending = Pending()
+        if not settled:
             # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
-            if parameter.grad is not None or self._used[index].item() > 0:
+            self._is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
+        for parameter, view, is_used in zip(self.parameters, self._views, self._is_used, strict=True):
+            if is_used:
                 parameter.grad = view
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:

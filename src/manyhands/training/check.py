@@ -17,7 +17,7 @@ from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
 from .evaluation import evaluating
 from .hand import Hand
-from .loop import take_step
+from .stepping import take_step
 from .trial import NUM_SAMPLES, try_loss
 
 RELATIVE, ABSOLUTE = 1e-8, 1e-10

@@ -17,7 +17,7 @@ from ..cluster import DirectLine, NullWorld, World, current_world, resolve
 from ..core import Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Replica, realise
+from ..strategies import MAIN, Replica, keep_where, realise
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
@@ -39,6 +39,7 @@ class Hand:
         """Where each dataset stands, in the order of their first use; the first is the one that is trained on."""
         self._datasets: dict[Any, tuple[Any, int]] = {}
         self.num_steps = 0
+        self.num_restores = 0
         self.clip: float | None = None
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
@@ -48,6 +49,13 @@ class Hand:
         self._part = Part(1, world.size)
         self._tallies: dict[Key, Tally] = {}
         self._last_tally: Tally | None = None
+        self._vote = torch.zeros((), device=self.device)
+        self._has_voted = False
+        self.skips = False
+        """Whether a step whose gradient is not finite is left out."""
+        self.good: Tensor | None = None
+        """A flag on the device: whether the last step was taken; None where every step is."""
+        self._before: list[Tensor] = []
         self.look_every = 1 if self.device.type == "cpu" else 20
         """Steps between two looks at losses and votes: on a GPU a look waits for the device."""
         self.losses: dict[Key, Tensor] = {}
@@ -79,6 +87,7 @@ class Hand:
         self.realise(model, task.optimizer)
         _built.add(model)
         self.clip = task.clip
+        self.skips = task.not_finite == "skip"
 
     def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
@@ -228,8 +237,26 @@ class Hand:
             )
         objective = tally.add(loss, self._part)
         if self._part.last:
-            tally.send(self.world.line.stopping, self.replica.riders(key))
+            self.heed()
+            tally.send(self._vote, self.replica.riders(key))
         self.replica.backward(objective, key, last=self._part.last)
+
+    def heed(self) -> None:
+        """Puts a wish to stop where it travels with the next step."""
+        if self.world.line.stopping and not self._has_voted:
+            self._vote.fill_(1)
+            self._has_voted = True
+
+    def begin_step(self) -> None:
+        """Remembers what a step that is left out must not have changed."""
+        if self.skips:
+            self.good = None
+            self._before = [buffer.clone() for buffer in self.model.buffers()]
+
+    def end_step(self) -> None:
+        """Puts buffers back if the step was left out."""
+        if self.good is not None and (self.device.type != "cpu" or not self.good):
+            keep_where(self.good, list(self.model.buffers()), self._before)
 
     def step(self, key: Key = MAIN) -> None:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""
@@ -244,13 +271,42 @@ class Hand:
         self.replica.finish(key, tally.count)
         tally.settle()
         with self.timed("optimizer"):
-            if self.clip is not None:
-                self.replica.clip(key, self.clip)
-            self.replica.update(key)
+            norm = self.replica.clip(key, self.clip) if self.clip is not None else None
+            self.replica.update(key, self._flag(key, norm))
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:
             self.num_steps += 1
+
+    def _flag(self, key: Key, norm: Tensor | None) -> Tensor | None:
+        """Whether this update is to be taken, where some may be left out."""
+        if not self.skips:
+            return None
+        flag = self.replica.is_finite(key) if norm is None else norm.isfinite()
+        self.good = flag if self.good is None else flag & self.good
+        return flag
+
+    def drop_step(self) -> None:
+        """Forgets a step that was begun: its losses and gradients."""
+        self._tallies.clear()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def recorded_tally(self) -> Tally:
+        """The tally of the step that was just recorded, open or closed."""
+        tally = self._tallies.pop(MAIN, None) or self._last_tally
+        assert tally is not None
+        return tally
+
+    def reopen(self, tally: Tally) -> None:
+        """Makes this the tally of the step that is being taken."""
+        self._tallies[MAIN] = tally
+
+    def follow(self, tally: Tally, losses: Mapping[Key, Tensor], good: Tensor | None) -> None:
+        """Takes over what a recorded step left behind; copies, since the next one writes to the same place."""
+        self._last_tally = tally
+        self.losses = {key: loss.clone() for key, loss in losses.items()}
+        self.good = None if good is None else good.clone()
 
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: Key = MAIN) -> Tensor:
         """Backward and step in one, for one of several optimizers; returns the loss over all replicas.
@@ -351,6 +407,7 @@ class Hand:
         store = self.store(path)
         if not self.world.gather_objects(bool(store.steps()))[0]:
             return None
+        self.num_restores += 1
         return restore_snapshot(self, store.load())
 
     def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:

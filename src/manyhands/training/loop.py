@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, tensors
-from ..strategies import MAIN
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .stepping import Stepper
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
+MAX_SKIPPED = 20
+"""Steps in a row without a finite gradient after which a run that skips them ends all the same."""
+_GOOD = "\0good"
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 
@@ -57,28 +62,14 @@ class Outcome:
 
 def train(world: World, job: Job) -> Outcome:
     """Trains one replica."""
-    hand = Hand(world, job.spec)
-    loop = _Loop(hand, job)
-    try:
-        return loop.run()
-    finally:
-        loop.reporter.flush()
-        hand.close()
-
-
-def take_step(hand: Hand, task: Task, batch: Batch) -> None:
-    """One step of a task on a batch: its own, or its loss over the micro-batches and one update."""
-    if task.step is not None:
-        task.step(hand, batch.data)
-        if MAIN not in hand.optimizers:
-            hand.num_steps += 1
-        return
-    assert task.loss is not None
-    for data in hand.accumulate(batch.data):
-        with hand.replica.scope():
-            loss = task.loss(hand.model, data)
-        hand.backward(loss)
-    hand.step()
+    with own_stream(world.device):
+        hand = Hand(world, job.spec)
+        loop = _Loop(hand, job)
+        try:
+            return loop.run()
+        finally:
+            loop.reporter.flush()
+            hand.close()
 
 
 def check_schedule(task: Task, num_steps: int | None) -> None:
@@ -99,6 +90,7 @@ class _Loop:
         self.measured_at = 0
         self.compared = False
         self.noticed: set[str] = set()
+        self.factor: float | None = None
 
     def run(self) -> Outcome:
         job, hand = self.job, self.hand
@@ -106,14 +98,17 @@ class _Loop:
         for callback in job.callbacks:
             callback.on_start(hand)
         self.reporter.start(train_feed)
+        stepper = Stepper(hand, self.task, self.total)
         while hand.epoch < job.epochs and not self.is_over:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
-                take_step(hand, self.task, batch)
+                stepper.take(batch)
                 self.look(batch)
                 for callback in job.callbacks:
                     callback.on_step(hand)
+                if job.callbacks:
+                    stepper.look_again()
                 if job.save_every and hand.num_steps % job.save_every == 0:
                     self.save()
                 if self.is_over:
@@ -187,6 +182,9 @@ class _Loop:
             return
         assert self.total is not None
         factor = self.task.schedule(self.hand.num_steps, self.total)
+        if factor == self.factor:
+            return
+        self.factor = factor
         for optimizer in self.hand.optimizers.values():
             for group in optimizer.param_groups:
                 base = group.setdefault("initial_lr", float(group["lr"]))
@@ -279,8 +277,9 @@ class _Reporter:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+        self._unread: list[tuple[int, dict[str, Tensor], Tensor | None]] = []
         self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._num_skipped = 0
         self._sent_at = 0.0
         self._started_at = time.perf_counter()
         self._feed: Feed | None = None
@@ -295,19 +294,31 @@ class _Reporter:
 
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
-        self._unread.append((self._hand.num_steps, dict(self._hand.losses)))
+        self._unread.append((self._hand.num_steps, dict(self._hand.losses), self._hand.good))
 
     def read(self) -> None:
-        for step, losses in self._unread:
-            values = {key or "loss": float(loss) for key, loss in losses.items()}
+        unread, self._unread = self._unread, []
+        for (step, _, good), values in zip(unread, _read_all(unread), strict=True):
+            if values.pop(_GOOD, 1.0) == 0.0:
+                self._skip(step)
+                continue
+            self._num_skipped = 0 if good is not None else self._num_skipped
             self._unsent.append((step, values))
             for name, value in values.items():
                 if not math.isfinite(value):
                     raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
             self.last_losses = values
-        self._unread.clear()
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
+
+    def _skip(self, step: int) -> None:
+        """Lists a step that changed nothing; many in a row will not end by themselves."""
+        self._num_skipped += 1
+        self.report(event("skipped", step=step))
+        if self._num_skipped == 1:
+            self._hand.notice(f"step {step} was left out: its gradient is not finite")
+        if self._num_skipped >= MAX_SKIPPED:
+            raise LossNotFinite(f"{MAX_SKIPPED} steps in a row had no finite gradient; {self._suspicion(step)}")
 
     def _suspicion(self, step: int) -> str:
         """What to look at when a loss is not finite."""
@@ -348,3 +359,27 @@ class _Reporter:
         synced = self._hand.world.waited - self._synced_before
         known = {"input": waited, "sync": synced, **self._hand.seconds}
         return {"total": total, "compute": max(0.0, total - sum(known.values())), **known}
+
+
+def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> list[dict[str, float]]:
+    """The values of many steps in one look at the device."""
+    named = [
+        {**{key or "loss": loss for key, loss in losses.items()}, **({} if good is None else {_GOOD: good})}
+        for _, losses, good in unread
+    ]
+    flat = [value.reshape(()).double() for values in named for value in values.values()]
+    numbers = iter(torch.stack(flat).tolist() if flat else ())
+    return [{name: next(numbers) for name in values} for values in named]
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, a stream besides the default one, which cannot be recorded."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)

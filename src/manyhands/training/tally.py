@@ -36,6 +36,7 @@ class Tally:
         self._plain_counts: list[float] = []
         self._token_counts: list[Tensor] = []
         self._pending = Pending()
+        self._travelling: Tensor | None = None
         self._sums: Tensor | None = None
         self.is_sent = False
         self.counts_tokens = False
@@ -54,17 +55,17 @@ class Tally:
         self._plain_counts.append(part.size if part.size != part.total else 1.0)
         return loss * (part.size / part.total) if part.size != part.total else loss
 
-    def send(self, stopping: bool, riders: Tensor | None) -> None:
+    def send(self, vote: Tensor, riders: Tensor | None) -> None:
         """Leaves the numbers where they travel with the gradients, or begins to sum them by themselves."""
         self.is_sent = True
         if self._world.size == 1:
             return
         if riders is not None:
-            riders.copy_(self._numbers(stopping, riders.dtype))
-            self._sums = riders
+            riders.copy_(self._numbers(vote, riders.dtype))
+            self._travelling = riders
             return
-        self._sums = self._numbers(stopping, torch.float64)
-        self._pending = self._world.start_all_reduce(self._sums)
+        self._travelling = self._numbers(vote, torch.float64)
+        self._pending = self._world.start_all_reduce(self._travelling)
 
     def receive(self) -> None:
         """Waits for sums that travel by themselves."""
@@ -72,37 +73,39 @@ class Tally:
 
     def settle(self) -> None:
         """Keeps the sums; the room that they travelled in is used again by the next step."""
-        if self._sums is not None:
-            self._sums = self._sums.clone()
+        if self._travelling is not None:
+            self._sums = self._travelling.clone()
 
-    def _numbers(self, stopping: bool, dtype: torch.dtype) -> Tensor:
+    def _numbers(self, vote: Tensor, dtype: torch.dtype) -> Tensor:
         """Total, count and vote of this replica."""
-        device = self._world.device
+        total, count = self._local()
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, dtype=dtype, device=total.device)
+        return torch.stack([total.to(dtype), count.to(dtype), vote.to(dtype)])
+
+    def _local(self) -> tuple[Tensor, Tensor | float]:
         total = self._totals[0] if len(self._totals) == 1 else torch.stack(self._totals).sum()
-        if not self.counts_tokens:
-            numbers = torch.tensor([0.0, sum(self._plain_counts), float(stopping)], dtype=dtype, device=device)
-            numbers[0] = total
-            return numbers
-        count = torch.stack(self._token_counts).sum()
-        vote = torch.full((), float(stopping), dtype=dtype, device=device)
-        return torch.stack([total.to(dtype), count.to(dtype), vote])
+        return total, torch.stack(self._token_counts).sum() if self.counts_tokens else sum(self._plain_counts)
+
+    @property
+    def local_loss(self) -> Tensor:
+        """The mean over this replica's part alone."""
+        total, count = self._local()
+        return total / count
 
     @property
     def count(self) -> Tensor | None:
         """What gradients must be divided by; None when the loss was a mean over samples already."""
         if not self.counts_tokens:
             return None
-        return self._sums[1] if self._sums is not None else torch.stack(self._token_counts).sum()
+        return self._travelling[1] if self._travelling is not None else torch.stack(self._token_counts).sum()
 
     @property
     def loss(self) -> Tensor:
         """The mean over the whole step."""
         if self._sums is not None:
             return self._sums[0] / self._sums[1]
-        if len(self._totals) == 1 and not self.counts_tokens:
-            return self._totals[0]
-        total = torch.stack(self._totals).sum()
-        return total / (torch.stack(self._token_counts).sum() if self.counts_tokens else sum(self._plain_counts))
+        return self._totals[0] if len(self._totals) == 1 and not self.counts_tokens else self.local_loss
 
     @property
     def stopping(self) -> bool:

@@ -1,0 +1,21 @@
+"""How a step is executed: recorded as CUDA graphs where it can be, and the reason where it cannot."""
+
+from .blame import culprit
+from .optimizers import CAPTURABLE, make_capturable, skips_on_device
+from .recording import CannotRecord, Phase, Recording, rehearsing
+from .statics import Statics, shape_of
+from .watch import Watch
+
+__all__ = [
+    "Recording",
+    "Phase",
+    "CannotRecord",
+    "rehearsing",
+    "Statics",
+    "shape_of",
+    "Watch",
+    "make_capturable",
+    "CAPTURABLE",
+    "skips_on_device",
+    "culprit",
+]

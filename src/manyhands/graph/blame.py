@@ -1,0 +1,36 @@
+"""Blame: the line of a person's own code that an error came from."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+_NOT_THEIRS = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
+
+
+def culprit(error: BaseException) -> str:
+    """The innermost line of the person's own code in an error's traceback, as `file.py:12: text`.
+
+    >>> try:
+    ...     exec(compile("x = 1\\nx / 0", "train.py", "exec"))
+    ... except ZeroDivisionError as error:
+    ...     culprit(error)
+    'train.py:2'
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    if not frames:
+        return type(error).__name__
+    frame = (theirs or frames)[-1]
+    text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"{place}: {text}" if text else place

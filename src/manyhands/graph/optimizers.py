@@ -1,0 +1,72 @@
+"""Optimizers whose update can stand in a CUDA graph: their counters and learning rates live on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+"""Those with a fused update, which can also be masked on the device."""
+CAPTURABLE = (*FUSED, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
+"""Those that read their learning rate and their counters on the device. The others of torch bake one of them in:
+ASGD and Rprop the learning rate, Adagrad its counter."""
+
+
+def make_capturable(optimizer: Optimizer) -> str:
+    """Makes an optimizer's update fit for a CUDA graph; returns why that cannot be, "" where it can.
+
+    The mathematics stay the same: learning rates become tensors, counters move to the device, and the fused update
+    is used where a person did not choose another.
+    """
+    reason = _reason_against(optimizer)
+    if reason:
+        return reason
+    fused = isinstance(optimizer, FUSED) and _fuses(optimizer)
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        if fused:
+            group["fused"], group["foreach"] = True, False
+        if "capturable" in group:
+            group["capturable"] = True
+        group["lr"] = _on_device(group["lr"], optimizer)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = _on_device(state["step"], optimizer)
+    return ""
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether its update can be told on the device to change nothing."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _reason_against(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    if type(optimizer) not in CAPTURABLE:
+        return f"the update of {name} is not known to work from a recording"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has hooks of its own around its update"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.device.type != "cuda" for p in parameters):
+        return "a parameter is not on the GPU"
+    if type(optimizer) is optim.SGD and not _fuses(optimizer):
+        return "SGD reads its learning rate on the host unless it is fused"
+    return ""
+
+
+def _fuses(optimizer: Optimizer) -> bool:
+    """Whether the fused update may be used: a person chose it, or nothing else, and it knows these parameters."""
+    chosen = [group.get("fused") is not False and not group.get("foreach") for group in optimizer.param_groups]
+    kinds = [p.is_floating_point() and not p.is_complex() for group in optimizer.param_groups for p in group["params"]]
+    return all(chosen) and all(kinds)
+
+
+def _on_device(value: Any, optimizer: Optimizer) -> Tensor:
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device)
+    return torch.full((), float(value), dtype=torch.float32, device=device)
