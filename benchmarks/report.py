@@ -74,6 +74,8 @@ class Report:
     checks: dict[str, Check] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     """By case: how far a contender is from itself, or may be by chance, as a ratio less 1."""
+    notes: dict[str, float] = field(default_factory=dict)
+    """Figures besides the times, by name."""
 
     def add(self, case: str, times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Row]:
         """A case's contenders against one of them; returns their rows by name."""
@@ -105,6 +107,7 @@ class Report:
             "machine": machine(),
             "checks": {name: check.to_dict() for name, check in self.checks.items()},
             "noise": self.noise,
+            **({"notes": self.notes} if self.notes else {}),
             "rows": [_rounded(row) for row in self.rows],
         }
 
@@ -132,8 +135,9 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> d
 
 
 def machine() -> str:
-    """The processor, its cores and torch."""
-    return f"{_processor()}, {os.cpu_count()} cores, torch {torch.__version__.split('+')[0]}"
+    """The processor, its cores, a GPU where one is used, and torch."""
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_initialized() else ""
+    return f"{gpu}{_processor()}, {os.cpu_count()} cores, torch {torch.__version__.split('+')[0]}"
 
 
 def arguments(doc: str | None) -> argparse.Namespace:

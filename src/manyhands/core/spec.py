@@ -118,13 +118,13 @@ class StrategySpec:
         return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
 
 
-def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:
+def Single(*, precision: str = "fp32", accumulate: int = 1, capture: str = "auto") -> StrategySpec:
     """One device, in the caller's process.
 
     >>> Single(accumulate=4)
     StrategySpec(accumulate=4)
     """
-    return StrategySpec(replicas=1, precision=precision, accumulate=accumulate)
+    return StrategySpec(replicas=1, precision=precision, accumulate=accumulate, capture=capture)
 
 
 def Mirrored(
@@ -134,6 +134,7 @@ def Mirrored(
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
+    capture: str = "auto",
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
@@ -141,7 +142,12 @@ def Mirrored(
     StrategySpec(replicas=2)
     """
     return StrategySpec(
-        replicas=replicas, sync=sync, batch_stats=batch_stats, precision=precision, accumulate=accumulate
+        replicas=replicas,
+        sync=sync,
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        capture=capture,
     )
 
 

@@ -5,12 +5,14 @@ from .batch import Batch, Cursor, first_dim, split, tensors, to_device
 from .feed import Feed
 from .order import Order
 from .prefetch import Prefetcher
+from .resident import ResidentBatch
 from .source import Source, check_source
 from .sources import as_source
 
 __all__ = [
     "Feed",
     "Batch",
+    "ResidentBatch",
     "Cursor",
     "Source",
     "as_source",

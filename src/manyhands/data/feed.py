@@ -132,7 +132,7 @@ class Feed:
             position += len(window.ids)
             share = self._share(window)
             ids = wanted if share.sizes and sum(share.sizes) else wanted[:0]
-            yield Batch(resident.fetch(index), share.sizes, share.global_sizes, ids, Cursor(cursor.epoch, position))
+            yield resident.batch(index, ids, share, Cursor(cursor.epoch, position))
 
     def _on_host(self, cursor: Cursor) -> Iterator[Batch]:
         if self.workers:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import to_device
+from .batch import Batch, Cursor, to_device
 from .order import Ids
+from .shares import Share
 from .source import Window
 
 SHARE = 16
@@ -30,6 +31,10 @@ class Resident:
         """Some rows, gathered on the device."""
         return _rows(self._arrays, index)
 
+    def batch(self, index: Tensor, ids: Ids, share: Share, cursor: Cursor) -> ResidentBatch:
+        """A batch that is gathered when somebody looks at it."""
+        return ResidentBatch(self, index, share.sizes, share.global_sizes, ids, cursor)
+
     def ids(self, windows: Iterator[Window], rows: Callable[[Window], Ids]) -> Iterator[tuple[Window, Ids, Tensor]]:
         """Windows with the ids of the rows that are wanted of each, on the host and on the device."""
         while group := list(islice(windows, NUM_AHEAD)):
@@ -39,6 +44,33 @@ class Resident:
                 together = together.pin_memory()
             moved = together.to(self._device, non_blocking=True)
             yield from zip(group, wanted, moved.split([len(ids) for ids in wanted]), strict=True)
+
+
+class ResidentBatch(Batch):
+    """A batch of resident arrays: until somebody asks for its data, it is an index on the device."""
+
+    def __init__(
+        self,
+        resident: Resident,
+        index: Tensor,
+        sizes: tuple[int, ...],
+        global_sizes: tuple[int, ...],
+        ids: Ids,
+        cursor: Cursor,
+    ) -> None:
+        self.__dict__.update(
+            resident=resident, index=index, sizes=sizes, global_sizes=global_sizes, ids=ids, cursor=cursor
+        )
+
+    resident: Resident
+    index: Tensor
+
+    @property
+    def data(self) -> Any:
+        """Nested tensors on the device, gathered once."""
+        if "gathered" not in self.__dict__:
+            self.__dict__["gathered"] = self.resident.fetch(self.index)
+        return self.__dict__["gathered"]
 
 
 def fits(num_bytes: int, device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """How a step is executed: recorded as CUDA graphs where it can be, and the reason where it cannot."""
 
 from .blame import culprit
+from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, make_capturable, skips_on_device
 from .recording import CannotRecord, Phase, Recording, rehearsing
 from .statics import Statics, shape_of
@@ -12,6 +13,8 @@ __all__ = [
     "CannotRecord",
     "rehearsing",
     "Statics",
+    "has_convolutions",
+    "lay_out",
     "shape_of",
     "Watch",
     "make_capturable",

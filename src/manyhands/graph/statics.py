@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -20,26 +20,38 @@ def shape_of(data: Any) -> Hashable | str:
     >>> shape_of([object()])
     'the batch holds a object, which is neither a tensor nor a number'
     """
-    leaves, nesting = tree_flatten(data)
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
-            return f"the batch holds a {type(leaf).__name__}, which is neither a tensor nor a number"
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            return "the batch holds a sparse tensor"
-    kinds = tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
-    return nesting, kinds
+    # This runs before every step, so it is written out instead of going through a general walk of trees.
+    if isinstance(data, Tensor):
+        return (data.shape, data.dtype, data.device) if data.layout is torch.strided else "the batch is sparse"
+    if isinstance(data, _PLAIN):
+        return (data,)
+    if not isinstance(data, (tuple, list, dict)):
+        return f"the batch holds a {type(data).__name__}, which is neither a tensor nor a number"
+    children = [shape_of(child) for child in (data.values() if isinstance(data, dict) else data)]
+    for child in children:
+        if isinstance(child, str):
+            return child
+    return type(data), tuple(data) if isinstance(data, dict) else (), tuple(children)
 
 
 class Statics:
     """A copy of a batch whose tensors stay where they are."""
 
     def __init__(self, data: Any) -> None:
-        leaves, nesting = tree_flatten(data)
-        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._tensors = [leaf for leaf in copies if isinstance(leaf, Tensor)]
-        self.data: Any = tree_unflatten(copies, nesting)
+        self.data: Any = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
+        self._tensors = _tensors(self.data)
 
     def load(self, data: Any) -> None:
         """Fills the tensors with another batch of the same shape."""
-        leaves = [leaf for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]
-        torch._foreach_copy_(self._tensors, leaves)
+        if isinstance(data, Tensor):
+            self.data.copy_(data)
+        else:
+            torch._foreach_copy_(self._tensors, _tensors(data))
+
+
+def _tensors(data: Any) -> list[Tensor]:
+    if isinstance(data, Tensor):
+        return [data]
+    if not isinstance(data, (tuple, list, Mapping)):
+        return []
+    return [t for child in (data.values() if isinstance(data, Mapping) else data) for t in _tensors(child)]

@@ -64,6 +64,10 @@ class MirroredReplica(Replica):
         if count is not None:
             self._buckets[key].divide(count)
 
+    def lay_out_anew(self) -> None:
+        for buckets in self._buckets.values():
+            buckets.lay_out_anew()
+
     def align_buffers(self) -> None:
         for buffer in self.model.buffers():
             self.world.broadcast(buffer)

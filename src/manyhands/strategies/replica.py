@@ -22,11 +22,13 @@ class Replica:
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self.spec, self.world, self.model, self.optimizers = spec, world, model, dict(optimizers)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self.is_narrow = spec.precision == "bf16"
+        """Whether the network is computed in bfloat16."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Where the network and its loss are computed: the chosen precision."""
-        if self.spec.precision != "bf16":
+        if not self.is_narrow:
             return _AS_IT_IS
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
 
@@ -90,6 +92,9 @@ class Replica:
         else:
             step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
+
+    def lay_out_anew(self) -> None:
+        """Follows parameters that lie otherwise in memory than before."""
 
     def align_buffers(self) -> None:
         """Gives every replica the first one's buffers."""

@@ -51,8 +51,12 @@ class Buckets:
     def refresh(self) -> None:
         """Follows parameters that were frozen or set free since the last step."""
         if [p.requires_grad for p in self._parameters.values()] != self._trainable:
-            self.close()
-            self._make()
+            self.lay_out_anew()
+
+    def lay_out_anew(self) -> None:
+        """Follows parameters that lie otherwise in memory than before; the same on every replica."""
+        self.close()
+        self._make()
 
     @property
     def riders(self) -> Tensor | None:
@@ -133,7 +137,7 @@ class _Bucket:
         parts = [sum(sizes), len(sizes), num_riders]
         self.flat = torch.zeros(sum(parts), dtype=first.dtype, device=first.device)
         self.gradients, self._used, self.riders = self.flat.split(parts)
-        self._views = [part.view_as(p) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
+        self._views = [_as(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
         self.pending = Pending()
         self._is_used = [True] * len(sizes)
@@ -160,7 +164,8 @@ class _Bucket:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._views[index].copy_(gradient)
-                self._used[index] = 1
+                # Not an assignment: that would copy a number from the host and wait for it.
+                self._used[index].fill_(1)
 
     def finish(self, settled: bool) -> None:
         self.pending.wait()
@@ -180,6 +185,13 @@ class _Bucket:
                     got=f"a sparse gradient of {name}",
                     remedy="build its layer with sparse=False",
                 )
+
+
+def _as(parameter: Tensor, part: Tensor) -> Tensor:
+    """A part of a flat buffer in the shape of a parameter, and laid out like it where that fills the part."""
+    if parameter.is_contiguous(memory_format=torch.channels_last) and parameter.dim() == 4:
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view_as(parameter)
 
 
 def _plan(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

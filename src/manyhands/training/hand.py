@@ -55,8 +55,7 @@ class Hand:
         """Whether a step whose gradient is not finite is left out."""
         self.good: Tensor | None = None
         """A flag on the device: whether the last step was taken; None where every step is."""
-        self._before: list[Tensor] = []
-        self.look_every = 1 if self.device.type == "cpu" else 20
+        self.look_every = 1 if self.device.type == "cpu" else 50
         """Steps between two looks at losses and votes: on a GPU a look waits for the device."""
         self.losses: dict[Key, Tensor] = {}
         """The losses of the last step, over all replicas."""
@@ -247,16 +246,15 @@ class Hand:
             self._vote.fill_(1)
             self._has_voted = True
 
-    def begin_step(self) -> None:
-        """Remembers what a step that is left out must not have changed."""
-        if self.skips:
-            self.good = None
-            self._before = [buffer.clone() for buffer in self.model.buffers()]
+    def begin_step(self) -> list[Tensor]:
+        """What a step that is left out must not have changed."""
+        self.good = None
+        return [buffer.clone() for buffer in self.model.buffers()] if self.skips else []
 
-    def end_step(self) -> None:
+    def end_step(self, before: list[Tensor]) -> None:
         """Puts buffers back if the step was left out."""
         if self.good is not None and (self.device.type != "cpu" or not self.good):
-            keep_where(self.good, list(self.model.buffers()), self._before)
+            keep_where(self.good, list(self.model.buffers()), before)
 
     def step(self, key: Key = MAIN) -> None:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""

@@ -115,6 +115,7 @@ class _Loop:
                     break
             else:
                 self.end_epoch(epoch, valid_feed)
+        stepper.close()
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
         self.end()
@@ -367,7 +368,9 @@ def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> lis
         {**{key or "loss": loss for key, loss in losses.items()}, **({} if good is None else {_GOOD: good})}
         for _, losses, good in unread
     ]
-    flat = [value.reshape(()).double() for values in named for value in values.values()]
+    flat = [value for values in named for value in values.values()]
+    if len({value.dtype for value in flat}) > 1:
+        flat = [value.double() for value in flat]
     numbers = iter(torch.stack(flat).tolist() if flat else ())
     return [{name: next(numbers) for name in values} for values in named]
 

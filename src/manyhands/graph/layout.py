@@ -1,0 +1,37 @@
+"""Layout: pictures with their channels last in memory, which convolutions often prefer. Values stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Whether the layout of pictures matters to a network.
+
+    >>> has_convolutions(nn.Conv2d(3, 8, 3)), has_convolutions(nn.Linear(3, 8))
+    (True, False)
+    """
+    return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+
+
+def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last: bool) -> None:
+    """Lays four-dimensional parameters and their optimizers' state out anew, in place.
+
+    >>> net = nn.Conv2d(3, 8, 3)
+    >>> lay_out(net, [], channels_last=True)
+    >>> net.weight.is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=wanted)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, slot in state.items():
+                if isinstance(slot, Tensor) and slot.dim() == 4:
+                    state[name] = slot.contiguous(memory_format=wanted)

@@ -1,0 +1,328 @@
+"""Recorder: a step as CUDA graphs. Rehearsed for what waits, watched for what changes in Python, audited now and then.
+
+Whatever cannot be recorded makes the recorder give up; a notice says which line it was, and steps go on plainly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import random_state, restore_random_state
+from ..data import Batch, ResidentBatch
+from ..graph import CannotRecord, Phase, Recording, Statics, Watch, make_capturable, rehearsing, shape_of
+from ..strategies import MAIN
+from .hand import Hand
+from .tally import Part, Tally
+from .ways import Loss, Ways
+
+NUM_PLAIN = 2
+"""Plain steps on batches of one shape before the rehearsal: lazy parts of a network are made in the first."""
+MAX_RECORDINGS = 4
+MAX_SHAPES = 8
+MAX_CHANGES = 4
+LOOK_EVERY = 50
+"""Replays between two close looks at values in Python that a recording does not follow."""
+CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
+"""How close a recorded step's loss must be to the plain one's, by precision."""
+
+
+def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
+    """The loss of every micro-batch, and its gradients."""
+    for data in hand.accumulate(batch.data):
+        with hand.replica.scope():
+            value = loss(hand.model, data)
+        hand.backward(value)
+
+
+@dataclass
+class _Made:
+    """A recording of the step on batches of one shape, and what it leaves behind."""
+
+    statics: Statics
+    recording: Recording
+    tally: Tally
+    losses: dict[str, Tensor]
+    good: Tensor | None
+
+
+class Recorder:
+    """Takes steps from recordings, one for each shape of batch that comes often enough."""
+
+    def __init__(self, hand: Hand, loss: Loss, ways: Ways, total: int | None) -> None:
+        self._hand, self._task_loss, self._ways, self._total = hand, loss, ways, total
+        self._made: dict[Hashable, _Made] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._watch: Watch | None = None
+        self._num_replays = self._num_changes = 0
+        self._has_given_up = False
+        self._pool = _pool()
+        reasons = [make_capturable(optimizer) for optimizer in hand.optimizers.values()]
+        self._rates = [(group, group["lr"]) for o in hand.optimizers.values() for group in o.param_groups]
+        self._is_whole = not any(reasons)
+        """Whether the update stands in the recording too."""
+        if not hand.replica.is_recordable:
+            self._give_up("batch statistics are exchanged over gloo inside the network")
+        elif not self._is_whole:
+            hand.notice(f"the update runs by itself, outside of the recording: {next(filter(None, reasons))}")
+
+    def take(self, batch: Batch) -> str:
+        """Takes a step, "replayed" or "rehearsed"; "" says that it must be taken plainly."""
+        if self._has_given_up:
+            return ""
+        key = self._key(batch)
+        if isinstance(key, str):
+            self._give_up(key)
+            return ""
+        if key in self._made:
+            self._replay(self._made[key], batch)
+            return "replayed"
+        return self._approach(key, batch)
+
+    def look_again(self) -> None:
+        """A quick look whether what the recordings took for constant still is."""
+        if self._made and self._watch is not None and not self._watch.is_same():
+            self._look_closely()
+
+    def forget(self) -> None:
+        """Lets go of the recordings, and of the memory that they hold."""
+        self._made.clear()
+        self._seen.clear()
+        self._num_replays = 0
+        self._pool = _pool()
+
+    # -- on the way to a recording --------------------------------------------------------------------------------
+
+    def _key(self, batch: Batch) -> Hashable | str:
+        shape = shape_of(_input(batch))
+        return shape if isinstance(shape, str) else (shape, batch.sizes, batch.global_sizes, self._hand.num_restores)
+
+    def _approach(self, key: Hashable, batch: Batch) -> str:
+        """Plain steps, then one under the conditions of a recording, then the recording."""
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if len(self._seen) > MAX_SHAPES and not self._made:
+            self._give_up(f"batches come in more than {MAX_SHAPES} shapes")
+            return ""
+        if seen <= NUM_PLAIN or len(self._made) >= MAX_RECORDINGS or not self._pays():
+            return ""
+        return self._rehearse(batch) if seen == NUM_PLAIN + 1 else self._record(key, batch)
+
+    def _pays(self) -> bool:
+        """A recording costs about as much as a few steps."""
+        return self._total is None or self._total - self._hand.num_steps > NUM_PLAIN
+
+    def _rehearse(self, batch: Batch) -> str:
+        """A real step under the conditions of a recording; "" if it breaks one, with nothing changed."""
+        hand = self._hand
+        watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values())
+        hooked = watch.hooked()
+        if hooked:
+            self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")
+            return ""
+        state = _Keepsake(hand)
+        try:
+            # Sums wait for the end here, because a rehearsal that breaks off must not have begun some.
+            with self._in_parts(is_deferred=hand.size > 1):
+                phases = self._phases(batch, is_deferred=hand.size > 1)
+                with rehearsing() if not self._ways.is_compiled else nullcontext():
+                    phases[0].run()
+                for phase in phases[1:]:
+                    phase.run()
+        except CannotRecord as reason:
+            state.restore()
+            self._give_up(str(reason))
+            return ""
+        changed, drew = watch.changed(), watch.drew()
+        if changed:
+            self._give_up(f"{changed} changes with every step, in Python")
+        elif drew:
+            self._give_up(f"the step draws from {drew}, on the host")
+        return "rehearsed"
+
+    # -- recording and replaying ----------------------------------------------------------------------------------
+
+    def _phases(self, batch: Batch, *, is_deferred: bool) -> list[Phase]:
+        """The step in parts: all in one graph; where the exchange or the update must run by itself, around those."""
+        hand, loss = self._hand, self._ways.loss
+        gradients: list[tuple[Tensor, Tensor | None]] = []
+        before: list[list[Tensor]] = []
+
+        def forth_and_back() -> None:
+            before[:] = [hand.begin_step()]
+            compute(hand, loss, batch)
+            if is_deferred:
+                hand.replica.pack(MAIN)
+            if not self._is_whole:
+                gradients[:] = [(p, p.grad) for p in hand.model.parameters()]
+
+        def exchange() -> None:
+            hand.replica.exchange(MAIN)
+
+        def update() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            hand.good = None
+            hand.step()
+            hand.end_step(before[0])
+
+        middle = [Phase(exchange, recorded=False)] if is_deferred else []
+        return [Phase(forth_and_back), *middle, Phase(update, recorded=self._is_whole)]
+
+    @contextmanager
+    def _in_parts(self, *, is_deferred: bool, is_settled: bool = False) -> Iterator[None]:
+        replica = self._hand.replica
+        replica.defer(is_deferred)
+        replica.settle(is_settled)
+        try:
+            yield
+        finally:
+            replica.defer(False)
+            replica.settle(False)
+
+    def _record(self, key: Hashable, batch: Batch) -> str:
+        hand, statics = self._hand, Statics(_input(batch))
+        standing = _standing(batch, statics)
+        hand.take(standing)
+        num_steps, state = hand.num_steps, _Keepsake(hand)
+        is_deferred = not hand.world.is_recordable
+        try:
+            with self._in_parts(is_deferred=is_deferred, is_settled=True):
+                recording = Recording(self._phases(standing, is_deferred=is_deferred), self._pool)
+        except CannotRecord as reason:
+            hand.num_steps = num_steps
+            state.restore()
+            hand.take(batch)
+            self._give_up(str(reason))
+            return ""
+        hand.num_steps = num_steps
+        if not self._made:
+            self._announce(recording)
+        self._made[key] = _Made(statics, recording, hand.recorded_tally(), dict(hand.losses), hand.good)
+        hand.take(batch)
+        self._replay(self._made[key], batch)
+        return "replayed"
+
+    def _replay(self, made: _Made, batch: Batch) -> None:
+        hand, count = self._hand, self._num_replays
+        self._num_replays += 1
+        self._hold_rates()
+        expected = self._plain_loss(batch) if _is_audit(count) else None
+        hand.heed()
+        made.statics.load(_input(batch))
+        num_steps = hand.num_steps
+        if self._is_whole:
+            made.recording.replay()
+        else:
+            hand.reopen(made.tally)
+            with self._in_parts(is_deferred=not hand.world.is_recordable, is_settled=True):
+                made.recording.replay()
+            made.losses, made.good = dict(hand.losses), hand.good
+        hand.num_steps = num_steps + 1
+        hand.follow(made.tally, made.losses, made.good)
+        if expected is not None:
+            self._audit(expected, float(made.tally.local_loss))
+        if count % LOOK_EVERY == LOOK_EVERY - 1:
+            self._look_closely()
+
+    def _hold_rates(self) -> None:
+        """A recording reads these very tensors; a person may have put a number in their place."""
+        for group, rate in self._rates:
+            if group["lr"] is not rate and isinstance(rate, Tensor):
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+
+    # -- whether a recording still says what the program says -----------------------------------------------------
+
+    def _look_closely(self) -> None:
+        changed = self._watch.changed() if self._made and self._watch is not None else ""
+        if not changed:
+            return
+        self._num_changes += 1
+        self.forget()
+        if self._num_changes > MAX_CHANGES:
+            self._give_up(f"{changed} changes again and again, in Python")
+        else:
+            self._hand.notice(f"{changed} has changed: the step is recorded anew")
+
+    def _plain_loss(self, batch: Batch) -> float | None:
+        """This replica's loss on a batch as the program says it, without a trace; None where that cannot be asked."""
+        hand = self._hand
+        if hand.size > 1 and not hand.replica.is_local:
+            return None
+        state, tally = _Keepsake(hand), Tally(hand.world)
+        with torch.no_grad():
+            for data, size, _ in batch.micros():
+                with hand.replica.scope():
+                    tally.add(self._task_loss(hand.model, data), Part(size, batch.global_samples))
+        draws = state.drew()
+        state.restore()
+        # A compiled network draws other numbers than the plain one.
+        return None if draws and self._ways.is_compiled else float(tally.local_loss)
+
+    def _audit(self, expected: float, found: float) -> None:
+        close = CLOSE[self._hand.spec.precision] * (100 if self._ways.is_compiled else 1)
+        if math.isfinite(expected) and not math.isclose(expected, found, rel_tol=close, abs_tol=close):
+            self._give_up(
+                f"the recorded step gave a loss of {found:.6g} where the program gives {expected:.6g}: "
+                "something in it changes from step to step, in Python"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        self._has_given_up = True
+        self.forget()
+        self._hand.notice(f"the step runs as it is written, not from a recording: {reason}")
+
+    def _announce(self, recording: Recording) -> None:
+        compiled = "compiled, and " if self._ways.is_compiled else ""
+        graphs = {1: "recorded as one CUDA graph", 2: "recorded as two CUDA graphs around the exchange over gloo"}
+        around = graphs[recording.num_graphs] if self._is_whole else "recorded up to its update"
+        self._hand.notice(f"the step is {compiled}{around}")
+
+
+class _Keepsake:
+    """What a trial of a step must put back: buffers, and where the generators stand."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self._buffers = [(buffer, buffer.clone()) for buffer in hand.model.buffers()]
+        self._random = random_state(hand.device)
+
+    def drew(self) -> bool:
+        """Whether numbers were drawn since."""
+        now = random_state(self._hand.device)
+        return any(not torch.equal(value, now[name]) for name, value in self._random.items())
+
+    def restore(self) -> None:
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        restore_random_state(self._random, self._hand.device)
+        self._hand.drop_step()
+
+
+def _input(batch: Batch) -> Any:
+    """What changes from step to step: the batch's tensors, or the index of its rows where arrays are resident."""
+    return batch.index if isinstance(batch, ResidentBatch) else batch.data
+
+
+def _standing(batch: Batch, statics: Statics) -> Batch:
+    """The batch as a recording reads it: from tensors that stay; resident arrays are gathered inside of it."""
+    if isinstance(batch, ResidentBatch):
+        return ResidentBatch(batch.resident, statics.data, batch.sizes, batch.global_sizes, batch.ids, batch.cursor)
+    return dataclasses.replace(batch, data=statics.data)
+
+
+def _is_audit(count: int) -> bool:
+    """Replays that are compared with the plain program: 0, 10, 100, 1000, ..."""
+    return count == 0 or (count >= 10 and 10 ** round(math.log10(count)) == count)
+
+
+def _pool() -> Any:
+    """Memory that recordings share; none where there is no GPU, and the parts of a step are run one by one."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

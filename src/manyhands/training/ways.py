@@ -1,0 +1,206 @@
+"""Ways to execute one and the same step: tried one after another while training goes on, measured, the fastest kept.
+
+All of them compute the same; what differs is where numbers lie in memory, how many threads compute, and whether the
+step is compiled. Nothing is tried in a run that is too short to win back what the trial costs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..graph import has_convolutions, lay_out
+from .hand import Hand
+
+Loss = Callable[[Any, Any], Any]
+
+AS_WRITTEN, CHANNELS_LAST, ONE_THREAD, FULL_WIDTH, COMPILED = (
+    "as written",
+    "channels last",
+    "one thread",
+    "fp32",
+    "compiled",
+)
+WINDOWS = {"cuda": (14, 44), "cpu": (2, 10)}
+"""The steps between which a way is measured, counted from its first, by kind of device."""
+BETTER = {"cuda": 0.98, "cpu": 0.95}
+"""How much of the best time so far a new way may take at most, to be kept."""
+WORTH_SECONDS = {"cuda": 5.0, "cpu": 30.0}
+"""The time that a run must have before it for a trial of another way."""
+COMPILE_GAIN, COMPILE_MARGIN = 0.25, 1.5
+"""The share of a step that compiling usually saves, and how many times its cost it must be worth."""
+
+
+class Ways:
+    """Decides how a task's step is executed. `loss` is what to call for it."""
+
+    def __init__(self, hand: Hand, loss: Loss, total: int | None) -> None:
+        self._hand, self._task_loss, self._total = hand, loss, total
+        self._kind = hand.device.type if hand.device.type in WINDOWS else "cpu"
+        self._num_threads = torch.get_num_threads()
+        self.loss = loss
+        self.seconds: dict[str, float] = {}
+        """Seconds of a step, by way."""
+        self._way = self._best = AS_WRITTEN
+        self._count = 0
+        self._all_replayed = True
+        self._marks: list[Any] = []
+        self._compiled = False
+        self._is_settled = hand.spec.capture != "auto"
+        if hand.spec.capture == "compile":
+            self._enter(COMPILED)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the loss that is called is a compiled one."""
+        return self.loss is not self._task_loss
+
+    def tick(self, replayed: bool) -> bool:
+        """A step was taken, from a recording or not; True if the steps to come are executed in another way."""
+        if self._is_settled:
+            return False
+        self._count += 1
+        first, last = WINDOWS[self._kind]
+        if first < self._count <= last:
+            self._all_replayed = self._all_replayed and replayed
+        if self._count in (first, last):
+            self._marks.append(self._mark())
+        return self._count > last and self._decide()
+
+    def settle(self) -> None:
+        """Tries nothing more."""
+        self._is_settled = True
+
+    def close(self) -> None:
+        """Ends what a way left behind in the process."""
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        if self._compiled:
+            _stop_compilers()
+
+    # -- measuring ------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> Any:
+        if self._kind != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _measured(self) -> float:
+        """Seconds of a step in this way, on the slowest replica; infinite where some could not be recorded."""
+        start, end = self._marks
+        first, last = WINDOWS[self._kind]
+        if self._kind == "cuda":
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1000
+        else:
+            seconds = end - start
+        mine = seconds / (last - first) if self._all_replayed or self._kind != "cuda" else math.inf
+        return float(max(self._hand.world.gather_objects(mine)))
+
+    def _decide(self) -> bool:
+        """Keeps or leaves the way that was measured, and tries the next one that may pay."""
+        taken = self.seconds[self._way] = self._measured()
+        before = self._way
+        if math.isinf(taken) and before == AS_WRITTEN:
+            self.settle()
+            return False
+        if taken <= BETTER[self._kind] * self.seconds[self._best]:
+            self._best = before
+        elif before != self._best:
+            self._leave(before)
+        following = next((way for way in self._candidates() if way not in self.seconds), None)
+        if following is None:
+            self._end()
+        else:
+            self._enter(following)
+        self._count, self._marks, self._all_replayed = 0, [], True
+        return self._way != before
+
+    def _candidates(self) -> list[str]:
+        """Ways besides the one as written that may be faster here, in the order of their cost."""
+        hand, taken = self._hand, self.seconds[self._best]
+        left = math.inf if self._total is None else self._total - hand.num_steps
+        found = []
+        if left * taken > WORTH_SECONDS[self._kind]:
+            if has_convolutions(hand.model):
+                found.append(CHANNELS_LAST)
+            if self._kind == "cpu" and hand.size == 1 and self._num_threads > 1:
+                found.append(ONE_THREAD)
+            if self._kind == "cpu" and hand.spec.precision == "bf16":
+                found.append(FULL_WIDTH)
+        if self._total is not None and left * taken * COMPILE_GAIN > COMPILE_MARGIN * self._compile_seconds():
+            found.append(COMPILED)
+        return found
+
+    def _compile_seconds(self) -> float:
+        num_layers = sum(not list(module.children()) for module in self._hand.model.modules())
+        return 8.0 + 0.2 * num_layers
+
+    def _end(self) -> None:
+        """Says what was chosen, where there was a choice."""
+        self.settle()
+        self._way = self._best
+        if len(self.seconds) > 1:
+            told = ", ".join(f"{way} {1000 * s:.3g} ms" for way, s in self.seconds.items() if math.isfinite(s))
+            self._hand.notice(f"a step is executed {self._best} from here on ({told})")
+
+    # -- entering and leaving a way -------------------------------------------------------------------------------
+
+    def _enter(self, way: str) -> None:
+        self._way = way
+        if way == COMPILED:
+            self._compile()
+        else:
+            self._set(way, True)
+
+    def _leave(self, way: str) -> None:
+        if way == COMPILED:
+            self.loss = self._task_loss
+        else:
+            self._set(way, False)
+        self._way = self._best
+
+    def _set(self, way: str, is_on: bool) -> None:
+        replica = self._hand.replica
+        if way == CHANNELS_LAST:
+            lay_out(replica.model, replica.optimizers.values(), channels_last=is_on)
+            replica.lay_out_anew()
+        elif way == ONE_THREAD:
+            torch.set_num_threads(1 if is_on else self._num_threads)
+        elif way == FULL_WIDTH:
+            replica.is_narrow = not is_on
+
+    def _compile(self) -> None:
+        self._compiled = True
+        plain = self._task_loss
+        compiled = torch.compile(lambda model, batch: plain(model, batch), dynamic=False)
+
+        def loss(model: Any, batch: Any) -> Any:
+            try:
+                return compiled(model, batch)
+            except Exception as error:
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
+                    raise
+                self._hand.notice(f"the step could not be compiled: {_first_line(error)}")
+                self.loss = plain
+                return plain(model, batch)
+
+        self.loss = loss
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _stop_compilers() -> None:
+    """Ends the processes that torch keeps for compiling more."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()

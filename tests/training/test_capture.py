@@ -1,0 +1,433 @@
+"""Recorded steps on a CUDA device: the same losses as plain ones, and the right line where that cannot be."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.cluster import Device, DirectLine, Seat, TorchWorld
+from manyhands.core import read_events
+from manyhands.data import as_source
+from manyhands.strategies import MirroredReplica
+from manyhands.training import Hand
+from manyhands.training.stepping import Stepper
+
+from .problems import Cnn, classify, generator, mlp
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 330
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    rows = torch.randn(ROWS, *shape, generator=generator(0))
+    return rows, torch.randint(0, 5, (ROWS,), generator=generator(1))
+
+
+def task(model: Callable[[], nn.Module] = mlp, loss: Any = classify, **settings: Any) -> mh.Task:
+    standard: dict[str, Any] = {
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        "data": data(12),
+        "batch_size": 16,
+        "seed": 5,
+    }
+    return mh.Task(model=model, loss=loss, **{**standard, **settings})
+
+
+def fit(work: mh.Task, folder: Path, *, on: str = "cuda:0", epochs: int = 2, **spec: Any) -> mh.Run:
+    strategy = mh.Single(**spec) if on == "cuda:0" else mh.Mirrored(**spec)
+    return mh.fit(work, strategy, on=on, epochs=epochs, folder=folder, progress=False, timeout=60)
+
+
+def notices(run: mh.Run) -> str:
+    return "\n".join(entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice")
+
+
+def same(work: mh.Task, folder: Path, *, rtol: float = 2e-5, **settings: Any) -> mh.Run:
+    """Trains recorded and plainly, compares, and gives the recorded run."""
+    recorded = fit(work, folder, capture="graph", **settings)
+    plain = fit(work, folder, capture="off", **settings)
+    assert set(recorded.history) == set(plain.history)
+    for name, values in plain.history.items():
+        assert list(recorded.history[name]) == list(values)
+        np.testing.assert_allclose(list(recorded.history[name].values()), list(values.values()), rtol=rtol)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(recorded.state_dict()[name].float(), value.float(), rtol=1e-3, atol=2e-4, msg=name)
+    return recorded
+
+
+def counted(model: nn.Module, batch: Any) -> Any:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    chosen = batch[1] != 0
+    return mh.mean((losses * chosen).sum(), chosen.sum())
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def warm_up(step: int, total: int) -> float:
+    return min(1.0, (step + 1) / 20)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param(task(), id="plain"),
+        pytest.param(task(schedule=warm_up, clip=0.1), id="schedule and clipping"),
+        pytest.param(task(loss=counted), id="counts"),
+        pytest.param(task(Cnn, data=data(1, 6, 6), optimizer=momentum), id="batch statistics"),
+        pytest.param(task(lambda: nn.Sequential(nn.Dropout(0.3), mlp())), id="dropout"),
+        pytest.param(task(valid=data(12), metrics={"seen": lambda out, batch: 1.0}), id="validation in between"),
+        pytest.param(task(optimizer=momentum, schedule=warm_up), id="sgd"),
+        pytest.param(
+            task(optimizer=lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3), schedule=warm_up), id="rmsprop"
+        ),
+    ],
+)
+def test_a_recorded_run_equals_a_plain_one(work: mh.Task, tmp_path: Path) -> None:
+    run = same(work, tmp_path)
+    assert "recorded as one CUDA graph" in notices(run)
+    assert "as it is written" not in notices(run)
+
+
+def test_accumulation_is_in_the_recording(tmp_path: Path) -> None:
+    assert "one CUDA graph" in notices(same(task(), tmp_path, accumulate=3))
+
+
+def test_the_last_batch_of_an_epoch_is_recorded_in_time(tmp_path: Path) -> None:
+    same(task(), tmp_path, epochs=6)
+
+
+def test_two_ranks_on_one_gpu_record_around_gloo(tmp_path: Path) -> None:
+    run = same(task(clip=0.5), tmp_path, on="cuda:0*2")
+    assert "two CUDA graphs around the exchange over gloo" in notices(run)
+    alone = fit(task(clip=0.5), tmp_path, capture="off")
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=1e-4)
+    within = same(task(Cnn, data=data(1, 6, 6), optimizer=momentum), tmp_path, on="cuda:0*2")
+    assert "batch statistics are exchanged over gloo inside the network" in notices(within)
+
+
+class Sometimes(nn.Module):
+    """A network with a layer that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_parameters_that_nobody_uses_stay_as_they_are(tmp_path: Path) -> None:
+    same(task(Sometimes), tmp_path)
+    same(task(Sometimes), tmp_path, on="cuda:0*2")
+
+
+# -- what cannot be recorded ------------------------------------------------------------------------------------------
+
+
+def with_item(model: nn.Module, batch: Any) -> Tensor:
+    loss = classify(model, batch)
+    return loss * 2 if loss.item() > 1e6 else loss
+
+
+def with_mask(model: nn.Module, batch: Any) -> Tensor:
+    chosen = model(batch[0])[batch[1] >= 0]
+    return F.cross_entropy(chosen, batch[1])
+
+
+def with_copy(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) * torch.tensor(2.0, device=batch[0].device)
+
+
+def with_wait(model: nn.Module, batch: Any) -> Tensor:
+    torch.cuda.synchronize()
+    return classify(model, batch)
+
+
+class Looks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient if float(gradient.sum()) < 1e6 else gradient * 0
+
+
+def with_backward(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(Looks.apply(model(batch[0])), batch[1])
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net(x) / (1 + 0.01 * self.calls)
+
+
+def with_chance(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) * (1 + 0 * random.random())
+
+
+def hooked() -> nn.Module:
+    net = mlp()
+    net[1].register_forward_hook(lambda *_: None)
+    return net
+
+
+def place(function: Any, offset: int) -> str:
+    return f"test_capture.py:{function.__code__.co_firstlineno + offset}"
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        pytest.param(task(loss=with_item), place(with_item, 2) + ": return loss * 2 if loss.item()", id="item"),
+        pytest.param(task(loss=with_mask), place(with_mask, 1) + ": chosen = model(batch[0])[batch", id="mask"),
+        pytest.param(task(loss=with_copy), place(with_copy, 1) + ": return classify", id="copy from the host"),
+        pytest.param(task(loss=with_wait), place(with_wait, 1) + ": torch.cuda.synchronize()", id="wait"),
+        pytest.param(task(loss=with_backward), "float(gradient.sum())", id="in backward"),
+        pytest.param(task(Counts), "Counts.calls changes with every step", id="a counter"),
+        pytest.param(task(loss=with_chance), "the step draws from random", id="chance"),
+        pytest.param(task(hooked), "1 has hooks", id="hooks"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named_and_stays_right(work: mh.Task, said: str, tmp_path: Path) -> None:
+    run = same(work, tmp_path)
+    assert "runs as it is written" in notices(run)
+    assert said in notices(run)
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Samples of many lengths, so that batches have many shapes."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(3 + index % 40, 12, generator=generator(index)), index % 5
+
+
+def padded(samples: list[Any]) -> Any:
+    rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    return rows, torch.tensor([label for _, label in samples])
+
+
+def over_time(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).mean(1), batch[1])
+
+
+def test_ranks_that_break_off_a_rehearsal_stay_together(tmp_path: Path) -> None:
+    run = same(task(loss=with_item), tmp_path, on="cuda:0*2")
+    assert "loss.item()" in notices(run)
+    run = same(task(loss=with_backward), tmp_path, on="cuda:0*2")
+    assert "gradient.sum()" in notices(run)
+
+
+def test_batches_of_many_shapes_run_as_they_are(tmp_path: Path) -> None:
+    run = same(task(loss=over_time, data=Texts(), collate=padded, batch_size=4, workers=0), tmp_path)
+    assert "more than 8 shapes" in notices(run)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that torch does not have, with a counter in Python."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"] / self.count**0.5)
+
+
+@pytest.mark.parametrize("on", ["cuda:0", "cuda:0*2"])
+def test_an_unknown_optimizer_runs_by_itself(on: str, tmp_path: Path) -> None:
+    work = task(optimizer=lambda m: Lion(m.parameters(), 0.01), schedule=warm_up, clip=0.5)
+    run = same(work, tmp_path, on=on)
+    assert "the update of Lion is not known" in notices(run)
+    assert "recorded up to its update" in notices(run)
+
+
+class Warms(mh.Callback):
+    """Changes a value that the loss reads, and a rate, in mid-run."""
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == 20:
+            hand.model.temperature = 3.0
+        if hand.num_steps == 25:
+            for group in hand.optimizers[""].param_groups:
+                group["lr"] = 0.001
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.temperature = mlp(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) / self.temperature
+
+
+def test_a_value_that_a_callback_changes_is_followed(tmp_path: Path) -> None:
+    runs = [
+        mh.fit(
+            task(Tempered), mh.Single(capture=how), on="cuda:0", epochs=2, folder=tmp_path, progress=False,
+            callbacks=[Warms()],
+        )
+        for how in ("graph", "off")
+    ]  # fmt: skip
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=2e-5)
+    assert "Tempered.temperature has changed: the step is recorded anew" in notices(runs[0])
+
+
+hidden = {"steps": 0}
+
+
+def _drift() -> float:
+    hidden["steps"] += 1
+    return 1.0 + 0.01 * hidden["steps"]
+
+
+def with_drift(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) * _drift()
+
+
+def test_a_counter_that_a_function_of_the_loss_keeps_is_found(tmp_path: Path) -> None:
+    run = fit(task(loss=with_drift), tmp_path, capture="graph")
+    assert "hidden['steps'] changes with every step" in notices(run)
+
+
+class Settings:
+    """A value two steps away, where no watch looks."""
+
+    inner: Any = None
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+settings = Settings()
+settings.inner = Scale()
+
+
+class Rescales(mh.Callback):
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == 10:
+            settings.inner.value = 2.0
+
+
+def with_scale(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) * settings.inner.value
+
+
+def test_what_changes_out_of_sight_is_found_by_the_audit(tmp_path: Path) -> None:
+    run = mh.fit(task(loss=with_scale), on="cuda:0", epochs=1, folder=tmp_path, progress=False, callbacks=[Rescales()])
+    assert "where the program gives" in notices(run)
+
+
+# -- skipping ---------------------------------------------------------------------------------------------------------
+
+
+def spoiled() -> tuple[Tensor, Tensor]:
+    rows, labels = data(12)
+    rows[100] = float("nan")
+    rows[101] = float("inf")
+    return rows, labels
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, Lion])
+def test_a_step_without_a_finite_gradient_is_left_out(optimizer: Any, tmp_path: Path) -> None:
+    def norm_first() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(12), mlp())
+
+    work = task(
+        norm_first,
+        data=spoiled(),
+        optimizer=lambda m: optimizer(m.parameters(), lr=0.01),
+        not_finite="skip",
+        shuffle=False,
+    )
+    run = same(work, tmp_path)
+    skipped = [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "skipped"]
+    assert skipped == [7, 28]
+    assert all(value.isfinite().all() for value in run.state_dict().values())
+    cpu = mh.fit(work, on="cpu", epochs=2, folder=tmp_path, progress=False)
+    np.testing.assert_allclose(cpu.losses, run.losses, rtol=1e-3)
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+def compiles(folder: Path) -> None:
+    work = task(clip=0.5, schedule=warm_up)
+    plain = fit(work, folder, capture="off", epochs=4)
+    compiled = fit(work, folder, capture="compile", epochs=4)
+    np.testing.assert_allclose(compiled.losses, plain.losses, rtol=1e-4)
+    assert "compiled, and recorded as one CUDA graph" in notices(compiled)
+
+
+def in_a_process(program: str) -> None:
+    """Compilers and nccl leave sockets, threads and variables with their process."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; print('passed')"], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip().endswith("passed"), done.stderr
+
+
+def test_a_compiled_run_gives_the_same_losses(tmp_path: Path) -> None:
+    in_a_process(
+        f"from tests.training.test_capture import compiles; from pathlib import Path; compiles(Path({str(tmp_path)!r}))"
+    )
+
+
+def nccl_records() -> None:
+    """One rank under nccl: its all-reduce stands in the graph, started from the hooks in backward."""
+    world = TorchWorld(
+        Seat(device=Device("cuda", 0)), DirectLine(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl"
+    )
+    losses = {}
+    for capture in ("graph", "off"):
+        work = task(clip=0.5)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            hand = Hand(world, mh.StrategySpec(capture=capture))
+            hand.build(work)
+            hand._replica = MirroredReplica(hand.spec, world, hand.model, hand.optimizers)
+            stepper = Stepper(hand, work, 100)
+            feed = hand.make_feed(as_source(work.data), 16, shuffle=True)
+            found = []
+            for batch in hand.one_epoch(feed):
+                stepper.take(batch)
+                found.append(float(hand.losses[""]))
+            losses[capture] = found
+            assert (stepper._recorder is not None and bool(stepper._recorder._made)) == (capture == "graph")
+            hand.close()
+    np.testing.assert_allclose(losses["graph"], losses["off"], rtol=2e-5)
+    world.close()
+
+
+def test_nccl_is_in_the_recording() -> None:
+    in_a_process("from tests.training.test_capture import nccl_records; nccl_records()")
