@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cluster import World
+from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
-from manyhands.training import Hand
+from manyhands.training import Hand, ways
 from manyhands.training.recorder import Recorder
-from manyhands.training.stepping import take_step
+from manyhands.training.stepping import Stepper, take_step
 from manyhands.training.ways import Ways
 
-from .problems import classify, generator, mlp
+from .problems import Cnn, classify, generator, mlp
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
 
@@ -55,7 +57,7 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
     for number, batch in enumerate(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True))):
         if recorder is not None:
             with recorder._in_parts(is_deferred=True, is_settled=number > 0):
-                for phase in recorder._phases(batch, is_deferred=True):
+                for phase in recorder._phases(batch, 0, is_deferred=True):
                     phase.run()
         else:
             take_step(hand, task, batch)
@@ -71,3 +73,132 @@ def test_sums_after_backward_are_the_sums_during_it(model: Callable[[], nn.Modul
     after = run_ranks(lambda world: in_parts(world, model, deferred=True), 2)
     np.testing.assert_allclose(after[0][0], during[0][0], rtol=1e-6)
     assert [different for _, different in (*during, *after)] == [[], [], [], []]
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
+
+
+def pictures(**settings: Any) -> mh.Task:
+    data = (torch.randn(320, 1, 6, 6, generator=generator(0)), torch.randint(0, 5, (320,), generator=generator(1)))
+    return mh.Task(
+        model=Cnn,
+        loss=classify,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        data=data,
+        batch_size=6,
+        **settings,
+    )
+
+
+def notices(run: mh.Run) -> list[str]:
+    return [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
+
+
+def test_ways_are_tried_in_a_long_run_and_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    short = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    monkeypatch.setitem(ways.WORTH_SECONDS, "cpu", 0.0)
+    tried = mh.fit(pictures(), mh.Single(), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    assert notices(short) == notices(plain) == []
+    assert short.losses == plain.losses
+    np.testing.assert_allclose(tried.losses, plain.losses, rtol=1e-4)
+    (said,) = notices(tried)
+    assert "as written" in said
+    assert "channels last" in said
+
+
+def test_bfloat16_gives_way_where_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ways.WORTH_SECONDS, "cpu", 0.0)
+    measured = {ways.AS_WRITTEN: 0.3, ways.CHANNELS_LAST: 0.4, ways.FULL_WIDTH: 0.1}
+    monkeypatch.setattr(ways.Ways, "_measured", lambda self: measured[self._way])
+    run = mh.fit(pictures(), mh.Single(precision="bf16"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    assert any("executed fp32 from here on" in text for text in notices(run))
+    full = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    np.testing.assert_allclose(run.losses, full.losses, rtol=0.05)
+
+
+def tried_together(world: World) -> tuple[list[float], list[str]]:
+    """Two ranks that disagree on what is faster still lay out their gradients alike."""
+    task = pictures()
+    assert task.loss is not None
+    ways.WORTH_SECONDS["cpu"] = 0.0
+    hand = Hand(world, mh.StrategySpec(replicas=world.size))
+    hand.build(task)
+    stepper = Stepper(hand, task, 10_000)
+    losses = []
+    for batch in hand.one_epoch(hand.make_feed(as_source(task.data), 6, shuffle=True)):
+        stepper.take(batch)
+        losses.append(float(hand.losses[""]))
+    stepper.close()
+    different = hand.replica.differences()
+    hand.close()
+    return losses, different
+
+
+def test_ranks_change_their_ways_together(run_ranks: Ranks) -> None:
+    (alone,) = run_ranks(tried_together, 1)
+    both = run_ranks(tried_together, 2)
+    np.testing.assert_allclose(both[0][0], alone[0], rtol=1e-4)
+    assert [different for _, different in both] == [[], []]
+
+
+def test_a_compiler_that_fails_is_told_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(function: Any, **_: Any) -> Any:
+        def fail(*_: Any) -> Any:
+            raise torch._dynamo.exc.TorchDynamoException("no compiler here")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(ways, "_stop_compilers", lambda: None)
+    plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    run = mh.fit(pictures(), mh.Single(capture="compile"), on="cpu", epochs=1, folder=tmp_path, progress=False)
+    assert run.losses == plain.losses
+    assert "could not be compiled: TorchDynamoException: no compiler here" in notices(run)[0]
+
+
+# -- steps that are left out ------------------------------------------------------------------------------------------
+
+
+def spoiled(**settings: Any) -> mh.Task:
+    rows = torch.randn(64, 12, generator=generator(0))
+    rows[20, 3] = float("nan")
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.BatchNorm1d(12), mlp()),
+        loss=classify,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        data=(rows, torch.randint(0, 5, (64,), generator=generator(1))),
+        batch_size=8,
+        shuffle=False,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("on", ["cpu", "cpu*2"])
+def test_a_step_without_a_finite_gradient_is_left_out(on: str, tmp_path: Path) -> None:
+    run = mh.fit(spoiled(not_finite="skip"), on=on, epochs=2, folder=tmp_path, progress=False)
+    skipped = [entry["step"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "skipped"]
+    assert skipped == [3, 11]
+    assert sorted(run.history["loss"]) == [step for step in range(1, 17) if step not in skipped]
+    assert all(value.isfinite().all() for value in run.state_dict().values())
+    assert run.state_dict()["0.num_batches_tracked"] == 14
+    assert sum("left out" in text for text in notices(run)) == 2
+
+
+def test_without_leave_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(LossNotFinite, match="samples 16, 17"):
+        mh.fit(spoiled(), on="cpu", epochs=2, folder=tmp_path, progress=False)
+
+
+def test_many_steps_in_a_row_that_are_left_out_stop_the_run(tmp_path: Path) -> None:
+    task = spoiled(not_finite="skip").replace(batch_size=2)
+    task.data[0][8:] = float("nan")
+    with pytest.raises(LossNotFinite, match="20 steps in a row"):
+        mh.fit(task, on="cpu", epochs=1, folder=tmp_path, progress=False)
+
+
+def test_bad_settings_are_told() -> None:
+    with pytest.raises(TaskError, match='not_finite must be "stop" or "skip"'):
+        spoiled(not_finite="ignore")
+    with pytest.raises(StrategyError, match="capture must be one of"):
+        mh.Single(capture="yes")

@@ -51,6 +51,7 @@ class _Made:
     tally: Tally
     losses: dict[str, Tensor]
     good: Tensor | None
+    is_compiled: bool
 
 
 class Recorder:
@@ -62,6 +63,7 @@ class Recorder:
         self._seen: dict[Hashable, int] = {}
         self._watch: Watch | None = None
         self._num_replays = self._num_changes = 0
+        self._num_restores = hand.num_restores
         self._has_given_up = False
         self._pool = _pool()
         reasons = [make_capturable(optimizer) for optimizer in hand.optimizers.values()]
@@ -73,18 +75,20 @@ class Recorder:
         elif not self._is_whole:
             hand.notice(f"the update runs by itself, outside of the recording: {next(filter(None, reasons))}")
 
-    def take(self, batch: Batch) -> str:
+    def take(self, batch: Batch, shape: Hashable) -> str:
         """Takes a step, "replayed" or "rehearsed"; "" says that it must be taken plainly."""
         if self._has_given_up:
             return ""
-        key = self._key(batch)
-        if isinstance(key, str):
-            self._give_up(key)
+        if isinstance(shape, str):
+            self._give_up(shape)
             return ""
-        if key in self._made:
-            self._replay(self._made[key], batch)
+        if self._num_restores != self._hand.num_restores:
+            self._num_restores = self._hand.num_restores
+            self.forget()
+        if shape in self._made:
+            self._replay(self._made[shape], batch)
             return "replayed"
-        return self._approach(key, batch)
+        return self._approach(shape, batch)
 
     def look_again(self) -> None:
         """A quick look whether what the recordings took for constant still is."""
@@ -100,25 +104,21 @@ class Recorder:
 
     # -- on the way to a recording --------------------------------------------------------------------------------
 
-    def _key(self, batch: Batch) -> Hashable | str:
-        shape = shape_of(_input(batch))
-        return shape if isinstance(shape, str) else (shape, batch.sizes, batch.global_sizes, self._hand.num_restores)
-
-    def _approach(self, key: Hashable, batch: Batch) -> str:
+    def _approach(self, shape: Hashable, batch: Batch) -> str:
         """Plain steps, then one under the conditions of a recording, then the recording."""
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        seen = self._seen[shape] = self._seen.get(shape, 0) + 1
         if len(self._seen) > MAX_SHAPES and not self._made:
             self._give_up(f"batches come in more than {MAX_SHAPES} shapes")
             return ""
         if seen <= NUM_PLAIN or len(self._made) >= MAX_RECORDINGS or not self._pays():
             return ""
-        return self._rehearse(batch) if seen == NUM_PLAIN + 1 else self._record(key, batch)
+        return self._rehearse(batch, shape) if seen == NUM_PLAIN + 1 else self._record(shape, batch)
 
     def _pays(self) -> bool:
         """A recording costs about as much as a few steps."""
         return self._total is None or self._total - self._hand.num_steps > NUM_PLAIN
 
-    def _rehearse(self, batch: Batch) -> str:
+    def _rehearse(self, batch: Batch, shape: Hashable) -> str:
         """A real step under the conditions of a recording; "" if it breaks one, with nothing changed."""
         hand = self._hand
         watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values())
@@ -130,8 +130,8 @@ class Recorder:
         try:
             # Sums wait for the end here, because a rehearsal that breaks off must not have begun some.
             with self._in_parts(is_deferred=hand.size > 1):
-                phases = self._phases(batch, is_deferred=hand.size > 1)
-                with rehearsing() if not self._ways.is_compiled else nullcontext():
+                phases = self._phases(batch, shape, is_deferred=hand.size > 1)
+                with nullcontext() if self._ways.compiles(shape) else rehearsing():
                     phases[0].run()
                 for phase in phases[1:]:
                     phase.run()
@@ -148,9 +148,9 @@ class Recorder:
 
     # -- recording and replaying ----------------------------------------------------------------------------------
 
-    def _phases(self, batch: Batch, *, is_deferred: bool) -> list[Phase]:
+    def _phases(self, batch: Batch, shape: Hashable, *, is_deferred: bool) -> list[Phase]:
         """The step in parts: all in one graph; where the exchange or the update must run by itself, around those."""
-        hand, loss = self._hand, self._ways.loss
+        hand, loss = self._hand, self._ways.loss_for(shape)
         gradients: list[tuple[Tensor, Tensor | None]] = []
         before: list[list[Tensor]] = []
 
@@ -186,7 +186,7 @@ class Recorder:
             replica.defer(False)
             replica.settle(False)
 
-    def _record(self, key: Hashable, batch: Batch) -> str:
+    def _record(self, shape: Hashable, batch: Batch) -> str:
         hand, statics = self._hand, Statics(_input(batch))
         standing = _standing(batch, statics)
         hand.take(standing)
@@ -194,7 +194,7 @@ class Recorder:
         is_deferred = not hand.world.is_recordable
         try:
             with self._in_parts(is_deferred=is_deferred, is_settled=True):
-                recording = Recording(self._phases(standing, is_deferred=is_deferred), self._pool)
+                recording = Recording(self._phases(standing, shape, is_deferred=is_deferred), self._pool)
         except CannotRecord as reason:
             hand.num_steps = num_steps
             state.restore()
@@ -203,17 +203,20 @@ class Recorder:
             return ""
         hand.num_steps = num_steps
         if not self._made:
-            self._announce(recording)
-        self._made[key] = _Made(statics, recording, hand.recorded_tally(), dict(hand.losses), hand.good)
+            self._announce(recording, self._ways.compiles(shape))
+        made = _Made(
+            statics, recording, hand.recorded_tally(), dict(hand.losses), hand.good, self._ways.compiles(shape)
+        )
+        self._made[shape] = made
         hand.take(batch)
-        self._replay(self._made[key], batch)
+        self._replay(made, batch)
         return "replayed"
 
     def _replay(self, made: _Made, batch: Batch) -> None:
         hand, count = self._hand, self._num_replays
         self._num_replays += 1
         self._hold_rates()
-        expected = self._plain_loss(batch) if _is_audit(count) else None
+        expected = self._plain_loss(batch, made.is_compiled) if _is_audit(count) else None
         hand.heed()
         made.statics.load(_input(batch))
         num_steps = hand.num_steps
@@ -227,7 +230,7 @@ class Recorder:
         hand.num_steps = num_steps + 1
         hand.follow(made.tally, made.losses, made.good)
         if expected is not None:
-            self._audit(expected, float(made.tally.local_loss))
+            self._audit(expected, float(made.tally.local_loss), made.is_compiled)
         if count % LOOK_EVERY == LOOK_EVERY - 1:
             self._look_closely()
 
@@ -251,7 +254,7 @@ class Recorder:
         else:
             self._hand.notice(f"{changed} has changed: the step is recorded anew")
 
-    def _plain_loss(self, batch: Batch) -> float | None:
+    def _plain_loss(self, batch: Batch, is_compiled: bool) -> float | None:
         """This replica's loss on a batch as the program says it, without a trace; None where that cannot be asked."""
         hand = self._hand
         if hand.size > 1 and not hand.replica.is_local:
@@ -264,10 +267,10 @@ class Recorder:
         draws = state.drew()
         state.restore()
         # A compiled network draws other numbers than the plain one.
-        return None if draws and self._ways.is_compiled else float(tally.local_loss)
+        return None if draws and is_compiled else float(tally.local_loss)
 
-    def _audit(self, expected: float, found: float) -> None:
-        close = CLOSE[self._hand.spec.precision] * (100 if self._ways.is_compiled else 1)
+    def _audit(self, expected: float, found: float, is_compiled: bool) -> None:
+        close = CLOSE[self._hand.spec.precision] * (10 if is_compiled else 1)
         if math.isfinite(expected) and not math.isclose(expected, found, rel_tol=close, abs_tol=close):
             self._give_up(
                 f"the recorded step gave a loss of {found:.6g} where the program gives {expected:.6g}: "
@@ -279,8 +282,8 @@ class Recorder:
         self.forget()
         self._hand.notice(f"the step runs as it is written, not from a recording: {reason}")
 
-    def _announce(self, recording: Recording) -> None:
-        compiled = "compiled, and " if self._ways.is_compiled else ""
+    def _announce(self, recording: Recording, is_compiled: bool) -> None:
+        compiled = "compiled, and " if is_compiled else ""
         graphs = {1: "recorded as one CUDA graph", 2: "recorded as two CUDA graphs around the exchange over gloo"}
         around = graphs[recording.num_graphs] if self._is_whole else "recorded up to its update"
         self._hand.notice(f"the step is {compiled}{around}")
@@ -304,6 +307,12 @@ class _Keepsake:
             buffer.copy_(value)
         restore_random_state(self._random, self._hand.device)
         self._hand.drop_step()
+
+
+def shape_of_batch(batch: Batch) -> Hashable:
+    """What must be equal for two batches to be run by one recording; a text says why there can be none."""
+    shape = shape_of(_input(batch))
+    return shape if isinstance(shape, str) else (shape, batch.sizes, batch.global_sizes)
 
 
 def _input(batch: Batch) -> Any:

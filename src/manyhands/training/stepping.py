@@ -9,7 +9,7 @@ from ..core import Task
 from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
-from .recorder import Recorder, compute
+from .recorder import Recorder, compute, shape_of_batch
 from .ways import Ways
 
 
@@ -43,10 +43,14 @@ class Stepper:
 
     def take(self, batch: Batch) -> None:
         """Takes one step."""
-        taken = self._recorder.take(batch) if self._recorder is not None else ""
+        if self._ways is None:
+            take_step(self._hand, self._task, batch)
+            return
+        shape = shape_of_batch(batch)
+        taken = self._recorder.take(batch, shape) if self._recorder is not None else ""
         if not taken:
-            take_step(self._hand, self._task, batch, self._ways.loss if self._ways is not None else None)
-        if self._ways is not None and self._ways.tick(taken == "replayed") and self._recorder is not None:
+            take_step(self._hand, self._task, batch, self._ways.loss_for(shape))
+        if self._ways.tick(shape, taken == "replayed") and self._recorder is not None:
             self._recorder.forget()
 
     def look_again(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ BETTER = {"cuda": 0.98, "cpu": 0.95}
 """How much of the best time so far a new way may take at most, to be kept."""
 WORTH_SECONDS = {"cuda": 5.0, "cpu": 30.0}
 """The time that a run must have before it for a trial of another way."""
+MAX_WINDOWS = 3
 COMPILE_GAIN, COMPILE_MARGIN = 0.25, 1.5
 """The share of a step that compiling usually saves, and how many times its cost it must be worth."""
 
@@ -46,27 +47,35 @@ class Ways:
         self.seconds: dict[str, float] = {}
         """Seconds of a step, by way."""
         self._way = self._best = AS_WRITTEN
-        self._count = 0
-        self._all_replayed = True
+        self._count = self._num_windows = 0
+        self._is_steady = True
+        """Whether all batches of the window had the usual shape and, on a GPU, ran from a recording."""
         self._marks: list[Any] = []
         self._compiled = False
+        self._usual: Hashable = None
+        """The shape of the first batch. Only that is compiled: a last, smaller one would be compiled all over."""
         self._is_settled = hand.spec.capture != "auto"
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the loss that is called is a compiled one."""
-        return self.loss is not self._task_loss
+    def loss_for(self, shape: Hashable) -> Loss:
+        """What to call for a batch of this shape."""
+        if self._usual is None:
+            self._usual = shape
+        return self.loss if shape == self._usual else self._task_loss
 
-    def tick(self, replayed: bool) -> bool:
+    def compiles(self, shape: Hashable) -> bool:
+        """Whether the loss for this shape is a compiled one."""
+        return self.loss_for(shape) is not self._task_loss
+
+    def tick(self, shape: Hashable, replayed: bool) -> bool:
         """A step was taken, from a recording or not; True if the steps to come are executed in another way."""
         if self._is_settled:
             return False
         self._count += 1
         first, last = WINDOWS[self._kind]
         if first < self._count <= last:
-            self._all_replayed = self._all_replayed and replayed
+            self._is_steady = self._is_steady and shape == self._usual and (replayed or self._kind != "cuda")
         if self._count in (first, last):
             self._marks.append(self._mark())
         return self._count > last and self._decide()
@@ -92,7 +101,7 @@ class Ways:
         return event
 
     def _measured(self) -> float:
-        """Seconds of a step in this way, on the slowest replica; infinite where some could not be recorded."""
+        """Seconds of a step in this way, on the slowest replica; infinite where it was not steady."""
         start, end = self._marks
         first, last = WINDOWS[self._kind]
         if self._kind == "cuda":
@@ -100,13 +109,19 @@ class Ways:
             seconds = start.elapsed_time(end) / 1000
         else:
             seconds = end - start
-        mine = seconds / (last - first) if self._all_replayed or self._kind != "cuda" else math.inf
+        mine = seconds / (last - first) if self._is_steady else math.inf
         return float(max(self._hand.world.gather_objects(mine)))
 
     def _decide(self) -> bool:
         """Keeps or leaves the way that was measured, and tries the next one that may pay."""
-        taken = self.seconds[self._way] = self._measured()
-        before = self._way
+        taken, before = self._measured(), self._way
+        if math.isinf(taken) and self._num_windows < MAX_WINDOWS:
+            # An epoch ended within: look once more.
+            self._num_windows += 1
+            self._count, self._marks, self._is_steady = 0, [], True
+            return False
+        self._num_windows = 0
+        self.seconds[before] = taken
         if math.isinf(taken) and before == AS_WRITTEN:
             self.settle()
             return False
@@ -119,7 +134,7 @@ class Ways:
             self._end()
         else:
             self._enter(following)
-        self._count, self._marks, self._all_replayed = 0, [], True
+        self._count, self._marks, self._is_steady = 0, [], True
         return self._way != before
 
     def _candidates(self) -> list[str]:

@@ -1,0 +1,177 @@
+"""What a recording needs to know beforehand: values in Python, shapes, optimizers, and whose line an error is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.graph import Statics, Watch, culprit, has_convolutions, lay_out, make_capturable, shape_of
+
+counter = {"steps": 0}
+
+
+class Config:
+    scale = 1.0
+
+
+config = Config()
+
+
+def counting() -> int:
+    counter["steps"] += 1
+    return counter["steps"]
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).sum()
+
+
+def with_counter(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).sum() * counting()
+
+
+def with_config(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).sum() * config.scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature, self.seen = nn.Linear(2, 2), 1.0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.temperature
+
+
+def watch(loss: Any = plain) -> tuple[Net, torch.optim.Optimizer, Watch]:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    return net, optimizer, Watch(net, loss, [optimizer])
+
+
+def test_nothing_changes_by_itself() -> None:
+    net, optimizer, seen = watch()
+    plain(net, torch.zeros(1, 2)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert seen.is_same()
+    assert seen.changed() == seen.drew() == seen.hooked() == ""
+
+
+def test_a_value_of_a_module_is_seen_at_once() -> None:
+    net, _, seen = watch()
+    net.temperature = 2.0
+    assert not seen.is_same()
+    assert seen.changed() == "Net.temperature"
+    assert seen.is_same()
+
+
+def test_modes_flags_and_hyperparameters_are_seen_at_once() -> None:
+    net, optimizer, seen = watch()
+    net.layer.eval()
+    assert not seen.is_same()
+    assert seen.changed() == "Linear 'layer'.training"
+    net.layer.weight.requires_grad_(False)
+    assert not seen.is_same()
+    assert seen.changed() == "layer.weight.requires_grad"
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert not seen.is_same()
+    assert seen.changed() == "optimizer 0, group 0: momentum"
+
+
+def test_lists_counters_of_functions_and_objects_are_seen_closely() -> None:
+    net, _, seen = watch()
+    net.seen.append(1)
+    assert seen.changed() == "Net.seen (its length)"
+    net, _, seen = watch(with_counter)
+    with_counter(net, torch.zeros(1, 2))
+    assert seen.changed() == "counter['steps']"
+    _, _, seen = watch(with_config)
+    config.scale = 3.0
+    assert seen.changed() == "config.scale"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "random"), (np.random.rand, "numpy.random"), (lambda: torch.rand(1), "torch's generator")],
+)
+def test_numbers_drawn_on_the_host_are_seen(draw: Any, name: str) -> None:
+    _, _, seen = watch()
+    draw()
+    assert seen.drew().startswith(name)
+
+
+def test_hooks_are_seen() -> None:
+    net, _, seen = watch()
+    handle = net.layer.register_forward_hook(lambda *_: None)
+    assert seen.hooked() == "layer"
+    handle.remove()
+    assert seen.hooked() == ""
+
+
+def test_shapes_tell_batches_apart() -> None:
+    first = {"x": torch.zeros(4, 2), "y": (torch.zeros(4), 3)}
+    assert shape_of(first) == shape_of({"x": torch.ones(4, 2), "y": (torch.ones(4), 3)})
+    assert shape_of(first) != shape_of({"x": torch.zeros(3, 2), "y": (torch.zeros(4), 3)})
+    assert shape_of(first) != shape_of({"x": torch.zeros(4, 2), "y": (torch.zeros(4), 4)})
+    assert shape_of(first) != shape_of({"x": torch.zeros(4, 2).double(), "y": (torch.zeros(4), 3)})
+    assert shape_of({"a": torch.zeros(1)}) != shape_of({"b": torch.zeros(1)})
+    assert "neither a tensor nor a number" in str(shape_of([{1}]))
+    assert shape_of((torch.zeros(2, 2).to_sparse(),)) == "the batch is sparse"
+
+
+def test_static_inputs_take_other_batches() -> None:
+    first = {"x": torch.zeros(2), "rest": [torch.zeros(1), 5]}
+    statics = Statics(first)
+    held = statics.data["x"]
+    statics.load({"x": torch.ones(2), "rest": [torch.full((1,), 7.0), 5]})
+    assert held is statics.data["x"]
+    assert held.tolist() == [1.0, 1.0]
+    assert statics.data["rest"][0].item() == 7.0
+    assert first["x"].tolist() == [0.0, 0.0]
+
+
+def test_optimizers_that_cannot_be_recorded_are_named() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert "Own is not known" in make_capturable(Own(parameters, lr=0.1))
+    assert "Adagrad is not known" in make_capturable(torch.optim.Adagrad(parameters))
+    assert make_capturable(torch.optim.AdamW(parameters)) == "a parameter is not on the GPU"
+    hooked = torch.optim.AdamW(parameters)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert "hooks" in make_capturable(hooked)
+
+
+def test_a_new_layout_keeps_values_and_state() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(2, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in net.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
+    assert has_convolutions(net)
+    for channels_last in (True, False):
+        lay_out(net, [optimizer], channels_last=channels_last)
+        weight = net[0].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+        assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+        for p, value, moment in zip(net.parameters(), before, moments, strict=True):
+            assert torch.equal(p, value)
+            assert torch.equal(optimizer.state[p]["exp_avg"], moment)
+
+
+def test_the_culprit_is_the_persons_own_line() -> None:
+    def theirs() -> None:
+        torch.zeros(2).view(3)
+
+    with pytest.raises(RuntimeError) as caught:
+        theirs()
+    assert culprit(caught.value) == f"test_graph.py:{theirs.__code__.co_firstlineno + 1}: torch.zeros(2).view(3)"
