@@ -124,7 +124,7 @@ def tried_together(world: World) -> tuple[list[float], list[str]]:
     ways.WORTH_SECONDS["cpu"] = 0.0
     hand = Hand(world, mh.StrategySpec(replicas=world.size))
     hand.build(task)
-    stepper = Stepper(hand, task, 10_000)
+    stepper = Stepper(hand, task, 600)
     losses = []
     for batch in hand.one_epoch(hand.make_feed(as_source(task.data), 6, shuffle=True)):
         stepper.take(batch)
