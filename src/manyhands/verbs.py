@@ -111,6 +111,7 @@ def fit(
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)
+    training.check_metrics(made, len(devices))
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
@@ -189,6 +190,7 @@ def evaluate(
     held = task.valid if data is None else data
     if held is None:
         raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
+    training.check_metrics(task, len(settle(strategy, on)[1]))
     return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
+from .metrics import check_metrics
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
@@ -21,6 +22,7 @@ __all__ = [
     "predict",
     "Callback",
     "check_callbacks",
+    "check_metrics",
     "Run",
     "new_folder",
     "EVENTS",

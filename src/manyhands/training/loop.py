@@ -165,7 +165,8 @@ class _Loop:
                 notice = try_loss(task, model, batch, is_split=hand.size > 1 or hand.spec.accumulate > 1)
                 if notice:
                     hand.notice(notice)
-            try_metrics(task, model, batch)
+            for notice in try_metrics(task, model, batch, hand.world):
+                hand.notice(notice)
         if task.metrics and task.valid is None:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
