@@ -97,6 +97,9 @@ class Task:
     """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
     """`schedule(step, total)` multiplies the optimizer's own learning rate."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation, the run's
+    model and its exports use the average."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -142,6 +145,10 @@ class Task:
             )
         if self.clip is not None and not self.clip > 0:
             raise TaskError("clip must be a positive norm", got=self.clip, remedy="pass clip=1.0, or None for none")
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise TaskError(
+                "ema is a decay between 0 and 1", got=repr(self.ema), remedy="pass ema=0.999, or None for none"
+            )
         if self.workers is not None and self.workers < 0:
             raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
 

@@ -1,5 +1,6 @@
 """The training loop, what a replica holds while it runs, and what a run leaves behind."""
 
+from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
@@ -23,6 +24,7 @@ __all__ = [
     "Callback",
     "check_callbacks",
     "check_metrics",
+    "Averages",
     "Run",
     "new_folder",
     "EVENTS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,14 @@ from .predictor import inputs_of, named, outputs_of
 
 
 def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
-    """The task's loss and metrics over a feed; every sample counts once, whatever the number of replicas."""
+    """The task's loss and metrics over a feed, of the averaged weights where there are some.
+
+    Every sample counts once, whatever the number of replicas.
+    """
     sums = Sums(hand.world)
     functions, meters = parted(task, hand.world)
-    with evaluating(hand.model), torch.no_grad():
+    averaged = hand.averages.in_place() if hand.averages is not None else nullcontext()
+    with averaged, evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
             with hand.replica.scope():
                 if task.loss is not None:

@@ -18,6 +18,7 @@ from ..core import Mean, StrategyError, StrategySpec, Task, TaskError, event, mi
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import MAIN, Replica, realise
+from .averages import Averages
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
@@ -40,6 +41,8 @@ class Hand:
         self._datasets: dict[Any, tuple[Any, int]] = {}
         self.num_steps = 0
         self.clip: float | None = None
+        self.averages: Averages | None = None
+        """The moving average of the weights, where the task has `ema`."""
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
         self._replica: Replica | None = None
@@ -79,6 +82,8 @@ class Hand:
         self.realise(model, task.optimizer)
         _built.add(model)
         self.clip = task.clip
+        if task.ema is not None:
+            self.averages = Averages(self.model, self.replica.groups, task.ema)
 
     def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
@@ -247,6 +252,8 @@ class Hand:
             if self.clip is not None:
                 self.replica.clip(key, self.clip)
             self.replica.update(key)
+            if self.averages is not None:
+                self.averages.update(key)
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:

@@ -146,6 +146,9 @@ class _Loop:
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
+        if task.ema is not None and self.total is not None and self.total * (1 - task.ema) < 1:
+            reach = f"ema={task.ema} looks back about {1 / (1 - task.ema):.0f} steps and the run has {self.total}"
+            hand.notice(f"{reach}: the average stays near the first weights; a smaller ema follows faster")
         valid = None
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
@@ -231,6 +234,8 @@ class _Loop:
         if valid_feed is not None:
             if self.noticed or hand.spec.batch_stats == "local":
                 hand.replica.align_buffers()
+                if hand.averages is not None:
+                    hand.averages.align(hand.world)
             with hand.timed("validation"):
                 measured = evaluate(hand, self.task, valid_feed)
             self.metrics = {f"valid_{name}": value for name, value in measured.items()}

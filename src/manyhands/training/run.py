@@ -83,8 +83,11 @@ class Run:
         """Where the first replica's time went."""
         return {} if self.outcome is None else self.outcome.seconds
 
-    def model(self, *, best: bool = False) -> nn.Module:
-        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
+    def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
+        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint.
+
+        Where the task has `ema`, these are the averaged weights; `averaged=False` gives those that were trained on.
+        """
         task = self.require_task()
         model = self._build(task)
         store = self._store()
@@ -92,12 +95,13 @@ class Run:
         check_matches(checkpoint, model)
         if any(tensor.dtype == float64 for tensor in checkpoint.model.values()):
             model = model.double()
-        model.load_state_dict(checkpoint.model)
+        model.load_state_dict(checkpoint.averaged if averaged else checkpoint.model)
         return model.eval()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The last weights by the plain module's names; needs no task."""
-        return self._store().load().model
+    def state_dict(self, *, averaged: bool = True) -> dict[str, Tensor]:
+        """The last weights by the plain module's names, averaged ones where the task has `ema`; needs no task."""
+        checkpoint = self._store().load()
+        return checkpoint.averaged if averaged else checkpoint.model
 
     def predictor(self, *, best: bool = False) -> ModelPredictor:
         """The trained network as a Predictor."""
