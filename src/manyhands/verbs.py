@@ -53,7 +53,7 @@ from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore
 from .strategies import require_built
 from .sync import make_policy
-from .training import Callback, Hand, Job, Outcome, Run, Verdict, View, make_view, new_folder
+from .training import Callback, Hand, Job, Outcome, Patience, Run, Verdict, View, make_view, new_folder
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -75,6 +75,7 @@ def fit(
     save_every: int | None = None,
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
+    stop: Patience | Sequence[Patience] | None = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Run:
@@ -87,6 +88,7 @@ def fit(
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
+    - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
 
     Ctrl-C ends the run after the current step and returns it.
@@ -112,6 +114,7 @@ def fit(
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)
     training.check_metrics(made, len(devices))
+    training.check_patience(training.as_patience(stop), made)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
@@ -125,6 +128,7 @@ def fit(
         save_every=save_every,
         keep=keep,
         callbacks=tuple(callbacks),
+        stop=training.as_patience(stop),
     )
     with _recording(job, devices, shown, progress) as (view, on_event):
         for text in [*notices, *_notices(spec)]:

@@ -7,6 +7,7 @@ from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .metrics import check_metrics
+from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
@@ -25,6 +26,9 @@ __all__ = [
     "check_callbacks",
     "check_metrics",
     "Averages",
+    "Patience",
+    "as_patience",
+    "check_patience",
     "Run",
     "new_folder",
     "EVENTS",

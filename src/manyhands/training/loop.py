@@ -19,6 +19,7 @@ from ..strategies import MAIN
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .patience import Patience, Watch, check_patience
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
@@ -42,6 +43,8 @@ class Job:
     """Steps between two checkpoints, besides the one after each epoch."""
     keep: int = 2
     callbacks: Sequence[Callback] = ()
+    stop: Sequence[Patience] = ()
+    """Ends the run when what one of them watches gets no better."""
 
 
 @dataclass
@@ -96,6 +99,8 @@ class _Loop:
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
         self.stopped = False
+        self.watch = Watch(job.stop)
+        self.out_of_patience = ""
         self.measured_at = 0
         self.compared = False
         self.noticed: set[str] = set()
@@ -130,12 +135,17 @@ class _Loop:
 
     @property
     def is_over(self) -> bool:
-        return self.stopped or (self.job.steps is not None and self.hand.num_steps >= self.job.steps)
+        return (
+            self.stopped
+            or bool(self.out_of_patience)
+            or (self.job.steps is not None and self.hand.num_steps >= self.job.steps)
+        )
 
     def prepare(self) -> tuple[Feed, Feed | None]:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
         hand.build(task)
+        check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
             hand.model.train()
         hand.seed(task.seed)
@@ -183,6 +193,9 @@ class _Loop:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return
         self.metrics = state["metrics"]
+        self.watch.restore(state.get("patience", []))
+        self.reporter.sums = state.get("sums", {})
+        self.hear_patience()
         left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
 
@@ -240,16 +253,33 @@ class _Loop:
                 measured = evaluate(hand, self.task, valid_feed)
             self.metrics = {f"valid_{name}": value for name, value in measured.items()}
         self.reporter.epoch(epoch, self.metrics)
+        self.watch.look(hand.num_steps, {**self.reporter.take_means(), **self.metrics})
+        self.hear_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
         self.save()
 
+    def hear_patience(self) -> None:
+        """Ends the run where patience ran out, on all replicas by what the first one saw."""
+        if self.job.stop and not self.out_of_patience:
+            self.out_of_patience = self.hand.world.gather_objects(self.watch.reason)[0]
+            if self.out_of_patience:
+                self.hand.notice(f"out of patience at step {self.hand.num_steps}: {self.out_of_patience}")
+
     def save(self) -> None:
         self.reporter.read()
         self.reporter.flush()
-        score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
-        self.hand.save(self.path, score=score, metrics=self.metrics)
+        score = self.watch.score({**self.reporter.last_losses, **self.metrics})
+        if score is None:
+            score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
+        self.hand.save(
+            self.path,
+            score=score,
+            metrics=self.metrics,
+            patience=self.watch.state(),
+            sums=self.reporter.sums,
+        )
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
 
     def end(self) -> None:
@@ -292,6 +322,8 @@ class _Reporter:
         self._feed: Feed | None = None
         self._synced_before = 0.0
         self.last_losses: dict[str, float] = {}
+        self.sums: dict[str, list[float]] = {}
+        """Of each loss the total and the number of steps since the last measurement."""
         self.num_samples = 0
 
     def start(self, feed: Feed) -> None:
@@ -310,10 +342,18 @@ class _Reporter:
             for name, value in values.items():
                 if not math.isfinite(value):
                     raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
+                total, count = self.sums.get(name, (0.0, 0))
+                self.sums[name] = [total + value, count + 1]
             self.last_losses = values
         self._unread.clear()
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
+
+    def take_means(self) -> dict[str, float]:
+        """The mean losses since the last measurement."""
+        means = {name: total / count for name, (total, count) in self.sums.items()}
+        self.sums = {}
+        return means
 
     def _suspicion(self, step: int) -> str:
         """What to look at when a loss is not finite."""

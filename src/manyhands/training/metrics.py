@@ -184,7 +184,7 @@ class OwnMeter(Meter):
 
 def parted(task: Task, world: World) -> tuple[dict[str, Function], list[Meter]]:
     """The task's metrics that are functions, and new meters for those that are objects."""
-    functions = {name: metric for name, metric in task.metrics.items() if _is_function(metric)}
+    functions = {name: metric for name, metric in task.metrics.items() if is_function(metric)}
     objects = {name: metric for name, metric in task.metrics.items() if name not in functions}
     meters = [meter for name, metric in objects.items() for meter in _meters(name, metric, world.device)]
     _require_joinable(meters, world.size)
@@ -204,7 +204,7 @@ def check_metrics(task: Task, num_replicas: int) -> None:
     """Refuses metric objects that several replicas could not join, before any process is started."""
     if num_replicas > 1:
         cpu = torch.device("cpu")
-        objects = [(name, metric) for name, metric in task.metrics.items() if not _is_function(metric)]
+        objects = [(name, metric) for name, metric in task.metrics.items() if not is_function(metric)]
         _require_joinable([meter for name, metric in objects for meter in _meters(name, metric, cpu)], num_replicas)
 
 
@@ -251,7 +251,8 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, type) and hasattr(value, "update") and hasattr(value, "compute")
 
 
-def _is_function(value: Any) -> bool:
+def is_function(value: Any) -> bool:
+    """Whether an entry of `Task.metrics` is a plain function, which gives one number under its own name."""
     return not isinstance(value, tuple) and not _is_object(value) and not _is_factory(value)
 
 

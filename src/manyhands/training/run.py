@@ -75,7 +75,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped before its end."""
+        """Whether it was stopped before its end, by Ctrl-C or `hand.stop()`; to run out of patience is an end."""
         return self.outcome is not None and self.outcome.stopped
 
     @property
