@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cluster import Device, devices
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
-    from .store import load
+    from .store import load, weights
     from .training import Callback, Hand, Patience, Run, hand
     from .verbs import check, evaluate, fit, launch, predict
 
@@ -29,6 +29,7 @@ __all__ = [
     "evaluate",
     "predict",
     "load",
+    "weights",
     "devices",
     "Single",
     "Mirrored",
@@ -44,7 +45,7 @@ __all__ = [
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices"],
-    "store": ["load"],
+    "store": ["load", "weights"],
     "training": ["Callback", "Hand", "Patience", "Run", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }

@@ -50,7 +50,7 @@ from .core import (
     typed,
 )
 from .data import as_source, check_source, is_arrays
-from .store import CheckpointStore
+from .store import CheckpointStore, Weights
 from .strategies import require_built
 from .sync import make_policy
 from .training import Callback, Hand, Job, Outcome, Patience, Run, Verdict, View, make_view, new_folder
@@ -72,6 +72,7 @@ def fit(
     name: str | None = None,
     folder: str | Path = "runs",
     resume: bool | Run | str | Path = False,
+    start_from: Run | Weights | Mapping[str, Tensor] | str | Path | None = None,
     save_every: int | None = None,
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
@@ -87,6 +88,8 @@ def fit(
     - `params`: the task function's own parameters;
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
+    - `start_from`: a run, a file of weights or a Hugging Face folder whose weights the network begins with: fresh
+      data, a new optimizer; `mh.weights(path, strict=False)` takes what fits;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
     - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
@@ -115,6 +118,9 @@ def fit(
     _check_data(made, steps)
     training.check_metrics(made, len(devices))
     training.check_patience(training.as_patience(stop), made)
+    source = training.as_weights(start_from)
+    if source is not None and not resume:
+        training.check_start(made, source)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
@@ -129,6 +135,7 @@ def fit(
         keep=keep,
         callbacks=tuple(callbacks),
         stop=training.as_patience(stop),
+        start_from=source,
     )
     with _recording(job, devices, shown, progress) as (view, on_event):
         for text in [*notices, *_notices(spec)]:
@@ -434,6 +441,7 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
         "batch_size": job.task.batch_size,
         "seed": job.task.seed,
         "save_every": job.save_every,
+        "start_from": None if job.start_from is None else str(job.start_from),
     }
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")

@@ -33,6 +33,7 @@ class FitSettings(SplitSettings):
     save_every: int | None = None
     keep: int = 2
     patience: str | None = None
+    start_from: str | None = None
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -48,6 +49,9 @@ Patience = Annotated[
         metavar="NAME:EPOCHS",
         help="End when a value gets no better in so many epochs: valid_loss:5, valid_score:5:max; several with commas.",
     ),
+]
+StartFrom = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Begin with the weights of a run, a file or a Hugging Face folder.")
 ]
 Config = Annotated[
     Path | None,
@@ -81,6 +85,7 @@ def fit(
     save_every: SaveEvery = None,
     keep: Keep = None,
     patience: Patience = None,
+    start_from: StartFrom = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -93,6 +98,7 @@ def fit(
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
+        "start_from": start_from,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []

@@ -156,6 +156,11 @@ class CheckpointStore:
         folder = _best(self._committed())
         return None if folder is None else folder.step
 
+    def newest_model(self) -> Path | None:
+        """The file of the newest committed network, not checked, for a look at its header."""
+        committed = self._committed()
+        return committed[-1].path / MODEL if committed else None
+
     def load(self, step: int | None = None) -> Checkpoint:
         """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
         self.wait()

@@ -10,7 +10,8 @@ from .metrics import check_metrics
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
-from .run import EVENTS, RECORD, Run, new_folder
+from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .start import check_start
 
 __all__ = [
     "Hand",
@@ -31,6 +32,8 @@ __all__ = [
     "check_patience",
     "Run",
     "new_folder",
+    "as_weights",
+    "check_start",
     "EVENTS",
     "CHECKPOINTS",
     "RECORD",

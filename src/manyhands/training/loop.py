@@ -15,11 +15,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..cluster import World
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, tensors
+from ..store import Weights
 from ..strategies import MAIN
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .patience import Patience, Watch, check_patience
+from .start import start_from
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
@@ -45,6 +47,8 @@ class Job:
     callbacks: Sequence[Callback] = ()
     stop: Sequence[Patience] = ()
     """Ends the run when what one of them watches gets no better."""
+    start_from: Weights | None = None
+    """What a run that is not resumed begins with."""
 
 
 @dataclass
@@ -164,8 +168,9 @@ class _Loop:
             held = as_source(task.valid, collate=task.collate)
             valid = hand.make_feed(held, task.batch_size or batch_size, shuffle=False, workers=task.workers)
         hand.store(self.path, keep=self.job.keep)
-        if self.job.resume:
-            self.resume()
+        resumed = self.job.resume and self.resume()
+        if self.job.start_from is not None and not resumed:
+            start_from(hand, self.job.start_from)
         self.report_start()
         return feed, valid
 
@@ -187,17 +192,19 @@ class _Loop:
         if hand.size > 1 and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
+        """Goes on from the last checkpoint, where there is one."""
         state = self.hand.restore(self.path)
         if state is None:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
-            return
+            return False
         self.metrics = state["metrics"]
         self.watch.restore(state.get("patience", []))
         self.reporter.sums = state.get("sums", {})
         self.hear_patience()
         left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
+        return True
 
     def set_learning_rate(self) -> None:
         if self.task.schedule is None:
