@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import manyhands as mh
 from manyhands.core import TaskError, read_events
@@ -223,3 +224,33 @@ def test_an_average_that_reaches_back_too_far_is_noticed(tmp_path: Path) -> None
     run = fit(task(ema=0.999), tmp_path)
     texts = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
     assert any("ema=0.999 looks back about 1000 steps and the run has 5" in text for text in texts)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_update_reads_no_value(masked: bool) -> None:
+    """Tensors without values refuse to be read, as a CUDA graph does while it is captured."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).bfloat16())
+        averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.9)
+        averages.update("", torch.ones(()) if masked else None)
+        with pytest.raises(DataDependentOutputException):
+            float(averages.tensors["0.weight"].sum())
+
+
+@pytest.mark.gpu
+def test_an_update_can_be_captured() -> None:
+    model = nn.Linear(3, 3).cuda()
+    averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.5)
+    mask = torch.ones((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        averages.update("", mask)
+    averages.restart()
+    first = averages.tensors["weight"].clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    graph.replay()
+    torch.testing.assert_close(averages.tensors["weight"], first + 0.5)
+    mask.zero_()
+    graph.replay()
+    torch.testing.assert_close(averages.tensors["weight"], first + 0.5)
