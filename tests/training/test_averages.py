@@ -230,7 +230,7 @@ def test_an_average_that_reaches_back_too_far_is_noticed(tmp_path: Path) -> None
 def test_an_update_reads_no_value(masked: bool) -> None:
     """Tensors without values refuse to be read, as a CUDA graph does while it is captured."""
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).bfloat16())
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16))
         averages = Averages(model, {"": dict(model.named_parameters())}, decay=0.9)
         averages.update("", torch.ones(()) if masked else None)
         with pytest.raises(DataDependentOutputException):
