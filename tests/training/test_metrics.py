@@ -228,6 +228,21 @@ def test_what_needs_many_samples_is_only_noticed(tmp_path: Path) -> None:
     assert "'many' could not be computed from a few samples (RuntimeError: too few)" in events
 
 
+def test_logits_are_noticed(tmp_path: Path) -> None:
+    """torchmetrics squashes a batch only if some number in it is beyond 0 and 1, so it depends on the split."""
+    made = task(
+        {"auc": BinaryAUROC(), "right": BinaryAccuracy(), "mean": (MeanMetric(), lambda outputs, batch: outputs)}
+    )
+    texts = {}
+    for name, predict in {"logits": lambda model, inputs: 3 * model(inputs), "chances": made.predict}.items():
+        run = mh.fit(made.replace(predict=predict), on="cpu", folder=tmp_path, name=name, progress=False)
+        texts[name] = (run.path / "events.jsonl").read_text()
+    assert "the metric 'auc' gets numbers beyond 0 and 1: BinaryAUROC guesses" in texts["logits"]
+    assert "the metric 'right' gets numbers beyond" in texts["logits"]
+    assert "the metric 'mean' gets numbers beyond" not in texts["logits"]
+    assert "guesses" not in texts["chances"]
+
+
 def test_nothing_was_seen_by_some_replicas() -> None:
     def replica(world: World) -> dict[str, float]:
         _, meters = parted(task({"auc": BinaryAUROC(), "sure": Counts()}), world)

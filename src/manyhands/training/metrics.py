@@ -2,7 +2,6 @@
 
 The area under a curve over all samples is no mean of the replicas' areas. So an object is joined before it computes:
 one of torchmetrics by the states and reductions that it declares, one of a person's own by its `merge(other)`.
-(Give torchmetrics probabilities: whether numbers are logits it guesses anew for every batch, so a split may change it.)
 """
 
 from __future__ import annotations
@@ -81,9 +80,17 @@ class Meter(ABC):
     def join(self, packed: Sequence[tuple[Any, int]]) -> None:
         """Takes what all replicas have seen, with the number of samples of each."""
 
+    def caution(self, given: Any) -> str:
+        """What to know about a metric that is updated with this; empty when there is nothing."""
+        return ""
+
+    def given(self, outputs: Any, batch: Any) -> Any:
+        """What the metric is updated with: a dict, a tuple, or one value."""
+        return self._arguments(outputs, batch)
+
     def update(self, outputs: Any, batch: Any, num_samples: int) -> None:
         """Shows the metric some samples."""
-        given = self._arguments(outputs, batch)
+        given = self.given(outputs, batch)
         if isinstance(given, Mapping):
             self.metric.update(**given)
         else:
@@ -135,6 +142,18 @@ class DeclaredMeter(Meter):
                 if reduction is None and not isinstance(part._defaults[state], list):
                     return f"{type(part).__name__} has no rule for its state {state!r} (dist_reduce_fx=None)"
         return ""
+
+    def caution(self, given: Any) -> str:
+        kind, scores = type(self.metric).__name__, next(iter(given), None) if isinstance(given, tuple) else None
+        guesses = kind.startswith(("Binary", "Multilabel")) or kind.endswith(("AUROC", "AveragePrecision", "ROC"))
+        if not guesses or not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return ""
+        if bool(((scores >= 0) & (scores <= 1)).all()):
+            return ""
+        return (
+            f"the metric {self.name!r} gets numbers beyond 0 and 1: {kind} guesses for every batch anew whether they "
+            "are logits, so another split may change it; give it probabilities, with predict= or in a pair"
+        )
 
     def pack(self) -> Any:
         return [
@@ -213,6 +232,8 @@ def try_meters(meters: Sequence[Meter], outputs: Any, batch: Any) -> list[str]:
     notices = []
     for meter in meters:
         meter.update(outputs, batch, 1)
+        if caution := meter.caution(meter.given(outputs, batch)):
+            notices.append(caution)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
