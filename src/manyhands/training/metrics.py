@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +108,7 @@ class Meter(ABC):
     def _number(self, value: Any) -> float:
         if isinstance(value, Mean):
             return float(value.total / value.count)
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        if isinstance(value, (int, float, np.number)) or (isinstance(value, Tensor) and value.numel() == 1):
             return float(value)
         raise TaskError(
             f"the metric {self.name!r} must compute a number, or a dict of numbers",
@@ -252,6 +253,8 @@ def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
     metric, arguments = given if isinstance(given, tuple) else (given, None)
     # The task's own object stays as it is: every evaluation starts from a copy, also in another thread.
     metric = metric() if _is_factory(metric) else copy.deepcopy(metric)
+    if hasattr(metric, "reset"):
+        metric.reset()
     if type(metric).__name__ == "MetricCollection":
         for key, inner in metric.items():
             yield DeclaredMeter(f"{name}_{key}", inner, arguments, device)
@@ -262,8 +265,6 @@ def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
             got=f"{'a pair with ' if arguments else ''}a {type(metric).__name__}",
             remedy="make such an object in it, or take two arguments",
         )
-    if hasattr(metric, "reset"):
-        metric.reset()
     kind = DeclaredMeter if hasattr(metric, "_reductions") else OwnMeter
     yield kind(name, metric, arguments, device)
 
