@@ -71,6 +71,29 @@ def test_pair(name: str, epochs: int, loss: str, tmp_path: Path) -> None:
         assert two.history[key] == pytest.approx(values, rel=1e-4), key
 
 
+def test_huggingface_pair(tmp_path: Path) -> None:
+    """Ours learns what the Trainer learns, gives the same on two devices, and leaves a folder that they can read."""
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    alone.mkdir()
+    split.mkdir()
+    ours = str(EXAMPLES / "huggingface_manyhands.py")
+    with ThreadPoolExecutor(2) as both:
+        theirs = both.submit(run_python, alone, str(EXAMPLES / "huggingface_torch.py"), epochs=2)
+        both.submit(run_python, alone, ours, epochs=2).result()
+    run_command(split, "fit", ours, "--on", "cpu*2", "--epochs", "2")
+    one, two = only_run(alone), only_run(split)
+
+    # Which words a network of random weights learns first differs, so what both have learned is compared.
+    wanted = printed(theirs.result(), "accuracy")
+    assert len(wanted) == len(one.history["valid_accuracy"]) == 2
+    assert one.metrics["valid_accuracy"] == pytest.approx(wanted[-1], abs=0.15)
+    assert min(one.metrics["valid_accuracy"], wanted[-1]) > 0.75
+    assert len(two.record["devices"]) == 2
+    for key, values in one.history.items():
+        assert two.history[key] == pytest.approx(values, rel=1e-3, abs=1e-4), key
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (alone / "models" / "reviews").iterdir()}
+
+
 def test_task_parameters_from_the_command_line(tmp_path: Path) -> None:
     """The task's own typed parameters can be set in the command."""
     file = str(EXAMPLES / "image_classifier_manyhands.py")

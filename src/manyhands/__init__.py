@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cluster import Device, devices
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
-    from .store import load
-    from .training import Callback, Hand, Run, hand
+    from .store import load, weights
+    from .training import Callback, Hand, Patience, Run, hand
     from .verbs import check, evaluate, fit, launch, predict
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ __all__ = [
     "evaluate",
     "predict",
     "load",
+    "weights",
     "devices",
     "Single",
     "Mirrored",
@@ -37,14 +38,15 @@ __all__ = [
     "Hand",
     "Predictor",
     "Callback",
+    "Patience",
     "Device",
 ]
 
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices"],
-    "store": ["load"],
-    "training": ["Callback", "Hand", "Run", "hand"],
+    "store": ["load", "weights"],
+    "training": ["Callback", "Hand", "Patience", "Run", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

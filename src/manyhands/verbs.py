@@ -50,10 +50,10 @@ from .core import (
     typed,
 )
 from .data import as_source, check_source, is_arrays
-from .store import CheckpointStore
+from .store import CheckpointStore, Weights
 from .strategies import require_built
 from .sync import make_policy
-from .training import Callback, Hand, Job, Outcome, Run, Verdict, View, make_view, new_folder
+from .training import Callback, Hand, Job, Outcome, Patience, Run, Verdict, View, make_view, new_folder
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -72,9 +72,11 @@ def fit(
     name: str | None = None,
     folder: str | Path = "runs",
     resume: bool | Run | str | Path = False,
+    start_from: Run | Weights | Mapping[str, Tensor] | str | Path | None = None,
     save_every: int | None = None,
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
+    stop: Patience | Sequence[Patience] | None = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Run:
@@ -86,7 +88,10 @@ def fit(
     - `params`: the task function's own parameters;
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
+    - `start_from`: a run, a file of weights or a Hugging Face folder whose weights the network begins with: fresh
+      data, a new optimizer; `mh.weights(path, strict=False)` takes what fits;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
+    - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
 
     Ctrl-C ends the run after the current step and returns it.
@@ -111,6 +116,11 @@ def fit(
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on)
     _check_data(made, steps)
+    training.check_metrics(made, len(devices))
+    training.check_patience(training.as_patience(stop), made)
+    source = training.as_weights(start_from)
+    if source is not None and not resume:
+        training.check_start(made, source)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
@@ -124,6 +134,8 @@ def fit(
         save_every=save_every,
         keep=keep,
         callbacks=tuple(callbacks),
+        stop=training.as_patience(stop),
+        start_from=source,
     )
     with _recording(job, devices, shown, progress) as (view, on_event):
         for text in [*notices, *_notices(spec)]:
@@ -189,6 +201,7 @@ def evaluate(
     held = task.valid if data is None else data
     if held is None:
         raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
+    training.check_metrics(task, len(settle(strategy, on)[1]))
     return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
 
 
@@ -428,6 +441,7 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
         "batch_size": job.task.batch_size,
         "seed": job.task.seed,
         "save_every": job.save_every,
+        "start_from": None if job.start_from is None else str(job.start_from),
     }
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")

@@ -167,3 +167,26 @@ def _wait_for_steps(process: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("no step was taken")
+
+
+def test_patience_ends_a_run(invoke: Invoke) -> None:
+    words = ("--on", "cpu", "--epochs", 9, "--name", "a", "--patience", "valid_loss:2,loss:1:max")
+    result = invoke("fit", TARGET, "lr=1e-3", *words)
+    assert result.exit_code == 0, result.stderr
+    assert "out of patience at step 8: loss has not got better than" in result.stderr
+    assert "--patience valid_loss:2,loss:1:max" in result.stdout.replace("\n", "")
+    wrong = invoke("fit", TARGET, "--on", "cpu", "--patience", "valid_loss")
+    assert wrong.exit_code == 2
+    assert "NAME:EPOCHS or NAME:EPOCHS:MODE, but got 'valid_loss'; write valid_loss:5" in wrong.stderr.replace("\n", "")
+
+
+def test_a_run_starts_from_another(invoke: Invoke) -> None:
+    assert invoke("fit", TARGET, "--on", "cpu", "--name", "a", "-q").exit_code == 0
+    result = invoke("fit", TARGET, "lr=1e-9", "--on", "cpu*2", "--name", "b", "--start-from", "runs/a")
+    assert result.exit_code == 0, result.stderr
+    assert "starts from" in result.stderr
+    before, after = Run("runs/a").state_dict(), Run("runs/b").state_dict()
+    assert all(after[name].allclose(tensor, atol=1e-5) for name, tensor in before.items())
+    wrong = invoke("fit", TARGET, "width=4", "--on", "cpu", "--start-from", "runs/a")
+    assert wrong.exit_code == 2
+    assert "of another shape (layers.0.weight is (8, 4) and should be (4, 4)" in wrong.stderr.replace("\n", "")

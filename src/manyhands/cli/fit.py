@@ -32,6 +32,8 @@ class FitSettings(SplitSettings):
     resume: bool = False
     save_every: int | None = None
     keep: int = 2
+    patience: str | None = None
+    start_from: str | None = None
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -41,6 +43,16 @@ Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
+Patience = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME:EPOCHS",
+        help="End when a value gets no better in so many epochs: valid_loss:5, valid_score:5:max; several with commas.",
+    ),
+]
+StartFrom = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Begin with the weights of a run, a file or a Hugging Face folder.")
+]
 Config = Annotated[
     Path | None,
     typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
@@ -72,6 +84,8 @@ def fit(
     resume: Resume = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
+    patience: Patience = None,
+    start_from: StartFrom = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -83,7 +97,8 @@ def fit(
     """
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": resume, "save_every": save_every, "keep": keep,
+        "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
+        "start_from": start_from,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -97,7 +112,7 @@ def fit(
             task,
             params=parse_params(words, settings.tables.get("task")),
             progress=False if quiet else None,
-            **dataclasses.asdict(settings.values),
+            **_arguments(settings.values),
         )
     if json:
         print_json(as_dict(run, settings))
@@ -105,6 +120,15 @@ def fit(
         _show(run, _next_command(target, words, given, config, run, settings.values))
     if run.stopped and interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
+
+
+def _arguments(settings: FitSettings) -> dict[str, Any]:
+    """The settings as `mh.fit` takes them."""
+    from ..training import Patience
+
+    given = dataclasses.asdict(settings)
+    patience = given.pop("patience")
+    return {**given, "stop": [Patience.parse(text) for text in patience.split(",")] if patience else None}
 
 
 def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
@@ -176,7 +200,7 @@ def _next_command(
     options = {
         "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
-        "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
+        "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])

@@ -52,7 +52,6 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
 
 
 Loss = Callable[[Any, Any], "Tensor | Mean"]
-Metric = Callable[[Any, Any], "Tensor | Mean | float"]
 Optimizers = Mapping[str, "Optimizer"]
 
 
@@ -93,14 +92,20 @@ class Task:
     predict: Callable[..., Any] | None = None
     """`predict(model, *inputs)`; its parameter names are the Predictor's inputs. By default the model itself on
     the batch's first element."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`. Or an object, or a function
+    without arguments that makes one: of torchmetrics, which gets (outputs, batch[1]), or one's own with
+    `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`. A pair (object, function of
+    (outputs, batch)) says what else `update` gets: a tuple, or a dict of names."""
     clip: float | None = None
     """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
     """`schedule(step, total)` multiplies the optimizer's own learning rate."""
     not_finite: str = "stop"
     """What a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation, the run's
+    model and its exports use the average."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -124,12 +129,14 @@ class Task:
                 got=f"the class {name}",
                 remedy=f"write optimizer=lambda model: torch.optim.{name}(model.parameters())",
             )
-        if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
+        if not isinstance(self.metrics, Mapping):
             raise TaskError(
                 "metrics must be functions by name",
                 got=type(self.metrics).__name__,
                 remedy='write metrics={"accuracy": fn(outputs, batch)}',
             )
+        for name, metric in self.metrics.items():
+            _require_metric(name, metric)
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -147,6 +154,10 @@ class Task:
         if self.not_finite not in ("stop", "skip"):
             raise TaskError(
                 'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="pass one of these"
+            )
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise TaskError(
+                "ema is a decay between 0 and 1", got=repr(self.ema), remedy="pass ema=0.999, or None for none"
             )
         if self.workers is not None and self.workers < 0:
             raise TaskError("workers must not be negative", got=self.workers, remedy="pass 0 or more")
@@ -248,6 +259,18 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     raise SettingsError(
         f"{name} must be of type {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value"
     )
+
+
+def _require_metric(name: str, metric: Any) -> None:
+    measure = metric
+    if isinstance(metric, tuple):
+        measure = metric[0] if len(metric) == 2 and callable(metric[1]) else None
+    if not (callable(measure) or hasattr(measure, "compute")):
+        raise TaskError(
+            f"the metric {name!r} must be a function, an object with update and compute, or (object, function) of them",
+            got="a tuple" if isinstance(metric, tuple) else type(metric).__name__,
+            remedy="pass fn(outputs, batch), or for instance torchmetrics.classification.BinaryAUROC()",
+        )
 
 
 def _is_a(value: object, package: str, name: str) -> bool:

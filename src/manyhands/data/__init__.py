@@ -1,7 +1,7 @@
 """The feed: global order, sharing out over replicas, reading ahead, and the cursor that resumes it."""
 
 from .arrays import is_arrays
-from .batch import Batch, Cursor, first_dim, split, tensors, to_device
+from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device
 from .feed import Feed
 from .order import Order
 from .prefetch import Prefetcher
@@ -21,6 +21,7 @@ __all__ = [
     "Order",
     "Prefetcher",
     "first_dim",
+    "map_leaves",
     "split",
     "tensors",
     "to_device",

@@ -5,6 +5,7 @@ from .checkpoints import Checkpoint, CheckpointStore, check_matches
 from .disk import Disk
 from .optimizers import load_optimizer_state, optimizer_state
 from .tensors import load_state_dict, save_state_dict
+from .weights import Weights, match, open_weights, weights
 
 __all__ = [
     "Checkpoint",
@@ -18,5 +19,9 @@ __all__ = [
     "versions",
     "save_state_dict",
     "load_state_dict",
+    "Weights",
+    "weights",
+    "open_weights",
+    "match",
     "Disk",
 ]

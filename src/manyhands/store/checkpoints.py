@@ -24,6 +24,7 @@ from .tensors import read_tensors, write_tensors
 FORMAT = 1
 MARKER = "COMMITTED"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
+AVERAGES = "averages.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 
@@ -41,6 +42,13 @@ class Checkpoint:
     """JSON-able: the feed's cursor, schedule, epoch, best, metrics, spec."""
     random: dict[str, Tensor] = field(default_factory=dict)
     """Generator states, such as "rank0.cpu"."""
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    """Moving averages of some of the model's tensors, where they are kept."""
+
+    @property
+    def averaged(self) -> dict[str, Tensor]:
+        """The model with its averages in place of what they are averages of."""
+        return {**self.model, **self.averages}
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class CheckpointStore:
         self.written_seconds = 0.0
         """Time that the background thread took."""
         self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
-        self._snapshots = {MODEL: Snapshot(), OPTIMIZER: Snapshot(), RANDOM: Snapshot()}
+        self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES)}
         self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
         remove_stale(self._disk, self.root)
@@ -147,6 +155,11 @@ class CheckpointStore:
         """The step of the committed checkpoint with the lowest score."""
         folder = _best(self._committed())
         return None if folder is None else folder.step
+
+    def newest_model(self) -> Path | None:
+        """The file of the newest committed network, not checked, for a look at its header."""
+        committed = self._committed()
+        return committed[-1].path / MODEL if committed else None
 
     def load(self, step: int | None = None) -> Checkpoint:
         """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
@@ -191,6 +204,8 @@ class CheckpointStore:
             raise CheckpointError("a step is a whole number from 0", got=repr(step), remedy="pass such a step")
         slots, plain = _parted(checkpoint.optimizers)
         tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
+        if checkpoint.averages:
+            tensors[AVERAGES] = checkpoint.averages
         return _Copy(
             step=step,
             score=None if score is None or math.isnan(score) else float(score),
@@ -323,7 +338,7 @@ def _read(folder: _Folder) -> Checkpoint:
         for name, said in manifest["files"].items():
             if digest_of(folder.path / name).to_dict() != said:
                 raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
-        return _assembled(folder.path, _object(folder.path / STATE))
+        return _assembled(folder.path, _object(folder.path / STATE), has_averages=AVERAGES in manifest["files"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -341,12 +356,12 @@ def _manifest(path: Path) -> dict[str, Any]:
             got=manifest["format"],
             remedy="read it with the version that wrote it",
         )
-    if set(manifest["files"]) != {MODEL, OPTIMIZER, RANDOM, STATE}:
+    if set(manifest["files"]) - {AVERAGES} != {MODEL, OPTIMIZER, RANDOM, STATE}:
         raise CheckpointError("a manifest lists the four files", got=", ".join(manifest["files"]))
     return dict(manifest)
 
 
-def _assembled(path: Path, text: dict[str, Any]) -> Checkpoint:
+def _assembled(path: Path, text: dict[str, Any], *, has_averages: bool) -> Checkpoint:
     optimizers: dict[str, dict[str, Any]] = text["optimizers"]
     for key, tensor in read_tensors(path / OPTIMIZER).items():
         optimizer, _, tail = key.partition("/")
@@ -358,6 +373,7 @@ def _assembled(path: Path, text: dict[str, Any]) -> Checkpoint:
         optimizers=optimizers,
         state=text["state"],
         random=read_tensors(path / RANDOM),
+        averages=read_tensors(path / AVERAGES) if has_averages else {},
     )
 
 

@@ -1,13 +1,17 @@
 """The training loop, what a replica holds while it runs, and what a run leaves behind."""
 
+from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
+from .metrics import check_metrics
+from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
-from .run import EVENTS, RECORD, Run, new_folder
+from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .start import check_start
 
 __all__ = [
     "Hand",
@@ -21,8 +25,15 @@ __all__ = [
     "predict",
     "Callback",
     "check_callbacks",
+    "check_metrics",
+    "Averages",
+    "Patience",
+    "as_patience",
+    "check_patience",
     "Run",
     "new_folder",
+    "as_weights",
+    "check_start",
     "EVENTS",
     "CHECKPOINTS",
     "RECORD",

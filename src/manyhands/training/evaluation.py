@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from ..cluster import World
-from ..core import Mean, Task
+from ..core import Task
 from ..data import Batch, Cursor, Feed
 from .hand import Hand
+from .metrics import Sums, compute, parted
 from .predictor import inputs_of, named, outputs_of
 
 
 def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
-    """The task's loss and metrics over a feed; every sample counts once, whatever the number of replicas."""
-    sums = _Sums(hand.world)
-    with evaluating(hand.model), torch.no_grad():
+    """The task's loss and metrics over a feed, of the averaged weights where there are some.
+
+    Every sample counts once, whatever the number of replicas.
+    """
+    sums = Sums(hand.world)
+    functions, meters = parted(task, hand.world)
+    averaged = hand.averages.in_place() if hand.averages is not None else nullcontext()
+    with averaged, evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
             with hand.replica.scope():
                 if task.loss is not None:
                     sums.add("loss", task.loss(hand.model, batch.data), batch.num_samples)
                 if task.metrics:
                     outputs = outputs_of(task, hand.model, inputs_of(task, batch.data))
-                    for name, metric in task.metrics.items():
+                    for name, metric in functions.items():
                         sums.add(name, metric(outputs, batch.data), batch.num_samples)
-    return sums.means()
+            # A borrowed row is another replica's, which shows it to its own meters.
+            for meter in meters if batch.num_samples else ():
+                meter.update(outputs, batch.data, batch.num_samples)
+    return {**sums.means(), **compute(meters, hand.world)}
 
 
 def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tensor]]:
@@ -76,29 +84,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
-
-
-class _Sums:
-    """Totals and counts by name."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, name: str, value: Tensor | Mean | float, num_samples: int) -> None:
-        if num_samples == 0:
-            # A borrowed row only keeps collectives in step; a metric of one row need not even be finite.
-            pair = torch.zeros(2, dtype=torch.float64, device=self._world.device)
-        elif isinstance(value, Mean):
-            pair = torch.stack([value.total.double(), value.count.double()])
-        else:
-            mean = torch.as_tensor(value, dtype=torch.float64, device=self._world.device)
-            pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    def means(self) -> dict[str, float]:
-        if not self._sums:
-            return {}
-        table = torch.stack(list(self._sums.values()))
-        self._world.all_reduce(table)
-        return {name: float(total / count) for name, (total, count) in zip(self._sums, table.tolist(), strict=True)}

@@ -18,6 +18,7 @@ from ..core import Mean, StrategyError, StrategySpec, Task, TaskError, event, mi
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import MAIN, Replica, keep_where, realise
+from .averages import Averages
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
@@ -41,6 +42,8 @@ class Hand:
         self.num_steps = 0
         self.num_restores = 0
         self.clip: float | None = None
+        self.averages: Averages | None = None
+        """The moving average of the weights, where the task has `ema`."""
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
         self._replica: Replica | None = None
@@ -87,6 +90,8 @@ class Hand:
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
+        if task.ema is not None:
+            self.averages = Averages(self.model, self.replica.groups, task.ema)
 
     def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
@@ -270,7 +275,10 @@ class Hand:
         tally.settle()
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
-            self.replica.update(key, self._flag(key, norm))
+            flag = self._flag(key, norm)
+            self.replica.update(key, flag)
+            if self.averages is not None:
+                self.averages.update(key, flag)
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:

@@ -17,9 +17,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..cluster import World
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, tensors
+from ..store import Weights
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .patience import Patience, Watch, check_patience
+from .start import start_from
 from .stepping import Stepper
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
@@ -47,6 +50,10 @@ class Job:
     """Steps between two checkpoints, besides the one after each epoch."""
     keep: int = 2
     callbacks: Sequence[Callback] = ()
+    stop: Sequence[Patience] = ()
+    """Ends the run when what one of them watches gets no better."""
+    start_from: Weights | None = None
+    """What a run that is not resumed begins with."""
 
 
 @dataclass
@@ -87,6 +94,8 @@ class _Loop:
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
         self.stopped = False
+        self.watch = Watch(job.stop)
+        self.out_of_patience = ""
         self.measured_at = 0
         self.compared = False
         self.noticed: set[str] = set()
@@ -126,12 +135,17 @@ class _Loop:
 
     @property
     def is_over(self) -> bool:
-        return self.stopped or (self.job.steps is not None and self.hand.num_steps >= self.job.steps)
+        return (
+            self.stopped
+            or bool(self.out_of_patience)
+            or (self.job.steps is not None and self.hand.num_steps >= self.job.steps)
+        )
 
     def prepare(self) -> tuple[Feed, Feed | None]:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
         hand.build(task)
+        check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
             hand.model.train()
         hand.seed(task.seed)
@@ -142,13 +156,17 @@ class _Loop:
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
+        if task.ema is not None and self.total is not None and self.total * (1 - task.ema) < 1:
+            reach = f"ema={task.ema} looks back about {1 / (1 - task.ema):.0f} steps and the run has {self.total}"
+            hand.notice(f"{reach}: the average stays near the first weights; a smaller ema follows faster")
         valid = None
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
             valid = hand.make_feed(held, task.batch_size or batch_size, shuffle=False, workers=task.workers)
         hand.store(self.path, keep=self.job.keep)
-        if self.job.resume:
-            self.resume()
+        resumed = self.job.resume and self.resume()
+        if self.job.start_from is not None and not resumed:
+            start_from(hand, self.job.start_from)
         self.report_start()
         return feed, valid
 
@@ -161,7 +179,8 @@ class _Loop:
                 notice = try_loss(task, model, batch, is_split=hand.size > 1 or hand.spec.accumulate > 1)
                 if notice:
                     hand.notice(notice)
-            try_metrics(task, model, batch)
+            for notice in try_metrics(task, model, batch, hand.world):
+                hand.notice(notice)
         if task.metrics and task.valid is None:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
@@ -169,14 +188,19 @@ class _Loop:
         if hand.size > 1 and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
+        """Goes on from the last checkpoint, where there is one."""
         state = self.hand.restore(self.path)
         if state is None:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
-            return
+            return False
         self.metrics = state["metrics"]
+        self.watch.restore(state.get("patience", []))
+        self.reporter.sums = state.get("sums", {})
+        self.hear_patience()
         left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
+        return True
 
     def set_learning_rate(self) -> None:
         if self.task.schedule is None:
@@ -229,20 +253,39 @@ class _Loop:
         if valid_feed is not None:
             if self.noticed or hand.spec.batch_stats == "local":
                 hand.replica.align_buffers()
+                if hand.averages is not None:
+                    hand.averages.align(hand.world)
             with hand.timed("validation"):
                 measured = evaluate(hand, self.task, valid_feed)
             self.metrics = {f"valid_{name}": value for name, value in measured.items()}
         self.reporter.epoch(epoch, self.metrics)
+        self.watch.look(hand.num_steps, {**self.reporter.take_means(), **self.metrics})
+        self.hear_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
         self.save()
 
+    def hear_patience(self) -> None:
+        """Ends the run where patience ran out, on all replicas by what the first one saw."""
+        if self.job.stop and not self.out_of_patience:
+            self.out_of_patience = self.hand.world.gather_objects(self.watch.reason)[0]
+            if self.out_of_patience:
+                self.hand.notice(f"out of patience at step {self.hand.num_steps}: {self.out_of_patience}")
+
     def save(self) -> None:
         self.reporter.read()
         self.reporter.flush()
-        score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
-        self.hand.save(self.path, score=score, metrics=self.metrics)
+        score = self.watch.score({**self.reporter.last_losses, **self.metrics})
+        if score is None:
+            score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
+        self.hand.save(
+            self.path,
+            score=score,
+            metrics=self.metrics,
+            patience=self.watch.state(),
+            sums=self.reporter.sums,
+        )
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
 
     def end(self) -> None:
@@ -286,6 +329,8 @@ class _Reporter:
         self._feed: Feed | None = None
         self._synced_before = 0.0
         self.last_losses: dict[str, float] = {}
+        self.sums: dict[str, list[float]] = {}
+        """Of each loss the total and the number of steps since the last measurement."""
         self.num_samples = 0
 
     def start(self, feed: Feed) -> None:
@@ -308,6 +353,8 @@ class _Reporter:
             for name, value in values.items():
                 if not math.isfinite(value):
                     raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
+                total, count = self.sums.get(name, (0.0, 0))
+                self.sums[name] = [total + value, count + 1]
             self.last_losses = values
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
@@ -320,6 +367,12 @@ class _Reporter:
             self._hand.notice(f"step {step} was left out: its gradient is not finite")
         if self._num_skipped >= MAX_SKIPPED:
             raise LossNotFinite(f"{MAX_SKIPPED} steps in a row had no finite gradient; {self._suspicion(step)}")
+
+    def take_means(self) -> dict[str, float]:
+        """The mean losses since the last measurement."""
+        means = {name: total / count for name, (total, count) in self.sums.items()}
+        self.sums = {}
+        return means
 
     def _suspicion(self, step: int) -> str:
         """What to look at when a loss is not finite."""

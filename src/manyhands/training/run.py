@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..core import (
 )
 from ..core import random_state as _random_state
 from ..data import Cursor, Feed, as_source
-from ..store import CheckpointStore, check_matches, export, save_state_dict
+from ..store import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .loop import CHECKPOINTS, Outcome
 from .predictor import ModelPredictor
 
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped before its end."""
+        """Whether it was stopped before its end, by Ctrl-C or `hand.stop()`; to run out of patience is an end."""
         return self.outcome is not None and self.outcome.stopped
 
     @property
@@ -83,8 +83,11 @@ class Run:
         """Where the first replica's time went."""
         return {} if self.outcome is None else self.outcome.seconds
 
-    def model(self, *, best: bool = False) -> nn.Module:
-        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint."""
+    def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
+        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint.
+
+        Where the task has `ema`, these are the averaged weights; `averaged=False` gives those that were trained on.
+        """
         task = self.require_task()
         model = self._build(task)
         store = self._store()
@@ -92,12 +95,13 @@ class Run:
         check_matches(checkpoint, model)
         if any(tensor.dtype == float64 for tensor in checkpoint.model.values()):
             model = model.double()
-        model.load_state_dict(checkpoint.model)
+        model.load_state_dict(checkpoint.averaged if averaged else checkpoint.model)
         return model.eval()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The last weights by the plain module's names; needs no task."""
-        return self._store().load().model
+    def state_dict(self, *, averaged: bool = True) -> dict[str, Tensor]:
+        """The last weights by the plain module's names, averaged ones where the task has `ema`; needs no task."""
+        checkpoint = self._store().load()
+        return checkpoint.averaged if averaged else checkpoint.model
 
     def predictor(self, *, best: bool = False) -> ModelPredictor:
         """The trained network as a Predictor."""
@@ -122,6 +126,21 @@ class Run:
         predict = task.predict or (lambda model, *inputs: model(*inputs))
         extra = {"run": self.name, "step": self.num_steps, "metrics": self.metrics}
         return export(self.model(best=best), predict, predictor.example, Path(path), free=predictor.free, extra=extra)
+
+    def save_pretrained(self, folder: str | Path, *, best: bool = False, averaged: bool = True) -> Path:
+        """Writes the Hugging Face model that the network is, or contains, as a folder that `from_pretrained` reads."""
+        model = self.model(best=best, averaged=averaged)
+        found = {name: part for name, part in model.named_modules() if _is_pretrained(part)}
+        outer = [name for name in found if not any(name.startswith(f"{o}." if o else "") and name != o for o in found)]
+        if len(outer) != 1:
+            have = f"a {type(model).__name__} with {', '.join(outer) or 'none'}"
+            raise TaskError(
+                "save_pretrained needs one Hugging Face model in the network",
+                got=have,
+                remedy="use run.export(path), or run.model() and the save_pretrained of one of them",
+            )
+        found[outer[0]].save_pretrained(folder)
+        return Path(folder)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(self.path / CHECKPOINTS)
@@ -166,6 +185,30 @@ class Run:
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         return f"Run({self.name!r}, {self.num_steps} steps, {shown})"
+
+
+def _is_pretrained(part: Any) -> bool:
+    return hasattr(part, "save_pretrained") and hasattr(part, "config")
+
+
+def as_weights(start_from: Any) -> Weights | None:
+    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict."""
+    if start_from is None or isinstance(start_from, Weights):
+        found = start_from
+    elif isinstance(start_from, Run):
+        found = weights(start_from.path)
+    elif isinstance(start_from, (str, Path, Mapping)):
+        found = weights(start_from)
+    else:
+        is_network = isinstance(start_from, nn.Module)
+        raise CheckpointError(
+            "start_from is a run, a path of weights, or a state dict",
+            got=type(start_from).__name__,
+            remedy="pass its .state_dict()" if is_network else "pass one of these",
+        )
+    if found is not None and isinstance(found.source, Path) and (found.source / RECORD).exists():
+        return Weights(found.source / CHECKPOINTS, found.strict, found.rename)
+    return found
 
 
 def new_folder(folder: str | Path, name: str | None, default: str, resume: bool) -> Path:

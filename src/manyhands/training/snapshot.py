@@ -28,6 +28,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
             "state": state,
         },
         random=random,
+        averages={} if hand.averages is None else hand.averages.state_dict(),
     )
 
 
@@ -42,6 +43,10 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
             remedy="resume with the task that wrote it",
         )
     hand.model.load_state_dict(checkpoint.model)
+    if hand.averages is not None:
+        if not checkpoint.averages:
+            hand.notice("the checkpoint has no averaged weights: their average starts from its weights")
+        hand.averages.load(checkpoint.averaged)
     for key, optimizer in replica.optimizers.items():
         load_optimizer_state(optimizer, replica.names, checkpoint.optimizers[key])
     hand.num_steps = checkpoint.step

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import NullWorld
+from ..cluster import NullWorld, World
 from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
 from ..data import first_dim, split
+from .metrics import parted, try_meters
 from .predictor import inputs_of, outputs_of
 from .tally import Part, Tally
 
@@ -47,13 +48,14 @@ def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str
         restore_random_state(states, device)
 
 
-def try_metrics(task: Task, model: nn.Module, batch: Any) -> None:
-    """Calls every metric once, so that a slip in one is seen now and not after the first epoch."""
+def try_metrics(task: Task, model: nn.Module, batch: Any, world: World) -> list[str]:
+    """Calls every metric once, so that a slip in one is seen now and not after the first epoch; returns notices."""
     if not task.metrics:
-        return
+        return []
+    functions, meters = parted(task, world)
     with torch.no_grad():
         outputs = outputs_of(task, model, inputs_of(task, batch))
-        for name, metric in task.metrics.items():
+        for name, metric in functions.items():
             value = metric(outputs, batch)
             if not isinstance(value, (Mean, int, float)) and not (isinstance(value, torch.Tensor) and value.dim() == 0):
                 raise TaskError(
@@ -61,6 +63,7 @@ def try_metrics(task: Task, model: nn.Module, batch: Any) -> None:
                     got=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
                     remedy="end it with .mean()",
                 )
+        return try_meters(meters, outputs, batch)
 
 
 def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: bool) -> str:

@@ -1,0 +1,336 @@
+"""Metrics: means of functions are summed over the replicas; objects are joined in what they have seen, then computed.
+
+The area under a curve over all samples is no mean of the replicas' areas. So an object is joined before it computes:
+one of torchmetrics by the states and reductions that it declares, one of a person's own by its `merge(other)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cluster import World
+from ..core import Mean, Task, TaskError
+from ..data import map_leaves
+
+Arguments = Callable[[Any, Any], Any]
+Function = Callable[[Any, Any], "Tensor | Mean | float"]
+
+
+class Sums:
+    """Totals and counts by name: the loss, and metrics that are plain functions."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor | Mean | float, num_samples: int) -> None:
+        """Takes the mean over some samples."""
+        if num_samples == 0:
+            # A borrowed row only keeps collectives in step; a metric of one row need not even be finite.
+            pair = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        elif isinstance(value, Mean):
+            pair = torch.stack([value.total.double(), value.count.double()])
+        else:
+            mean = torch.as_tensor(value, dtype=torch.float64, device=self._world.device)
+            pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def means(self) -> dict[str, float]:
+        """The mean over all samples of all replicas."""
+        if not self._sums:
+            return {}
+        table = torch.stack(list(self._sums.values()))
+        self._world.all_reduce(table)
+        return {name: float(total / count) for name, (total, count) in zip(self._sums, table.tolist(), strict=True)}
+
+
+class Meter(ABC):
+    """One metric object at work: it sees this replica's samples, then is joined with those of the others."""
+
+    def __init__(self, name: str, metric: Any, arguments: Arguments | None, device: torch.device) -> None:
+        self.name, self.metric, self.device = name, metric, device
+        self.num_samples = 0
+        """What this replica's metric has seen."""
+        self._arguments = arguments or self.usual_arguments
+
+    @abstractmethod
+    def usual_arguments(self, outputs: Any, batch: Any) -> Any:
+        """What `update` gets where the task does not say."""
+
+    @property
+    @abstractmethod
+    def obstacle(self) -> str:
+        """Why metrics of several replicas cannot be joined; empty when they can."""
+
+    @abstractmethod
+    def pack(self) -> Any:
+        """What this replica's metric has seen, on the CPU and ready to be sent."""
+
+    @abstractmethod
+    def join(self, packed: Sequence[tuple[Any, int]]) -> None:
+        """Takes what all replicas have seen, with the number of samples of each."""
+
+    def caution(self, given: Any) -> str:
+        """What to know about a metric that is updated with this; empty when there is nothing."""
+        return ""
+
+    def given(self, outputs: Any, batch: Any) -> Any:
+        """What the metric is updated with: a dict, a tuple, or one value."""
+        return self._arguments(outputs, batch)
+
+    def update(self, outputs: Any, batch: Any, num_samples: int) -> None:
+        """Shows the metric some samples."""
+        given = self.given(outputs, batch)
+        if isinstance(given, Mapping):
+            self.metric.update(**given)
+        else:
+            self.metric.update(*(given if isinstance(given, tuple) else (given,)))
+        self.num_samples += num_samples
+
+    def values(self) -> dict[str, float]:
+        """What the metric computes; a dict gives several values, each under its own name."""
+        computed = self.metric.compute()
+        if not isinstance(computed, Mapping):
+            return {self.name: self._number(computed)}
+        return {f"{self.name}_{key}": self._number(value) for key, value in computed.items()}
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, Mean):
+            return float(value.total / value.count)
+        if isinstance(value, (int, float, np.number)) or (isinstance(value, Tensor) and value.numel() == 1):
+            return float(value)
+        raise TaskError(
+            f"the metric {self.name!r} must compute a number, or a dict of numbers",
+            got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__,
+            remedy="reduce it, for instance with average='macro'",
+        )
+
+
+class DeclaredMeter(Meter):
+    """A metric of torchmetrics: its states are joined by the reductions that it declares for them."""
+
+    def __init__(self, name: str, metric: Any, arguments: Arguments | None, device: torch.device) -> None:
+        super().__init__(name, metric.to(device) if hasattr(metric, "to") else metric, arguments, device)
+        for part in self._parts():
+            # Joining is ours: its own way would sum over torch's process group a second time.
+            part._to_sync = part.sync_on_compute = False
+
+    def usual_arguments(self, outputs: Any, batch: Any) -> Any:
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            return outputs, batch[1]
+        raise TaskError(
+            f"the metric {self.name!r} takes predictions and targets, which are outputs and batch[1] of (x, y) batches",
+            got=f"a batch that is a {type(batch).__name__}",
+            remedy=f'say what it takes: metrics={{"{self.name}": (metric, lambda outputs, batch: (outputs, ...))}}',
+        )
+
+    @property
+    def obstacle(self) -> str:
+        for part in self._parts():
+            for state, reduction in part._reductions.items():
+                # Rows of a list can be put behind each other; a number without a rule cannot be joined with another.
+                if reduction is None and not isinstance(part._defaults[state], list):
+                    return f"{type(part).__name__} has no rule for its state {state!r} (dist_reduce_fx=None)"
+        return ""
+
+    def caution(self, given: Any) -> str:
+        kind, scores = type(self.metric).__name__, next(iter(given), None) if isinstance(given, tuple) else None
+        guesses = kind.startswith(("Binary", "Multilabel")) or kind.endswith(("AUROC", "AveragePrecision", "ROC"))
+        if not guesses or not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return ""
+        if bool(((scores >= 0) & (scores <= 1)).all()):
+            return ""
+        return (
+            f"the metric {self.name!r} gets numbers beyond 0 and 1: {kind} guesses for every batch anew whether they "
+            "are logits, so another split may change it; give it probabilities, with predict= or in a pair"
+        )
+
+    def pack(self) -> Any:
+        return [
+            {name: _on(torch.device("cpu"), getattr(part, name)) for name in part._reductions}
+            | {"_update_count": getattr(part, "_update_count", 0)}
+            for part in self._parts()
+        ]
+
+    def join(self, packed: Sequence[tuple[Any, int]]) -> None:
+        seen = [(states, count) for states, count in packed if count] or packed[:1]
+        weights = torch.tensor([count for _, count in seen], dtype=torch.float64)
+        for index, part in enumerate(self._parts()):
+            states = [state[index] for state, _ in seen]
+            for name, reduction in part._reductions.items():
+                joined = _joined(reduction, [state[name] for state in states], weights)
+                setattr(part, name, _on(self.device, joined))
+            part._computed = None
+            part._update_count = max(1, sum(state["_update_count"] for state in states))
+
+    def _parts(self) -> list[Any]:
+        """The metric and those inside of it: wrappers of torchmetrics keep others."""
+        inside = self.metric.modules() if hasattr(self.metric, "modules") else [self.metric]
+        return [part for part in inside if hasattr(part, "_reductions")]
+
+
+class OwnMeter(Meter):
+    """An object of a person's own: `update(outputs, batch)`, `compute()`, and `merge(other)` for several replicas."""
+
+    def usual_arguments(self, outputs: Any, batch: Any) -> Any:
+        return outputs, batch
+
+    @property
+    def obstacle(self) -> str:
+        return "" if hasattr(self.metric, "merge") else f"{type(self.metric).__name__} has no merge(other)"
+
+    def pack(self) -> Any:
+        # Its class may be known to the ranks by value alone, which pickle by itself does not send.
+        return cloudpickle.dumps(_moved(self.metric, torch.device("cpu")))
+
+    def join(self, packed: Sequence[tuple[Any, int]]) -> None:
+        seen = [parcel for parcel, count in packed if count] or [packed[0][0]]
+        first, *others = (_moved(cloudpickle.loads(parcel), self.device) for parcel in seen)
+        for other in others:
+            first.merge(other)
+        self.metric = first
+
+
+def parted(task: Task, world: World) -> tuple[dict[str, Function], list[Meter]]:
+    """The task's metrics that are functions, and new meters for those that are objects."""
+    functions = {name: metric for name, metric in task.metrics.items() if is_function(metric)}
+    objects = {name: metric for name, metric in task.metrics.items() if name not in functions}
+    meters = [meter for name, metric in objects.items() for meter in _meters(name, metric, world.device)]
+    _require_joinable(meters, world.size)
+    return functions, meters
+
+
+def compute(meters: Sequence[Meter], world: World) -> dict[str, float]:
+    """What the meters of all replicas measured together; the same on each."""
+    if meters and world.size > 1:
+        gathered = world.gather_objects([(meter.pack(), meter.num_samples) for meter in meters])
+        for index, meter in enumerate(meters):
+            meter.join([packed[index] for packed in gathered])
+    return {name: value for meter in meters for name, value in meter.values().items()}
+
+
+def check_metrics(task: Task, num_replicas: int) -> None:
+    """Refuses metric objects that several replicas could not join, before any process is started."""
+    if num_replicas > 1:
+        cpu = torch.device("cpu")
+        objects = [(name, metric) for name, metric in task.metrics.items() if not is_function(metric)]
+        _require_joinable([meter for name, metric in objects for meter in _meters(name, metric, cpu)], num_replicas)
+
+
+def try_meters(meters: Sequence[Meter], outputs: Any, batch: Any) -> list[str]:
+    """Shows every meter a few samples; a slip in an update is raised, what cannot be computed of so few is a notice."""
+    notices = []
+    for meter in meters:
+        meter.update(outputs, batch, 1)
+        if caution := meter.caution(meter.given(outputs, batch)):
+            notices.append(caution)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                meter.values()
+        except TaskError:
+            raise
+        except Exception as error:
+            notices.append(
+                f"the metric {meter.name!r} could not be computed from a few samples ({type(error).__name__}: {error})"
+            )
+    return notices
+
+
+def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
+    """New meters of one entry of `Task.metrics`; a collection gives one for each of its metrics."""
+    metric, arguments = given if isinstance(given, tuple) else (given, None)
+    # The task's own object stays as it is: every evaluation starts from a copy, also in another thread.
+    metric = metric() if _is_factory(metric) else copy.deepcopy(metric)
+    if hasattr(metric, "reset"):
+        metric.reset()
+    if type(metric).__name__ == "MetricCollection":
+        for key, inner in metric.items():
+            yield DeclaredMeter(f"{name}_{key}", inner, arguments, device)
+        return
+    if not _is_object(metric):
+        raise TaskError(
+            f"the metric {name!r} must be a function of (outputs, batch), or make an object with update and compute",
+            got=f"{'a pair with ' if arguments else ''}a {type(metric).__name__}",
+            remedy="make such an object in it, or take two arguments",
+        )
+    kind = DeclaredMeter if hasattr(metric, "_reductions") else OwnMeter
+    yield kind(name, metric, arguments, device)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, type) and hasattr(value, "update") and hasattr(value, "compute")
+
+
+def is_function(value: Any) -> bool:
+    """Whether an entry of `Task.metrics` is a plain function, which gives one number under its own name."""
+    return not isinstance(value, tuple) and not _is_object(value) and not _is_factory(value)
+
+
+def _is_factory(value: Any) -> bool:
+    """Whether this makes a metric: a class, or what can be called with nothing and not with outputs and a batch."""
+    inner = value.func if isinstance(value, functools.partial) else value
+    if isinstance(inner, type) or _is_object(value):
+        return isinstance(inner, type)
+    signature = inspect.signature(value)
+    return _binds(signature) and not _binds(signature, None, None)
+
+
+def _binds(signature: inspect.Signature, *values: Any) -> bool:
+    try:
+        signature.bind(*values)
+    except TypeError:
+        return False
+    return True
+
+
+def _joined(reduction: Any, values: Sequence[Any], weights: Tensor) -> Any:
+    """One state of several replicas: rows behind each other, or the declared reduction over a new first dim."""
+    if any(isinstance(value, list) for value in values):
+        rows = [row for value in values for row in (value if isinstance(value, list) else [value])]
+        return rows if reduction is None or _name(reduction) == "cat" else reduction(rows)
+    if _name(reduction) == "cat":
+        return torch.cat([torch.atleast_1d(value) for value in values])
+    stacked = torch.stack(list(values))
+    if _name(reduction) == "mean":
+        # Replicas need not have seen equally many samples.
+        shares = (weights / weights.sum()).view(-1, *[1] * (stacked.dim() - 1))
+        return (stacked * shares).sum(0).to(stacked.dtype)
+    return reduction(stacked)
+
+
+def _name(reduction: Any) -> str:
+    return getattr(reduction, "__name__", "").removeprefix("dim_zero_")
+
+
+def _moved(metric: Any, device: torch.device) -> Any:
+    """A copy of an object with the tensors that it keeps on another device."""
+    moved = copy.copy(metric)
+    for name, value in vars(metric).items():
+        setattr(moved, name, _on(device, value))
+    return moved
+
+
+def _on(device: torch.device, data: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, data)
+
+
+def _require_joinable(meters: Sequence[Meter], num_replicas: int) -> None:
+    for meter in meters:
+        if num_replicas > 1 and meter.obstacle:
+            raise TaskError(
+                f"a metric must be combinable over {num_replicas} replicas",
+                got=f"{meter.name!r}: {meter.obstacle}",
+                remedy="give it a merge(other) or declare how its states are reduced, leave it out, or use one replica",
+            )

@@ -1,0 +1,232 @@
+"""Weights from elsewhere: every format, names that differ in the usual ways, and what is refused with a list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from manyhands.core import CheckpointError
+from manyhands.store import Checkpoint, CheckpointStore, Weights, match, open_weights, weights
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, 2)
+
+
+def state(width: int = 3) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in Net(width).state_dict().items()}
+
+
+def loaded(source: Weights) -> tuple[nn.Module, list[str]]:
+    """A network with the weights in it, and what was said about them."""
+    model = Net()
+    found = open_weights(source.source)
+    matched = match(found.shapes, model, source)
+    matched.put(found.load()[0], model)
+    return model, matched.notices
+
+
+def holds(model: nn.Module, wanted: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def legacy(tensors: dict[str, Tensor], path: Path) -> None:
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+def sharded(tensors: dict[str, Tensor], folder: Path, save: Callable[[Any, Path], None], ending: str) -> None:
+    """A folder as Hugging Face writes a large network."""
+    folder.mkdir()
+    stem = "model.safetensors" if ending == "safetensors" else "pytorch_model.bin"
+    parts = {name: f"part-{index % 2}.{ending}" for index, name in enumerate(tensors)}
+    for file in sorted(set(parts.values())):
+        save({name: tensors[name] for name, part in parts.items() if part == file}, folder / file)
+    (folder / f"{stem}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+
+
+FORMATS: dict[str, Callable[[dict[str, Tensor], Path], Path | None]] = {
+    "w.safetensors": save_file,
+    "w.pt": torch.save,
+    "w.pth": legacy,
+    "pytorch_model.bin": lambda tensors, path: torch.save({"epoch": 3, "state_dict": tensors}, path),
+    "w.ckpt": lambda tensors, path: torch.save({"step": torch.tensor(1), "model": tensors, "lr": [0.1]}, path),
+    "shards": lambda tensors, path: sharded(tensors, path, save_file, "safetensors"),
+    "bins": lambda tensors, path: sharded(tensors, path, torch.save, "bin"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read(name: str, tmp_path: Path) -> None:
+    FORMATS[name](state(), tmp_path / name)
+    model, notices = loaded(weights(tmp_path / name))
+    assert holds(model, state())
+    assert notices == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_with_one_file(name: str, tmp_path: Path) -> None:
+    (save_file if name.endswith("safetensors") else torch.save)(state(), tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    assert holds(loaded(weights(tmp_path))[0], state())
+
+
+def test_a_checkpoint_and_its_averages(tmp_path: Path) -> None:
+    averages = {"head.bias": torch.ones(2)}
+    with CheckpointStore(tmp_path) as store:
+        store.save(Checkpoint(step=3, model=state(), averages=averages))
+    found = open_weights(tmp_path)
+    assert found.shapes["head.weight"] == (2, 3)
+    tensors, kept = found.load()
+    assert torch.equal(tensors["head.weight"], state()["head.weight"])
+    assert torch.equal(kept["head.bias"], averages["head.bias"])
+
+
+def test_headers_are_enough_for_a_look(tmp_path: Path) -> None:
+    save_file(state(), tmp_path / "w.safetensors")
+    found = open_weights(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").unlink()
+    assert found.shapes == {name: tuple(tensor.shape) for name, tensor in state().items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name: f"module.{name}", "without 'module.'"),
+        (lambda name: f"_orig_mod.{name}", "without '_orig_mod.'"),
+        (lambda name: f"model.{name}", "without 'model.'"),
+        (lambda name: f"module._orig_mod.{name}", "without"),
+        (lambda name: f"_orig_mod.module.model.{name}", "without"),
+        (lambda name: name.replace("body.", "body._orig_mod."), "without '_orig_mod.'"),
+        (lambda name: f"net.{name}", None),
+    ],
+)
+def test_usual_prefixes_are_taken_off_with_a_notice(change: Callable[[str], str], said: str | None) -> None:
+    source = weights({change(name): tensor for name, tensor in state().items()})
+    if said is None:
+        with pytest.raises(
+            CheckpointError, match=r"rename with mh.weights\(path, rename=\{'net\.body\.0\.': 'body\.0\.'"
+        ):
+            loaded(source)
+        model, notices = loaded(weights(source.source, rename={"net.": ""}))
+        assert notices == []
+    else:
+        model, notices = loaded(source)
+        assert len(notices) == 1
+        assert said in notices[0]
+    assert holds(model, state())
+
+
+def test_a_network_inside_of_another_is_found() -> None:
+    outer = nn.ModuleDict({"inner": Net()})
+    found = open_weights(state())
+    matched = match(found.shapes, outer, weights(state()))
+    matched.put(found.load()[0], outer)
+    assert holds(outer["inner"], state())
+    assert matched.notices == ["names of a state dict of 9 tensors were taken under 'inner.'"]
+
+
+def test_a_name_that_only_looks_like_a_prefix_stays() -> None:
+    model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    source = weights(dict(model.state_dict()))
+    assert match(open_weights(source.source).shapes, model, source).notices == []
+
+
+def test_a_tied_weight_may_be_stored_once() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    model["last"].weight = model["first"].weight
+    tensors = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "last.weight"}
+    source = weights(tensors)
+    match(open_weights(tensors).shapes, model, source).put(tensors, model)
+    assert torch.equal(model["last"].weight, tensors["first.weight"])
+    del tensors["first.weight"]
+    with pytest.raises(CheckpointError, match=r"2 missing \(first.weight, last.weight\)"):
+        match(open_weights(tensors).shapes, model, source)
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    tensors = {**state(4), "extra.weight": torch.ones(1)}
+    tensors["top.bias"] = tensors.pop("head.bias")
+    with pytest.raises(CheckpointError) as caught:
+        loaded(weights(tensors))
+    text = str(caught.value)
+    assert text.startswith("a state dict of 10 tensors must hold the tensors of Net, but got 1 missing (head.bias), ")
+    assert "2 unexpected (extra.weight, top.bias)" in text
+    assert "7 of another shape (body.0.weight is (4, 2) and should be (3, 2), " in text
+    assert "rename with mh.weights(path, rename={'top.': 'head.'})" in text
+    assert "take what fits with mh.weights(path, strict=False)" in text
+
+
+def test_a_rename_that_makes_two_names_one_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="every tensor a name of its own"):
+        loaded(weights({"a.w": torch.ones(1), "b.w": torch.ones(1)}, rename={"a.": "", "b.": ""}))
+
+
+def test_what_fits_is_taken_on_request() -> None:
+    tensors = {**state(), "head.weight": torch.ones(7, 7), "extra": torch.ones(1)}
+    model, notices = loaded(weights(tensors, strict=False))
+    assert torch.equal(model.body[0].weight, tensors["body.0.weight"])  # type: ignore[index, union-attr]
+    assert model.head.weight.shape == (2, 3)  # type: ignore[union-attr]
+    assert len(notices) == 1
+    assert "8 tensors are taken; 1 unexpected (extra), 1 of another shape (head.weight is (7, 7)" in notices[0]
+    with pytest.raises(CheckpointError, match="9 missing"):
+        loaded(weights({"foreign": torch.ones(1)}, strict=False))
+
+
+class Danger:
+    """A pickle that would do something."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("was-executed"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("w.pt", lambda path: torch.save(Net(), path), "only plain tensors are read.*save model.state_dict"),
+        ("w.pt", lambda path: torch.save({"a": Danger()}, path), "only plain tensors are read, because it can execute"),
+        ("w.pt", lambda path: path.write_bytes(b"nothing"), "w.pt"),
+        ("w.pth", lambda path: path.write_bytes(b""), "must be a whole file of torch.save"),
+        ("w.bin", lambda path: torch.save([1, 2], path), "must hold a state dict, but got a list without tensors"),
+        ("w.safetensors", lambda path: path.write_bytes(b"nothing"), "must be a whole safetensors file"),
+        ("w.onnx", lambda path: path.write_bytes(b"nothing"), "which is another kind of file"),
+        ("w.pt", lambda path: None, "which does not exist"),
+        ("w", lambda path: path.mkdir(), "an empty folder"),
+        ("w", lambda path: (path.mkdir(), (path / "model.safetensors.index.json").write_text("{}")), "list the files"),
+        (
+            "w",
+            lambda path: (
+                path.mkdir(),
+                (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}'),
+            ),
+            "lists files beside it, but got '../a.safetensors'",
+        ),
+    ],
+)
+def test_what_is_refused(
+    name: str, write: Callable[[Path], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / name)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(weights(tmp_path / name))
+    assert not (tmp_path / "was-executed").exists()
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    for name, save in (("w.safetensors", save_file), ("w.pt", torch.save)):
+        save(state(), tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(CheckpointError, match=name):
+            loaded(weights(tmp_path / name))

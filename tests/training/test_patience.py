@@ -1,0 +1,181 @@
+"""Patience: when a run ends, what it says, what survives a resume, and what is refused before work starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.core import SettingsError, read_events
+from manyhands.training.patience import Watch
+
+from .problems import problem
+
+
+class Seen:
+    """A metric that is an object; it may compute several values."""
+
+    def update(self, outputs: torch.Tensor, batch: Any) -> None:
+        self.value = float(outputs.mean())
+
+    def compute(self) -> float:
+        return self.value
+
+    def merge(self, other: Seen) -> None: ...
+
+
+class Stuck(nn.Module):
+    """One weight that moves by one in every step; what it is worth at each epoch's end stands in a list."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("values", torch.tensor(values))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.values[self.weight.detach().long().clamp(0, len(self.values) - 1)].expand(len(x)) + 0 * self.weight
+
+
+def task(values: Sequence[float], **changes: Any) -> mh.Task:
+    """A task of one step an epoch, whose metric follows a script."""
+    return mh.Task(
+        model=lambda: Stuck(values),
+        loss=lambda model, batch: -model.weight.mean() + 0 * batch.mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        data=torch.ones(4, 1),
+        valid=torch.ones(5, 1),
+        batch_size=4,
+        metrics={
+            "score": lambda outputs, batch: outputs.mean(),
+            "accuracy": Seen(),
+        },
+    ).replace(**changes)
+
+
+def fit(made: mh.Task, folder: Path, on: str = "cpu", **settings: Any) -> mh.Run:
+    return mh.fit(made, on=on, folder=folder, progress=False, timeout=60, **{"epochs": 9, **settings})
+
+
+def notices(run: mh.Run) -> list[str]:
+    entries = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
+    return [text for text in entries if "patience" in text]
+
+
+@pytest.mark.parametrize("on", ["cpu", "cpu*3"])
+def test_a_run_ends_when_nothing_gets_better(on: str, tmp_path: Path) -> None:
+    made = task([9, 1, 3, 2, 3, 2.9, 3, 1, 1])
+    run = fit(made, tmp_path, on, stop=mh.Patience("valid_score", 3, mode="max"))
+    assert run.num_steps == 5
+    assert not run.stopped
+    assert notices(run) == ["out of patience at step 5: valid_score has not got better than 3 in 3 epochs"]
+    assert run.metrics["valid_score"] == pytest.approx(2.9)
+    assert int(run.model(best=True).weight) == 2  # type: ignore[arg-type]
+    assert int(run.model().weight) == 5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps"),
+    [
+        (mh.Patience("valid_score", 2, mode="min"), 3),
+        (mh.Patience("valid_score", 2, mode="min", min_delta=0.5), 3),
+        (mh.Patience("valid_accuracy", 2), 9),
+        (mh.Patience("valid_accuracy", 2, min_delta=2.5), 3),
+        (mh.Patience("loss", 2), 9),
+        ([mh.Patience("loss", 2), mh.Patience("valid_accuracy", 3, mode="min")], 4),
+        ([], 9),
+        (None, 9),
+    ],
+)
+def test_modes_and_several(stop: Any, steps: int, tmp_path: Path) -> None:
+    assert fit(task(range(10)), tmp_path, stop=stop).num_steps == steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_has_the_patience_that_was_left(size: int, tmp_path: Path) -> None:
+    made, on = task([9, 3, 3, 3, 3, 1, 1, 1, 1]), "cpu" if size == 1 else "cpu*2"
+    stop = mh.Patience("valid_score", 3, mode="min")
+    assert fit(made, tmp_path, on, name="it", epochs=3, stop=stop).num_steps == 3
+    assert fit(made, tmp_path, on, name="it", epochs=3, resume=True, stop=stop).num_steps == 3
+    run = fit(made, tmp_path, on, name="it", resume=True, stop=stop)
+    assert run.num_steps == 4
+    assert len(notices(run)) == 1
+    # Once out of patience it stays so; with more of it, or without, the run goes on.
+    assert fit(made, tmp_path, on, name="it", resume=True, stop=stop).num_steps == 4
+    assert (
+        fit(made, tmp_path, on, name="it", resume=True, stop=mh.Patience("valid_score", 4, mode="min")).num_steps == 9
+    )
+    assert fit(made, tmp_path, on, name="it", epochs=10, resume=True).num_steps == 10
+
+
+def test_the_training_loss_is_the_mean_of_the_epoch(tmp_path: Path) -> None:
+    """With alternating batches the last loss of an epoch is always the same, while its mean falls."""
+    watch: list[float] = []
+
+    class Spy(mh.Callback):
+        def on_epoch(self, hand: mh.Hand, metrics: Any) -> None:
+            watch.append(hand.loss)
+
+    made = task([1], loss=lambda model, batch: -(model.weight * (batch - 1)).mean(), shuffle=False, valid=None)
+    made = made.replace(data=torch.cat([torch.full((4, 1), 2.0), torch.ones(4, 1)]), metrics={})
+    run = fit(made, tmp_path, stop=mh.Patience("loss", 2), callbacks=[Spy()], epochs=4)
+    assert watch == [0.0] * 4
+    assert run.num_steps == 8
+
+
+def test_a_steps_own_losses_can_be_watched(tmp_path: Path) -> None:
+    made = problem("gan")
+    assert fit(made, tmp_path, epochs=2, stop=mh.Patience("critic", 1, mode="max")).num_steps == 6
+    with pytest.raises(SettingsError, match=r"critic, generator; .*but got 'critik'; did you mean critic\?"):
+        fit(made, tmp_path, name="wrong", stop=mh.Patience("critik", 1, mode="max"))
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_what_is_not_a_number_is_no_progress() -> None:
+    watch = Watch([mh.Patience("loss", 2)])
+    for step, value in enumerate((math.nan, 1.0, math.nan), start=1):
+        watch.look(step, {"loss": value})
+    assert watch.reason == ""
+    watch.look(4, {"loss": math.nan})
+    assert watch.reason == "loss has not got better than 1 in 2 epochs"
+    blind = Watch([mh.Patience("loss", 1)])
+    blind.look(1, {"loss": math.nan})
+    assert blind.reason == "loss was never a number in 1 epochs"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: mh.Patience("valid_los", 3, mode="min"),
+            r"valid_loss, .*but got 'valid_los'; did you mean valid_loss",
+        ),
+        (lambda: mh.Patience("score", 3, mode="min"), "did you mean valid_score"),
+        (lambda: mh.Patience("valid_loss", 0), "a whole number of epochs, at least 1, but got 0"),
+        (lambda: mh.Patience("valid_loss", 3, mode="less"), "auto, min or max, but got 'less'"),
+        (lambda: mh.Patience("valid_loss", 3, min_delta=-1.0), "min_delta is at least 0"),
+        (lambda: mh.Patience("valid_score", 3), 'whether more is better must be known.*write .*mode="max"'),
+        (lambda: mh.Patience("valid_accuracy_loss"), "whether more is better must be known"),
+        (lambda: mh.Patience(3), "Patience watches a name"),  # type: ignore[arg-type]
+        (lambda: "valid_loss", "stop is an mh.Patience or a list of them, but got str"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_started(make: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        fit(task([1]), tmp_path, "cpu*2", stop=make())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_validation_names_need_validation_data(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"what is measured: loss; valid_ names need a Task with valid="):
+        fit(task([1], valid=None, metrics={}), tmp_path, stop=mh.Patience("valid_loss"))
+
+
+def test_a_value_of_an_object_that_never_comes(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="valid_accuracy.*but got 'valid_accuracy_top'"):
+        fit(task([1]), tmp_path, stop=mh.Patience("valid_accuracy_top"))
