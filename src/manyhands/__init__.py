@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .cluster import Device, devices
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
     from .store import load
-    from .training import Callback, Hand, Run, hand
+    from .training import Callback, Hand, Run, Sink, hand
     from .verbs import check, evaluate, fit, launch, predict
 
 __version__ = "0.1.0"
@@ -37,6 +37,7 @@ __all__ = [
     "Hand",
     "Predictor",
     "Callback",
+    "Sink",
     "Device",
 ]
 
@@ -44,7 +45,7 @@ _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices"],
     "store": ["load"],
-    "training": ["Callback", "Hand", "Run", "hand"],
+    "training": ["Callback", "Hand", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -53,7 +53,22 @@ from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore
 from .strategies import require_built
 from .sync import make_policy
-from .training import Callback, Hand, Job, Outcome, Run, Verdict, View, make_view, new_folder
+from .training import (
+    About,
+    Callback,
+    Hand,
+    Job,
+    LogTo,
+    Outcome,
+    Outlets,
+    Run,
+    Sink,
+    Verdict,
+    View,
+    make_sinks,
+    make_view,
+    new_folder,
+)
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -75,6 +90,7 @@ def fit(
     save_every: int | None = None,
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
+    log_to: LogTo = (),
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Run:
@@ -87,6 +103,7 @@ def fit(
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
+    - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
 
     Ctrl-C ends the run after the current step and returns it.
@@ -105,6 +122,7 @@ def fit(
     """
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
     training.check_callbacks(callbacks)
+    sinks = make_sinks(log_to)
     if not isinstance(resume, bool):
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
@@ -125,7 +143,7 @@ def fit(
         keep=keep,
         callbacks=tuple(callbacks),
     )
-    with _recording(job, devices, shown, progress) as (view, on_event):
+    with _recording(job, devices, shown, progress, sinks) as (view, on_event):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
         outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
@@ -248,7 +266,7 @@ def _start(
 
 @contextlib.contextmanager
 def _recording(
-    job: Job, devices: Sequence[Device], params: Mapping[str, Any], progress: bool | None
+    job: Job, devices: Sequence[Device], params: Mapping[str, Any], progress: bool | None, sinks: Sequence[Sink]
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
     world = current_world()
@@ -257,13 +275,21 @@ def _recording(
         world.barrier()
         return
     lock = _locked(job.folder)
-    _write_record(job, devices, params)
+    record = _write_record(job, devices, params)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
+    outlets = Outlets(
+        sinks, About(name=job.folder.name, folder=job.folder, params=record.pop("params"), settings=record)
+    )
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
         view.show(rank, entry)
+        for text in outlets.take(entry):
+            notice(text)
+
+    def notice(text: str) -> None:
+        on_event(0, event("notice", text=text))
 
     tap = functools.partial(on_event, 0)
     try:
@@ -271,12 +297,13 @@ def _recording(
             world.line.taps.append(tap)
         yield view, on_event
     except BaseException as error:
-        log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
+        on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
         _explain(error, job)
         raise
     finally:
         if world is not None:
             world.line.taps.remove(tap)
+        outlets.close(notice)
         view.close()
         log.close()
         lock.close()
@@ -414,9 +441,9 @@ def _check_data(task: Task, steps: int | None) -> None:
     training.check_schedule(task, num_steps if steps is None else steps)
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, saved with the run."""
-    record = {
+    record: dict[str, Any] = {
         "manyhands": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
@@ -433,6 +460,7 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
+    return record
 
 
 def _notices(spec: StrategySpec) -> list[str]:

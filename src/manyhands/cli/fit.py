@@ -32,6 +32,7 @@ class FitSettings(SplitSettings):
     resume: bool = False
     save_every: int | None = None
     keep: int = 2
+    log_to: str = ""
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -41,6 +42,9 @@ Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
+LogTo = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; commas between several.")
+]
 Config = Annotated[
     Path | None,
     typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
@@ -72,6 +76,7 @@ def fit(
     resume: Resume = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
+    log_to: LogTo = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -83,7 +88,7 @@ def fit(
     """
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": resume, "save_every": save_every, "keep": keep,
+        "resume": resume, "save_every": save_every, "keep": keep, "log_to": log_to,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -176,7 +181,7 @@ def _next_command(
     options = {
         "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
-        "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
+        "save-every": given["save_every"], "keep": given["keep"], "log-to": given["log_to"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])

@@ -8,6 +8,7 @@ from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
+from .sinks import About, LogTo, NumberSink, Outlets, Sink, make_sinks
 
 __all__ = [
     "Hand",
@@ -34,4 +35,10 @@ __all__ = [
     "View",
     "make_view",
     "sparkline",
+    "Sink",
+    "NumberSink",
+    "About",
+    "Outlets",
+    "LogTo",
+    "make_sinks",
 ]
