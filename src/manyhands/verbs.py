@@ -143,7 +143,7 @@ def fit(
         keep=keep,
         callbacks=tuple(callbacks),
     )
-    with _recording(job, devices, shown, progress, sinks) as (view, on_event):
+    with _recording(job, devices, shown, progress, sinks, task) as (view, on_event):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
         outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
@@ -266,7 +266,12 @@ def _start(
 
 @contextlib.contextmanager
 def _recording(
-    job: Job, devices: Sequence[Device], params: Mapping[str, Any], progress: bool | None, sinks: Sequence[Sink]
+    job: Job,
+    devices: Sequence[Device],
+    params: Mapping[str, Any],
+    progress: bool | None,
+    sinks: Sequence[Sink],
+    task: TaskLike,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
     world = current_world()
@@ -278,9 +283,7 @@ def _recording(
     record = _write_record(job, devices, params)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
-    outlets = Outlets(
-        sinks, About(name=job.folder.name, folder=job.folder, params=record.pop("params"), settings=record)
-    )
+    outlets = Outlets(sinks, About.of(job.folder, job.spec, record, task))
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...core import Event, SettingsError
+from ...core import Event, SettingsError, StrategySpec, Task
 from .names import numbers_of, text_of
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
@@ -27,6 +28,12 @@ class About:
     """The task function's own parameters."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Strategy, devices, epochs, batch size, seed, versions."""
+
+    @classmethod
+    def of(cls, folder: Path, spec: StrategySpec, record: Mapping[str, Any], task: object) -> About:
+        """That of the run whose record is kept in a folder; parameters that nobody set count with their defaults."""
+        settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name != "params"}}
+        return cls(name=folder.name, folder=folder, params={**_defaults(task), **record["params"]}, settings=settings)
 
     def flat(self) -> dict[str, Any]:
         """All of it in one table of plain values; the task's own parameters keep their names.
@@ -114,11 +121,18 @@ class NumberSink(Sink):
         """An event was taken whole."""
 
 
+def _defaults(task: object) -> dict[str, Any]:
+    if isinstance(task, Task) or not callable(task):
+        return {}
+    parameters = inspect.signature(task).parameters.items()
+    return {name: item.default for name, item in parameters if item.default is not inspect.Parameter.empty}
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{name}."))
-        else:
+        elif value is not None:
             flat[f"{prefix}{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
     return flat
