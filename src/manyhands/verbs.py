@@ -30,6 +30,7 @@ from .cluster import (
     NullWorld,
     World,
     current_world,
+    leased,
     resolve,
 )
 from .core import (
@@ -143,7 +144,10 @@ def fit(
         keep=keep,
         callbacks=tuple(callbacks),
     )
-    with _recording(job, devices, shown, progress, sinks, task) as (view, on_event):
+    with (
+        _recording(job, devices, shown, progress, sinks, task) as (view, on_event),
+        _holding(devices, path.name, lambda text: on_event(0, event("notice", text=text))),
+    ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
         outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
@@ -170,7 +174,8 @@ def launch(
     for text in notices:
         view.line(text)
     try:
-        return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
+        with _holding(devices, getattr(fn, "__name__", ""), view.line):
+            return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
     finally:
         view.close()
 
@@ -262,6 +267,13 @@ def _start(
     job = _engine.start(fn, devices, timeout=timeout)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
+
+
+def _holding(
+    devices: Sequence[Device], run: str, say: Callable[[str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Leases the devices for a long job; a rank works on those that its program has."""
+    return leased(devices, run, say) if current_world() is None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
+from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
 from .torch_world import TorchWorld
@@ -13,6 +14,7 @@ __all__ = [
     "resolve",
     "this_host",
     "num_cores",
+    "leased",
     "World",
     "NullWorld",
     "TorchWorld",
