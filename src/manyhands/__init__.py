@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster import Device, devices
+    from .cluster import Device, devices, doctor
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
     from .store import load
     from .training import Callback, Hand, Run, Sink, hand
@@ -30,6 +30,7 @@ __all__ = [
     "predict",
     "load",
     "devices",
+    "doctor",
     "Single",
     "Mirrored",
     "StrategySpec",
@@ -43,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
-    "cluster": ["Device", "devices"],
+    "cluster": ["Device", "devices", "doctor"],
     "store": ["load"],
     "training": ["Callback", "Hand", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],

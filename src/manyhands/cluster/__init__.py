@@ -2,6 +2,7 @@
 
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
+from .health import Finding, doctor
 from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
@@ -15,6 +16,8 @@ __all__ = [
     "this_host",
     "num_cores",
     "leased",
+    "doctor",
+    "Finding",
     "World",
     "NullWorld",
     "TorchWorld",
