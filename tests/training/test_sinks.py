@@ -307,6 +307,18 @@ class Slow(NumberSink):
         self.steps.extend([step] if "train/loss" in values else [])
 
 
+class Thin(Slow):
+    """Takes a few steps of each event."""
+
+    most = 5
+
+
+def test_quick_steps_are_thinned_for_a_sink_that_says_so() -> None:
+    sink = Thin()
+    sink.take(event("steps", steps=list(range(1, 501)), losses={"loss": [0.5] * 500}, epoch=0))
+    assert sink.steps == [100, 200, 300, 400, 500]
+
+
 def test_a_slow_sink_still_gets_everything(tmp_path: Path) -> None:
     sink = Slow()
     run = fit(tmp_path, [sink])

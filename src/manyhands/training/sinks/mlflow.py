@@ -22,6 +22,7 @@ class MlflowSink(NumberSink):
     name = "mlflow"
     package = "mlflow"
     extra = "mlflow"
+    most = 100
 
     def start(self, about: About) -> None:
         from mlflow import MlflowClient

@@ -35,6 +35,17 @@ def numbers_of(entry: Event, last_step: int) -> Iterator[Numbers]:
         yield entry["step"], _finite(entry["values"])
 
 
+def spread(points: list[Numbers], most: int) -> list[Numbers]:
+    """At most so many of them, evenly spread and with the last one; all where `most` is 0.
+
+    >>> [step for step, _ in spread([(step, {}) for step in range(1, 11)], 4)]
+    [2, 5, 7, 10]
+    """
+    if not most or len(points) <= most:
+        return points
+    return [points[(place + 1) * len(points) // most - 1] for place in range(most)]
+
+
 def text_of(entry: Event) -> str:
     """What an event says in words; empty when it has only numbers."""
     if entry["kind"] == "notice":

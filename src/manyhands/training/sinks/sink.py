@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...core import Event, SettingsError, StrategySpec, Task
-from .names import numbers_of, text_of
+from .names import numbers_of, spread, text_of
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How a run may end."""
@@ -92,6 +92,10 @@ class Sink(ABC):
 class NumberSink(Sink):
     """A sink for numbers by step and name, such as `train/loss`, and for lines of text."""
 
+    most: ClassVar[int] = 0
+    """Steps that it takes of one event, evenly spread; 0 takes all. Events come about twice a second, and what a sink
+    computes in this process a run on one device cannot."""
+
     def __init__(self) -> None:
         self._step = 0
 
@@ -100,7 +104,7 @@ class NumberSink(Sink):
             self._step = entry["step"]
             if self._step:
                 self.go_back(self._step)
-        for step, values in numbers_of(entry, self._step):
+        for step, values in spread(list(numbers_of(entry, self._step)), self.most):
             self.numbers(step, values, entry["t"])
             self._step = max(self._step, step)
         if text := text_of(entry):

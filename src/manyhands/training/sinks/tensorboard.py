@@ -16,6 +16,7 @@ class TensorBoardSink(NumberSink):
     name = "tensorboard"
     package = "torch.utils.tensorboard"
     extra = "tensorboard"
+    most = 100
 
     def start(self, about: About) -> None:
         from torch.utils.tensorboard.summary import hparams

@@ -18,6 +18,7 @@ class WandbSink(NumberSink):
     name = "wandb"
     package = "wandb"
     extra = "wandb"
+    most = 25
 
     def require(self) -> None:
         super().require()
