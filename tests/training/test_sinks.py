@@ -329,3 +329,13 @@ def test_a_slow_sink_still_gets_everything(tmp_path: Path) -> None:
 def test_sinks_are_made_from_texts() -> None:
     assert [str(sink) for sink in make_sinks("csv, tensorboard")] == ["csv", "tensorboard"]
     assert make_sinks("") == make_sinks(()) == []
+
+
+def test_the_learning_rate_follows_its_schedule(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    halving = task(lr=0.05).replace(schedule=lambda step, total: 0.5**step)
+    mh.fit(halving, on="cpu", epochs=2, folder=tmp_path, log_to=heard.append, progress=False)
+    rates = {
+        step: values["train/lr"] for entry in heard for step, values in numbers_of(entry, 0) if "train/lr" in values
+    }
+    assert rates[8] == 0.05 * 0.5**7
