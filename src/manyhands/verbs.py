@@ -318,10 +318,12 @@ def _recording(
     finally:
         if world is not None:
             world.line.taps.remove(tap)
-        outlets.close(notice)
-        view.close()
-        log.close()
-        lock.close()
+        try:
+            outlets.close(notice)
+        finally:
+            view.close()
+            log.close()
+            lock.close()
     if world is not None:
         world.barrier()
 

@@ -13,6 +13,7 @@ import pytest
 from manyhands.cluster import Device, Finding, LocalEngine, doctor
 from manyhands.cluster.health import CHECKS, disk, gpu, machine, network, nvidia, software
 from manyhands.cluster.health.nvidia import Driver, Gpu
+from manyhands.cluster.leases import Holder
 
 GIB = 2**30
 FINE = Gpu(index=0, model="H200", used=GIB, total=140 * GIB)
@@ -49,6 +50,8 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("prohibited GPU", gpu.gpu_mode, {"found": driver(mode="Prohibited")}, "broken", "cuda:0 Prohibited"),
     ("free GPU", gpu.gpu_memory, {"found": driver()}, "ok", "free"),
     ("taken GPU", gpu.gpu_memory, {"found": driver(used=70 * GIB, holders=("7 (python)",))}, "slow", "by 7 (python)"),
+    ("no lease", gpu.leased_devices, {"found": {}}, "ok", "no device is held"),
+    ("a lease", gpu.leased_devices, {"found": {"cuda:0": Holder(7, "a.py", "b")}}, "slow", "by process 7"),
     ("cool GPU", gpu.gpu_clocks, {"found": driver()}, "ok", "nothing"),
     ("hot GPU", gpu.gpu_clocks, {"found": driver(slowdowns=("too hot",))}, "slow", "cuda:0 too hot"),
     ("sleepy GPU", gpu.gpu_clocks, {"found": driver(is_persistent=False)}, "slow", "nvidia-smi -pm 1"),

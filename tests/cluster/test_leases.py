@@ -104,6 +104,7 @@ def test_the_second_program_waits_and_says_for_whom(program: Callable[..., Progr
     thread = waiting(done, said)
     until(lambda: said)
     assert f"fake:0 is held by process {first.process.pid} (" in said[0]
+    assert {name: holder.run for name, holder in leases.holders().items()} == {"fake:0": "first-run"}
     assert "for the run first-run: waiting" in said[0]
     assert not done.is_set()
     first.go()
@@ -111,6 +112,7 @@ def test_the_second_program_waits_and_says_for_whom(program: Callable[..., Progr
     assert done.is_set()
     assert [text[:22] for text in said[1:]] == ["fake:0 came free after"]
     assert first.hear() == "gone"
+    assert leases.holders() == {}
 
 
 def test_a_killed_program_s_lease_ends_with_it(program: Callable[..., Program]) -> None:

@@ -201,7 +201,7 @@ def test_a_sink_that_raises_is_named_once_and_costs_nothing(moment: str, tmp_pat
     run = fit(tmp_path, [sink, "csv"], on="cpu*2")
     assert run.num_steps == 8
     told = [text for text in notices(run.path) if "was dropped" in text]
-    assert told == ["log_to Faulty was dropped, training goes on without it: OSError: the server is gone"]
+    assert told == ["log_to Faulty was dropped, the run does without it: OSError: the server is gone"]
     assert sink.heard[-1] == moment
     assert "valid/loss" in (run.path / "metrics.csv").read_text()
 
@@ -214,7 +214,7 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path, hanging: Faulty, mon
     assert hanging.heard == ["start of it"]
     assert [text.split(":")[0] for text in notices(run.path)] == [
         "waiting for Faulty to write the last events, 0 s at most",
-        "log_to Faulty was dropped, training goes on without it",
+        "log_to Faulty was dropped, the run does without it",
     ]
 
 

@@ -21,6 +21,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     gpu.gpu_architecture,
     gpu.gpu_mode,
     gpu.gpu_memory,
+    gpu.leased_devices,
     gpu.gpu_clocks,
     machine.shared_memory,
     machine.open_files,

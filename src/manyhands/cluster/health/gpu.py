@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..devices import Device, devices
+from ..leases import Holder, holders
 from .finding import Finding, broken, slow
 from .nvidia import Driver, Gpu, count_on_bus, read_driver
 
@@ -102,6 +103,19 @@ def gpu_memory(found: Driver | None = None) -> Finding:
         text,
         "less room for batches, and steps wait for each other",
         "end these processes, or name other devices with on=",
+    )
+
+
+def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
+    """Devices that other programs of manyhands hold, for which a run would wait."""
+    found = holders() if found is None else found
+    if not found:
+        return Finding("leases", "no device is held by another manyhands program")
+    return slow(
+        "leases",
+        "; ".join(f"{name} is held by {holder}" for name, holder in found.items()),
+        "a run on it waits until that program is done",
+        "name another device with on=, or set MANYHANDS_ON_BUSY=share",
     )
 
 

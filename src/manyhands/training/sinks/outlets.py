@@ -55,7 +55,7 @@ class Outlets:
     def _news(self) -> Iterator[str]:
         for outlet in self._outlets:
             if reason := outlet.take_reason():
-                yield f"log_to {outlet.sink} was dropped, training goes on without it: {reason}"
+                yield f"log_to {outlet.sink} was dropped, the run does without it: {reason}"
 
 
 class _Outlet:
