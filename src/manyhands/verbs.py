@@ -313,6 +313,7 @@ def _recording(
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
+        outlets.close(notice)  # sinks write to the folder, which may be taken away
         _explain(error, job)
         raise
     finally:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import Event, LossNotFinite, SettingsError, event, read_events
+from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
 from manyhands.training import About, NumberSink, Outlets, make_sinks
 from manyhands.training.sinks import outlets
 from manyhands.training.sinks.names import numbers_of
@@ -182,6 +182,7 @@ def test_wandb_and_mlflow_hold_the_run(tmp_path: Path) -> None:
     assert told["wandb"]["config"]["lr"] == 0.03
     assert told["wandb"]["config"]["strategy"] == "replicas=1"
     assert (told["wandb"]["name"], told["wandb"]["exit"]) == ("both", 0)
+    assert any("log_to wandb: offline; wandb sync" in text for text in notices(tmp_path / "runs" / "both"))
     assert told["mlflow"]["loss"] == [[i, v] for i, v in enumerate(told["losses"], 1)]
     assert told["mlflow"]["metrics"]["valid/error"] == told["metrics"]["valid_error"]
     assert told["mlflow"]["params"]["lr"] == "0.03"
@@ -239,8 +240,19 @@ def test_a_failed_run_tells_its_sinks(tmp_path: Path) -> None:
 def test_a_run_that_never_began_starts_no_sink(tmp_path: Path) -> None:
     sink = Faulty()
     outlet = Outlets([sink], About(name="run", folder=tmp_path))
+    assert list(outlet.take(event("failed", reason="refused"))) == []
     outlet.close(lambda text: None)
     assert sink.heard == []
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The sinks have begun when the loss is tried; they close before the folder is taken away."""
+    sums = task().replace(loss=lambda model, batch: model(batch[0]))
+    heard: list[Event] = []
+    with pytest.raises(TaskError, match="a loss is a scalar"):
+        mh.fit(sums, "mirrored", on="cpu", folder=tmp_path, log_to=["csv", heard.append], progress=False)
+    assert [heard[0]["kind"], heard[-1]["kind"]] == ["notice", "failed"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("log_to", ["nope", ["csv", "csv"], [3], [Faulty], "csv,nope"])

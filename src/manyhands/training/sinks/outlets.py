@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 import time
@@ -24,17 +25,22 @@ class Outlets:
     def __init__(self, sinks: Sequence[Sink], about: About) -> None:
         self._outlets = [_Outlet(sink, about) for sink in sinks]
         self._status = FAILED
+        self._closed = False
 
     def take(self, entry: Event) -> Iterator[str]:
         """Passes an event on, and yields what has to be told about sinks; it never waits."""
         if entry["kind"] == "end":
             self._status = STOPPED if entry["stopped"] else FINISHED
         for outlet in self._outlets:
-            outlet.put(entry)
+            if entry["kind"] != "failed" or outlet.has_begun:
+                outlet.put(entry)
         return self._news()
 
     def close(self, say: Callable[[str], None]) -> None:
         """Lets the sinks write their last, within bounded time, and tells what became of those that could not."""
+        if self._closed:
+            return
+        self._closed = True
         for outlet in self._outlets:
             outlet.finish(self._status)
         start = time.monotonic()
@@ -54,8 +60,8 @@ class Outlets:
 
     def _news(self) -> Iterator[str]:
         for outlet in self._outlets:
-            if reason := outlet.take_reason():
-                yield f"log_to {outlet.sink} was dropped, the run does without it: {reason}"
+            while outlet.news:
+                yield f"log_to {outlet.sink}{outlet.news.popleft()}"
 
 
 class _Outlet:
@@ -66,7 +72,12 @@ class _Outlet:
         self._waiting: queue.Queue[Event | str] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = False
-        self._reason = ""
+        self.news: collections.deque[str] = collections.deque()
+        """What the person should hear of it, left here by its thread."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread is not None
 
     @property
     def is_alive(self) -> bool:
@@ -86,7 +97,7 @@ class _Outlet:
 
     def finish(self, status: str) -> None:
         """Nothing comes any more; a sink that never began is left alone."""
-        if self._thread is not None:
+        if self.has_begun:
             self.put(status)
 
     def join(self, seconds: float) -> None:
@@ -95,17 +106,14 @@ class _Outlet:
 
     def drop(self, reason: str) -> None:
         if not self._dropped:
-            self._reason = reason
+            self.news.append(f" was dropped, the run does without it: {reason}")
         self._dropped = True
-
-    def take_reason(self) -> str:
-        """Why it was dropped, the first time that somebody asks."""
-        reason, self._reason = self._reason, ""
-        return reason
 
     def _run(self) -> None:
         try:
             self.sink.start(self._about)
+            if self.sink.link:
+                self.news.append(f": {self.sink.link}")
             while not self._dropped:
                 item = self._waiting.get()
                 if isinstance(item, str):

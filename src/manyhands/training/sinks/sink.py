@@ -61,6 +61,8 @@ class Sink(ABC):
     """What must be importable for it."""
     extra: ClassVar[str] = ""
     """The extra of manyhands that installs the package."""
+    link: str = ""
+    """Where the run can be watched, told to the person once the sink has started."""
 
     def __str__(self) -> str:
         return self.name or type(self).__name__

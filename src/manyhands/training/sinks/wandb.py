@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ...core import SettingsError
@@ -43,6 +44,7 @@ class WandbSink(NumberSink):
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self.link = self._run.url or f"offline; wandb sync {Path(self._run.dir).parent} sends the run"
         self._run.define_metric(_STEP, hidden=True)
         self._run.define_metric("*", step_metric=_STEP, step_sync=True)
 
