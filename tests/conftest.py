@@ -21,7 +21,7 @@ BUDGETS = {
     "training": 3.0,
     "store": 2.0,
     "data": 1.0,
-    "cluster": 1.0,
+    "cluster": 1.5,
     "cli": 1.5,
     "test_examples.py": 3.0,
 }

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster import Device, devices
+    from .cluster import Device, devices, doctor
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
     from .store import load, weights
-    from .training import Callback, Hand, Patience, Run, hand
+    from .training import Callback, Hand, Patience, Run, Sink, hand
     from .verbs import check, evaluate, fit, launch, predict
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "weights",
     "devices",
+    "doctor",
     "Single",
     "Mirrored",
     "StrategySpec",
@@ -39,14 +40,15 @@ __all__ = [
     "Predictor",
     "Callback",
     "Patience",
+    "Sink",
     "Device",
 ]
 
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
-    "cluster": ["Device", "devices"],
+    "cluster": ["Device", "devices", "doctor"],
     "store": ["load", "weights"],
-    "training": ["Callback", "Hand", "Patience", "Run", "hand"],
+    "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,6 +30,7 @@ from .cluster import (
     NullWorld,
     World,
     current_world,
+    leased,
     resolve,
 )
 from .core import (
@@ -53,7 +54,23 @@ from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore, Weights
 from .strategies import require_built
 from .sync import make_policy
-from .training import Callback, Hand, Job, Outcome, Patience, Run, Verdict, View, make_view, new_folder
+from .training import (
+    About,
+    Callback,
+    Hand,
+    Job,
+    LogTo,
+    Outcome,
+    Outlets,
+    Patience,
+    Run,
+    Sink,
+    Verdict,
+    View,
+    make_sinks,
+    make_view,
+    new_folder,
+)
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -77,6 +94,7 @@ def fit(
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
     stop: Patience | Sequence[Patience] | None = None,
+    log_to: LogTo = (),
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Run:
@@ -92,6 +110,7 @@ def fit(
       data, a new optimizer; `mh.weights(path, strict=False)` takes what fits;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
     - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
+    - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
 
     Ctrl-C ends the run after the current step and returns it.
@@ -110,6 +129,7 @@ def fit(
     """
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
     training.check_callbacks(callbacks)
+    sinks = make_sinks(log_to)
     if not isinstance(resume, bool):
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
@@ -137,7 +157,10 @@ def fit(
         stop=training.as_patience(stop),
         start_from=source,
     )
-    with _recording(job, devices, shown, progress) as (view, on_event):
+    with (
+        _recording(job, devices, shown, progress, sinks, task) as (view, on_event),
+        _holding(devices, path.name, lambda text: on_event(0, event("notice", text=text))),
+    ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
         outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
@@ -164,7 +187,8 @@ def launch(
     for text in notices:
         view.line(text)
     try:
-        return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
+        with _holding(devices, getattr(fn, "__name__", ""), view.line):
+            return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
     finally:
         view.close()
 
@@ -259,9 +283,21 @@ def _start(
         return job.wait(on_event, view.output)
 
 
+def _holding(
+    devices: Sequence[Device], run: str, say: Callable[[str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Leases the devices for a long job; a rank works on those that its program has."""
+    return leased(devices, run, say) if current_world() is None else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def _recording(
-    job: Job, devices: Sequence[Device], params: Mapping[str, Any], progress: bool | None
+    job: Job,
+    devices: Sequence[Device],
+    params: Mapping[str, Any],
+    progress: bool | None,
+    sinks: Sequence[Sink],
+    task: TaskLike,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
     world = current_world()
@@ -270,13 +306,19 @@ def _recording(
         world.barrier()
         return
     lock = _locked(job.folder)
-    _write_record(job, devices, params)
+    record = _write_record(job, devices, params)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
+    outlets = Outlets(sinks, About.of(job.folder, job.spec, record, task))
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
         view.show(rank, entry)
+        for text in outlets.take(entry):
+            notice(text)
+
+    def notice(text: str) -> None:
+        on_event(0, event("notice", text=text))
 
     tap = functools.partial(on_event, 0)
     try:
@@ -284,15 +326,19 @@ def _recording(
             world.line.taps.append(tap)
         yield view, on_event
     except BaseException as error:
-        log.write(event("failed", reason=f"{type(error).__name__}: {error}"))
+        on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
+        outlets.close(notice)  # sinks write to the folder, which may be taken away
         _explain(error, job)
         raise
     finally:
         if world is not None:
             world.line.taps.remove(tap)
-        view.close()
-        log.close()
-        lock.close()
+        try:
+            outlets.close(notice)
+        finally:
+            view.close()
+            log.close()
+            lock.close()
     if world is not None:
         world.barrier()
 
@@ -427,9 +473,9 @@ def _check_data(task: Task, steps: int | None) -> None:
     training.check_schedule(task, num_steps if steps is None else steps)
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> None:
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, saved with the run."""
-    record = {
+    record: dict[str, Any] = {
         "manyhands": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
@@ -447,6 +493,7 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
+    return record
 
 
 def _notices(spec: StrategySpec) -> list[str]:

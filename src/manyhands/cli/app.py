@@ -12,6 +12,7 @@ from . import failures
 
 VERBS = (
     "devices",
+    "doctor",
     "check",
     "fit",
     "launch",

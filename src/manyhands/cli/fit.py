@@ -34,6 +34,7 @@ class FitSettings(SplitSettings):
     keep: int = 2
     patience: str | None = None
     start_from: str | None = None
+    log_to: str = ""
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -52,6 +53,9 @@ Patience = Annotated[
 ]
 StartFrom = Annotated[
     str | None, typer.Option(metavar="PATH", help="Begin with the weights of a run, a file or a Hugging Face folder.")
+]
+LogTo = Annotated[
+    str | None, typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; commas between several.")
 ]
 Config = Annotated[
     Path | None,
@@ -86,6 +90,7 @@ def fit(
     keep: Keep = None,
     patience: Patience = None,
     start_from: StartFrom = None,
+    log_to: LogTo = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -98,7 +103,7 @@ def fit(
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
-        "start_from": start_from,
+        "start_from": start_from, "log_to": log_to,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -200,7 +205,8 @@ def _next_command(
     options = {
         "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
-        "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"], "name": run.name,
+        "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
+        "log-to": given["log_to"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])

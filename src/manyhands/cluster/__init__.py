@@ -2,6 +2,8 @@
 
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
+from .health import Finding, doctor
+from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
 from .torch_world import TorchWorld
@@ -13,6 +15,9 @@ __all__ = [
     "resolve",
     "this_host",
     "num_cores",
+    "leased",
+    "doctor",
+    "Finding",
     "World",
     "NullWorld",
     "TorchWorld",

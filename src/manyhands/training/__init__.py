@@ -11,6 +11,7 @@ from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .sinks import About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
 
 __all__ = [
@@ -45,4 +46,10 @@ __all__ = [
     "View",
     "make_view",
     "sparkline",
+    "Sink",
+    "NumberSink",
+    "About",
+    "Outlets",
+    "LogTo",
+    "make_sinks",
 ]

@@ -316,6 +316,12 @@ class _Loop:
         )
 
 
+def _learning_rates(hand: Hand) -> dict[str, float]:
+    """By optimizer; those that find their own have none."""
+    rates = {name: optimizer.param_groups[0].get("lr") for name, optimizer in hand.optimizers.items()}
+    return {name: float(rate) for name, rate in rates.items() if rate is not None}
+
+
 class _Reporter:
     """Keeps losses until they are read, and sends events up the line at a pace that costs nothing."""
 
@@ -394,7 +400,8 @@ class _Reporter:
             steps = [step for step, _ in self._unsent]
             elapsed = self._sent_at - self._started_at
             rate = self.num_samples / elapsed if elapsed > 0 else 0.0
-            self.report(event("steps", steps=steps, losses=losses, epoch=hand.epoch, samples_per_second=rate))
+            told = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
+            self.report(event("steps", steps=steps, **told))
         self._unsent.clear()
         hand.world.line.report(event("waits", rank=hand.rank, seconds=self.breakdown()))
 

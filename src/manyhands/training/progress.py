@@ -102,7 +102,9 @@ class LiveView(LineView):
         self._task = self._bar.add_task(title, total=None)
         self._losses: list[float] = []
         self._rate = 0.0
+        self._learning_rates: dict[str, float] = {}
         self._waits: dict[int, dict[str, float]] = {}
+        self._limits: dict[int, str] = {}
         self._drawn_at = 0.0
         # Drawn by hand: a refreshing thread would take time from training in this very process.
         self._live = Live(self._draw(), console=console, auto_refresh=False)
@@ -115,9 +117,11 @@ class LiveView(LineView):
         elif kind == "steps":
             self._losses.extend(next(iter(entry["losses"].values())))
             self._rate = entry["samples_per_second"]
+            self._learning_rates = entry.get("lr", {})
             self._bar.update(self._task, completed=entry["steps"][-1])
         elif kind == "waits":
             self._waits[entry["rank"]] = entry["seconds"]
+            self._limits[entry["rank"]] = entry.get("limit", "")
         elif text := said(entry):
             self.line(text)
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
@@ -141,9 +145,11 @@ class LiveView(LineView):
         table = Table.grid(padding=(0, 2))
         if self._losses:
             rate = f"{self._rate:,.0f} samples/s"
-            table.add_row("loss", f"{self._losses[-1]:.4f}  {sparkline(self._losses)}  {rate}")
+            rates = "  ".join(f"{name} lr {value:.3g}".lstrip() for name, value in self._learning_rates.items())
+            table.add_row("loss", f"{self._losses[-1]:.4f}  {sparkline(self._losses)}  {rate}  {rates}".rstrip())
         for rank, seconds in sorted(self._waits.items()):
-            table.add_row(f"replica {rank}", share_bar(seconds))
+            limit = f"  limit: {self._limits[rank]}" if self._limits[rank] else ""
+            table.add_row(f"replica {rank}", share_bar(seconds).append(limit, style="dim"))
         return Group(self._bar, table)
 
 

@@ -1,0 +1,59 @@
+"""`manyhands doctor`: what on this machine would keep manyhands from working, or make it slow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import Json, add_verb
+from .screen import print_json, stdout
+
+if TYPE_CHECKING:
+    from ..cluster import Finding
+
+Folder = Annotated[str, typer.Option(help="Where runs are going to be kept.")]
+
+EXAMPLES = (
+    "manyhands doctor",
+    "manyhands doctor --folder /data/runs --json",
+)
+_STYLES = {"ok": "green", "slow": "yellow", "broken": "bold red"}
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, doctor, EXAMPLES)
+
+
+def doctor(folder: Folder = "runs", json: Json = False) -> None:
+    """Look at everything on this machine that could keep manyhands from working, or make it slow, with the cure.
+
+    Drivers, shared memory, limits, threads, clock, network, disk. The exit code is 1 when something is broken.
+    """
+    from .. import cluster
+
+    found = cluster.doctor(folder)
+    if json:
+        print_json([dataclasses.asdict(finding) for finding in found])
+    else:
+        _show(found)
+    raise typer.Exit(1 if any(finding.verdict == "broken" for finding in found) else 0)
+
+
+def _show(found: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for finding in found:
+        text = Text(finding.found, overflow="fold")
+        if finding.verdict != "ok":
+            text.append(f"\n{finding.why}\n", style="dim")
+            text.append(f"cure: {finding.cure}", style="bold")
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
+    console = stdout()
+    console.print(table)
+    bad = [f"{sum(finding.verdict == kind for finding in found)} {kind}" for kind in ("broken", "slow")]
+    console.print(f"{len(found)} looked at: {', '.join(bad)}", style="dim", highlight=False)

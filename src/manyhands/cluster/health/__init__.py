@@ -1,0 +1,62 @@
+"""Whether a machine is well: everything that could keep manyhands from working on it, or make it slow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import disk, gpu, machine, network, software
+from .finding import BROKEN, OK, SLOW, Finding
+from .nvidia import read_driver
+
+__all__ = ["doctor", "Finding", "OK", "SLOW", "BROKEN", "CHECKS"]
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    software.system,
+    software.python,
+    software.torch_version,
+    gpu.driver,
+    gpu.torch_build,
+    gpu.gpu_architecture,
+    gpu.gpu_mode,
+    gpu.gpu_memory,
+    gpu.leased_devices,
+    gpu.gpu_clocks,
+    machine.shared_memory,
+    machine.open_files,
+    machine.processes,
+    machine.locked_memory,
+    machine.threads,
+    machine.cpu_quota,
+    machine.numa,
+    machine.memory,
+    machine.clock,
+    network.loopback,
+    network.host_name,
+    network.all_reduce,
+    software.compiler,
+    software.extras,
+)
+"""A new look at the machine is one function that needs no arguments, and one line here."""
+
+
+def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] | None = None) -> list[Finding]:
+    """Looks at everything that could keep manyhands from working here or make it slow; `folder` is where runs go.
+
+    >>> doctor(checks=[software.system])[0].verdict
+    'ok'
+    """
+    read_driver.cache_clear()
+    here = functools.partial(disk.run_folder, folder)
+    looks: Sequence[Callable[[], Finding]] = [*CHECKS, here] if checks is None else checks
+    return [_look(check) for check in looks]
+
+
+def _look(check: Callable[[], Finding]) -> Finding:
+    """A look that fails says so; it is no verdict on the machine."""
+    try:
+        return check()
+    except Exception as error:
+        name = getattr(check, "__name__", "run folder").replace("_", " ")
+        return Finding(name, f"could not be looked at: {type(error).__name__}: {error}")

@@ -1,0 +1,53 @@
+"""Looks at where runs are written: may we, is there room, and how fast is it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from .finding import Finding, broken, slow
+
+TRIAL_BYTES = 32 * 2**20
+_GIB = 2**30
+
+
+def run_folder(folder: str | Path = "runs", free: int | None = None, speed: float | None = None) -> Finding:
+    """The folder of runs; `speed` is in bytes per second, to the disk itself."""
+    name, place = "run folder", _nearest(Path(folder).absolute())
+    if not os.access(place, os.W_OK | os.X_OK):
+        cure = "choose another folder= (--folder), or ask for the right to write"
+        return broken(name, f"{place} may not be written to", "no run can be recorded", cure)
+    free = shutil.disk_usage(place).free if free is None else free
+    if free < _GIB // 4:
+        return broken(name, f"{free // 2**20} MiB free in {place}", "checkpoints do not fit", "remove old runs")
+    try:
+        speed = measure_speed(place) if speed is None else speed
+    except OSError as error:
+        return broken(name, f"{place}: {error}", "no run can be recorded", "see the error")
+    text = f"{free / _GIB:.1f} GiB free in {place}, written at {speed / 1e6:.0f} MB/s"
+    if free < 2 * _GIB:
+        return slow(name, text, "a few checkpoints of a large network fill it", "remove old runs, or lower keep=")
+    if speed < 50e6:
+        cure = "write runs to a local disk with folder= (--folder), or save less often"
+        return slow(name, text, "a checkpoint may not be written before the next one is due", cure)
+    return Finding(name, text)
+
+
+def measure_speed(folder: Path, num_bytes: int = TRIAL_BYTES) -> float:
+    """Bytes per second that reach the disk, with one file that is removed again."""
+    data = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".manyhands-trial-") as file:
+        start = time.perf_counter()
+        for _ in range(num_bytes // len(data)):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return num_bytes / (time.perf_counter() - start)
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the closest one above it that is there."""
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())

@@ -1,0 +1,178 @@
+"""What the NVIDIA driver says, through NVML where nvidia-ml-py is installed, else through nvidia-smi."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
+_SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
+"""Bits of the reasons for lower clocks; an idle GPU and a power limit that is reached under load are no trouble."""
+_QUERY = (
+    "index,name,compute_mode,persistence_mode,memory.used,memory.total,clocks_throttle_reasons.active,driver_version"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, as its driver describes it."""
+
+    index: int
+    model: str = ""
+    mode: str = "Default"
+    is_persistent: bool = True
+    used: int = 0
+    """Bytes that are taken."""
+    total: int = 0
+    holders: tuple[str, ...] = ()
+    """Other processes that compute on it."""
+    slowdowns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The driver and its GPUs."""
+
+    version: str = ""
+    cuda: tuple[int, int] | None = None
+    """The newest CUDA that it runs."""
+    gpus: tuple[Gpu, ...] = ()
+
+
+@functools.cache
+def read_driver() -> Driver | None:
+    """What the driver says; None where there is none that answers."""
+    with contextlib.suppress(Exception):
+        return _from_nvml()
+    with contextlib.suppress(Exception):
+        return _from_smi()
+    return None
+
+
+def count_on_bus(folder: Path = _PCI) -> int:
+    """NVIDIA GPUs that are plugged in, driver or not."""
+    return sum(
+        _word(device / "vendor") == _NVIDIA and _word(device / "class").startswith(_DISPLAY)
+        for device in (folder.iterdir() if folder.is_dir() else ())
+    )
+
+
+def _word(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _from_nvml() -> Driver:
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    try:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Driver(
+            version=_text(nvml.nvmlSystemGetDriverVersion()),
+            cuda=(number // 1000, number % 1000 // 10),
+            gpus=tuple(_nvml_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())),
+        )
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    values: dict[str, Any] = {}
+    # A GPU that is cut into parts, or a virtual one, does not answer every question.
+    with contextlib.suppress(nvml.NVMLError):
+        values["mode"] = _MODES.get(nvml.nvmlDeviceGetComputeMode(handle), "Default")
+    with contextlib.suppress(nvml.NVMLError):
+        values["is_persistent"] = bool(nvml.nvmlDeviceGetPersistenceMode(handle))
+    with contextlib.suppress(nvml.NVMLError):
+        values["slowdowns"] = slowdowns(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    with contextlib.suppress(nvml.NVMLError):
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        values["holders"] = _holders([process.pid for process in running])
+    model = _text(nvml.nvmlDeviceGetName(handle))
+    return Gpu(index=index, model=model, used=memory.used, total=memory.total, **values)
+
+
+def _from_smi() -> Driver:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise FileNotFoundError("nvidia-smi")
+    rows = [line.split(", ") for line in _ask(program, f"--query-gpu={_QUERY}")]
+    pids: dict[str, list[int]] = {}
+    order = {uuid: row[0] for uuid, row in zip(_ask(program, "--query-gpu=uuid"), rows, strict=True)}
+    for line in _ask(program, "--query-compute-apps=gpu_uuid,pid"):
+        uuid, pid = line.split(", ")
+        pids.setdefault(order.get(uuid, ""), []).append(int(pid))
+    gpus = tuple(parse_smi(row, _holders(pids.get(row[0], []))) for row in rows)
+    return Driver(version=rows[0][-1] if rows else "", cuda=_smi_cuda(program), gpus=gpus)
+
+
+def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:
+    """A GPU from a line of nvidia-smi's table.
+
+    >>> parse_smi(["0", "NVIDIA H200", "Default", "Enabled", "4", "143771", "0x0000000000000020", "570.86"]).slowdowns
+    ('too hot',)
+    """
+    index, model, mode, persistence, used, total, reasons, _ = row
+    return Gpu(
+        index=int(index), model=model, mode=mode, is_persistent=persistence != "Disabled", holders=holders,
+        used=_mebibytes(used), total=_mebibytes(total),
+        slowdowns=slowdowns(int(reasons, 16)) if reasons.startswith("0x") else (),
+    )  # fmt: skip
+
+
+def slowdowns(reasons: int) -> tuple[str, ...]:
+    """Why the clocks are lower than they could be, where something is amiss."""
+    return tuple(dict.fromkeys(text for bit, text in _SLOWDOWNS.items() if reasons & bit))
+
+
+def _ask(program: str, query: str) -> list[str]:
+    command = [program, query, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+
+
+def _smi_cuda(program: str) -> tuple[int, int] | None:
+    text = subprocess.run([program], capture_output=True, text=True, timeout=30, check=True).stdout
+    after = text.partition("CUDA Version:")[2].split()
+    return _version(after[0]) if after else None
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _holders(pids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(_named(pids))
+
+
+def _named(pids: Sequence[int]) -> Iterator[str]:
+    for pid in pids:
+        if pid != os.getpid():
+            try:
+                yield f"{pid} ({psutil.Process(pid).name()})"
+            except psutil.Error:
+                yield str(pid)
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) * 2**20 if text.isdigit() else 0
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

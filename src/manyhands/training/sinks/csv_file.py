@@ -1,0 +1,35 @@
+"""The csv sink: `metrics.csv` in the run's folder, a line per number, so that nothing is ever rewritten."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from typing import IO, Any
+
+from .sink import About, NumberSink
+
+FILE = "metrics.csv"
+COLUMNS = ("time", "step", "name", "value")
+
+
+class CsvSink(NumberSink):
+    """Long rather than wide: a metric that comes later needs no new column, and a resumed run is appended to."""
+
+    name = "csv"
+
+    def start(self, about: About) -> None:
+        path = about.folder / FILE
+        is_new = not path.exists()
+        self._file: IO[str] = path.open("a", newline="", encoding="utf-8")
+        self._writer: Any = csv.writer(self._file)
+        if is_new:
+            self._writer.writerow(COLUMNS)
+
+    def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
+        self._writer.writerows((at, step, name, value) for name, value in values.items())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def end(self, status: str) -> None:
+        self._file.close()

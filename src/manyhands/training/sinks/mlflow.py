@@ -1,0 +1,63 @@
+"""The mlflow sink: a run of MLflow; its own settings (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .sink import FAILED, FINISHED, STOPPED, About, NumberSink
+
+_STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
+_MAX_METRICS, _MAX_PARAMS, _MAX_TEXT = 1000, 100, 5000
+"""What one call and one value of MLflow's interface may hold."""
+
+
+class MlflowSink(NumberSink):
+    """Numbers by step, the run's parameters, and notices as the run's description.
+
+    A client of its own leaves the program's active MLflow run alone.
+    """
+
+    name = "mlflow"
+    package = "mlflow"
+    extra = "mlflow"
+    most = 100
+
+    def start(self, about: About) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client: Any = MlflowClient()
+        self._notices: list[str] = []
+        self._metrics: list[Any] = []
+        self._run_id = self._client.create_run(self._experiment(), run_name=about.name).info.run_id
+        params = [Param(name, str(value)[:_MAX_TEXT]) for name, value in about.flat().items()]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
+        self._client.set_tag(self._run_id, "manyhands.folder", str(about.folder))
+
+    def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
+        from mlflow.entities import Metric
+
+        self._metrics.extend(Metric(name, value, int(at * 1000), step) for name, value in values.items())
+
+    def text(self, step: int, text: str) -> None:
+        self._notices.append(f"step {step}: {text}")
+        self._client.set_tag(self._run_id, "mlflow.note.content", "\n\n".join(self._notices)[:_MAX_TEXT])
+
+    def flush(self) -> None:
+        for start in range(0, len(self._metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=self._metrics[start : start + _MAX_METRICS])
+        self._metrics.clear()
+
+    def end(self, status: str) -> None:
+        self._client.set_terminated(self._run_id, _STATUS[status])
+
+    def _experiment(self) -> str:
+        """The experiment that MLflow's own variables name, made where it is not there yet."""
+        if os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return os.environ["MLFLOW_EXPERIMENT_ID"]
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._client.create_experiment(name))

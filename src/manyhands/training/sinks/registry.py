@@ -1,0 +1,50 @@
+"""The registry of sinks: what `log_to=` may name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core import Event, SettingsError
+from .csv_file import CsvSink
+from .function import FunctionSink
+from .mlflow import MlflowSink
+from .sink import Sink
+from .tensorboard import TensorBoardSink
+from .wandb import WandbSink
+
+SINKS: dict[str, type[Sink]] = {sink.name: sink for sink in (CsvSink, TensorBoardSink, WandbSink, MlflowSink)}
+LogTo = str | Sink | Callable[[Event], Any] | Sequence[str | Sink | Callable[[Event], Any]]
+
+
+def make_sinks(log_to: LogTo) -> list[Sink]:
+    """The sinks that a person asked for; what cannot work is refused here.
+
+    >>> [str(sink) for sink in make_sinks("csv")]
+    ['csv']
+    """
+    asked: Sequence[Any] = log_to if isinstance(log_to, (list, tuple)) else [log_to]
+    words = [word for item in asked for word in (item.split(",") if isinstance(item, str) else [item])]
+    sinks = [_made(word.strip() if isinstance(word, str) else word) for word in words if word != ""]
+    names = [str(sink) for sink in sinks if type(sink) in SINKS.values()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SettingsError("a sink is named once", got=f"{twice!r} twice", remedy="leave one of them away")
+    for sink in sinks:
+        sink.require()
+    return sinks
+
+
+def _made(asked: Any) -> Sink:
+    if isinstance(asked, Sink):
+        return asked
+    if isinstance(asked, str) and asked in SINKS:
+        return SINKS[asked]()
+    if callable(asked) and not isinstance(asked, type):
+        return FunctionSink(asked)
+    got = f"the class {asked.__name__}" if isinstance(asked, type) else repr(asked)
+    raise SettingsError(
+        f"log_to names {', '.join(SINKS)}, or holds an mh.Sink or a function of an event",
+        got=got,
+        remedy='pass for instance log_to=["csv"]',
+    )

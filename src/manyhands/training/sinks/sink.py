@@ -1,0 +1,144 @@
+"""Sink: where a run's events go besides its own log. A new one is a file here and a line in the registry."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...core import Event, SettingsError, StrategySpec, Task
+from .names import numbers_of, spread, text_of
+
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+"""How a run may end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a sink should know of a run before its first event."""
+
+    name: str
+    folder: Path
+    """The run's own folder: a sink that writes files writes them there."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """The task function's own parameters."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Strategy, devices, epochs, batch size, seed, versions."""
+
+    @classmethod
+    def of(cls, folder: Path, spec: StrategySpec, record: Mapping[str, Any], task: object) -> About:
+        """That of the run whose record is kept in a folder; parameters that nobody set count with their defaults."""
+        settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name != "params"}}
+        return cls(name=folder.name, folder=folder, params={**_defaults(task), **record["params"]}, settings=settings)
+
+    def flat(self) -> dict[str, Any]:
+        """All of it in one table of plain values; the task's own parameters keep their names.
+
+        >>> About(name="a", folder=Path("runs/a"), params={"lr": 0.1}, settings={"spec": {"replicas": 2}}).flat()
+        {'spec.replicas': 2, 'lr': 0.1}
+        """
+        return {**_flat(self.settings), **_flat(self.params)}
+
+
+class Sink(ABC):
+    """Takes a run's events, on a thread of its own in the process that started the run.
+
+    Whatever it raises is told once, and the sink is dropped; training goes on.
+
+    >>> class Lines(Sink):
+    ...     def take(self, entry):
+    ...         print(entry["kind"])
+    >>> Lines().take({"kind": "epoch"})
+    epoch
+    """
+
+    name: ClassVar[str] = ""
+    package: ClassVar[str] = ""
+    """What must be importable for it."""
+    extra: ClassVar[str] = ""
+    """The extra of manyhands that installs the package."""
+    link: str = ""
+    """Where the run can be watched, told to the person once the sink has started."""
+
+    def __str__(self) -> str:
+        return self.name or type(self).__name__
+
+    def require(self) -> None:
+        """Refuses what cannot work, before anything is started; imports the package, so that no thread has to."""
+        if not self.package:
+            return
+        try:
+            importlib.import_module(self.package)
+        except ImportError as error:
+            raise SettingsError(
+                f"log_to={self.name!r} needs the package {self.package.split('.')[0]}",
+                got=f"{type(error).__name__}: {error}",
+                remedy=f"install it: pip install 'manyhands[{self.extra}]'",
+            ) from None
+
+    def start(self, about: About) -> None:  # noqa: B027 (nothing to do is a working default)
+        """The run begins."""
+
+    @abstractmethod
+    def take(self, entry: Event) -> None:
+        """Takes an event: a dict with its `kind`, its time `t` and its values."""
+
+    def end(self, status: str) -> None:  # noqa: B027
+        """The run is over: finished, stopped or failed."""
+
+
+class NumberSink(Sink):
+    """A sink for numbers by step and name, such as `train/loss`, and for lines of text."""
+
+    most: ClassVar[int] = 0
+    """Steps that it takes of one event, evenly spread; 0 takes all. Events come about twice a second, and what a sink
+    computes in this process a run on one device cannot."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def take(self, entry: Event) -> None:
+        if entry["kind"] == "start":
+            self._step = entry["step"]
+            if self._step:
+                self.go_back(self._step)
+        for step, values in spread(list(numbers_of(entry, self._step)), self.most):
+            self.numbers(step, values, entry["t"])
+            self._step = max(self._step, step)
+        if text := text_of(entry):
+            self.text(self._step, text)
+        self.flush()
+
+    @abstractmethod
+    def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
+        """Takes what was measured at a step; `at` is when, in seconds since the epoch."""
+
+    def text(self, step: int, text: str) -> None:
+        """Takes a notice."""
+
+    def go_back(self, step: int) -> None:
+        """The run is resumed: what was taken after this step is going to be taken again."""
+
+    def flush(self) -> None:
+        """An event was taken whole."""
+
+
+def _defaults(task: object) -> dict[str, Any]:
+    if isinstance(task, Task) or not callable(task):
+        return {}
+    parameters = inspect.signature(task).parameters.items()
+    return {name: item.default for name, item in parameters if item.default is not inspect.Parameter.empty}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        elif value is not None:
+            flat[f"{prefix}{name}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return flat

@@ -1,0 +1,60 @@
+"""The wandb sink: a run of Weights & Biases; its own settings (WANDB_PROJECT, WANDB_MODE, ...) hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core import SettingsError
+from .sink import FAILED, About, NumberSink
+
+_STEP = "step"
+"""The axis of every curve: wandb's own counter must never go back, and a resumed run's steps do."""
+
+
+class WandbSink(NumberSink):
+    """Numbers by step, the run's parameters as its config, notices in its summary."""
+
+    name = "wandb"
+    package = "wandb"
+    extra = "wandb"
+    most = 25
+
+    def require(self) -> None:
+        super().require()
+        import wandb
+
+        # Without a key wandb would ask for one at the terminal, in the middle of the run.
+        if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
+            raise SettingsError(
+                "log_to='wandb' needs an account's key",
+                got="none",
+                remedy="run wandb login, or set WANDB_MODE=offline and send the run later with wandb sync",
+            )
+
+    def start(self, about: About) -> None:
+        import wandb
+
+        self._notices: list[str] = []
+        self._run: Any = wandb.init(
+            name=about.name,
+            dir=str(about.folder),
+            config=about.flat(),
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.link = self._run.url or f"offline; wandb sync {Path(self._run.dir).parent} sends the run"
+        self._run.define_metric(_STEP, hidden=True)
+        self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+
+    def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
+        self._run.log({**values, _STEP: step})
+
+    def text(self, step: int, text: str) -> None:
+        self._notices.append(f"step {step}: {text}")
+        self._run.summary["notices"] = "\n".join(self._notices)
+
+    def end(self, status: str) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=1 if status == FAILED else 0)

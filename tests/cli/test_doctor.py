@@ -1,0 +1,40 @@
+"""`manyhands doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manyhands import cluster
+from manyhands.cluster.health import CHECKS
+
+from .conftest import Invoke
+
+
+def test_this_machine_is_well_enough_for_the_tests(invoke: Invoke, tmp_path: Path) -> None:
+    """The real thing, with two real ranks; nothing may stay behind where it wrote."""
+    before = set(tmp_path.iterdir())
+    result = invoke("doctor", "--json", "--folder", tmp_path / "runs")
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert len(found) == len(CHECKS) + 1
+    assert set(tmp_path.iterdir()) == before
+    assert not [finding for finding in found.values() if "could not be looked at" in finding["found"]]
+    assert result.exit_code == (1 if any(finding["verdict"] == "broken" for finding in found.values()) else 0)
+    for name in ("Python", "torch", "loopback", "all-reduce", "run folder"):
+        assert found[name]["verdict"] != "broken", found[name]
+    assert "µs between two processes" in found["all-reduce"]["found"]
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("slow", 0), ("broken", 1)])
+def test_what_is_not_well_comes_with_why_and_the_cure(
+    verdict: str, code: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [cluster.Finding("swap", "all of it", verdict, "steps wait for the disk", "buy memory")]
+    monkeypatch.setattr(cluster, "doctor", lambda folder: found)
+    result = invoke("doctor")
+    assert result.exit_code == code
+    assert "swap" in result.stdout
+    assert ("cure: buy memory" in result.stdout) == (verdict != "ok")
+    assert ("steps wait for the disk" in result.stdout) == (verdict != "ok")

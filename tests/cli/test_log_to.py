@@ -1,0 +1,36 @@
+"""`manyhands fit --log-to`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Invoke
+
+
+def test_a_run_is_logged_where_the_command_says(invoke: Invoke) -> None:
+    result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "csv,tensorboard")
+    assert result.exit_code == 0, result.output
+    assert "train/loss" in Path("runs/first/metrics.csv").read_text()
+    assert list(Path("runs/first/tensorboard").glob("events.*"))
+    assert "--log-to csv,tensorboard" in result.stdout
+
+
+def test_the_environment_and_the_file_may_say_it_too(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_LOG_TO", "csv")
+    told = json.loads(invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--json").stdout)
+    assert told["sources"]["log_to"] == "MANYHANDS_LOG_TO"
+    assert Path("runs/first/metrics.csv").exists()
+    Path("fit.toml").write_text('log-to = "tensorboard"')
+    invoke("fit", "small_task.py", "--on", "cpu", "--name", "second", "--config", "fit.toml")
+    assert Path("runs/second/tensorboard").exists()
+    assert not Path("runs/second/metrics.csv").exists()
+
+
+def test_a_sink_that_does_not_exist_is_refused_before_the_run(invoke: Invoke) -> None:
+    result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "nope")
+    assert result.exit_code == 2
+    assert "log_to names csv, tensorboard, wandb, mlflow" in result.stderr
+    assert not Path("runs/first").exists()

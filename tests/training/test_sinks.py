@@ -1,0 +1,353 @@
+"""Sinks: what a run tells to the tools that people watch runs with, and that none of them can hold it up."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
+from manyhands.training import About, NumberSink, Outlets, make_sinks
+from manyhands.training.sinks import outlets
+from manyhands.training.sinks.names import numbers_of
+
+from .problems import generator
+
+
+def task(lr: float = 0.05) -> mh.Task:
+    rows = torch.randn(32, 4, generator=generator(0))
+    return mh.Task(
+        model=lambda: nn.Linear(4, 1),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        data=(rows, rows.sum(1, keepdim=True)),
+        valid=(rows[:8], rows[:8].sum(1, keepdim=True)),
+        metrics={"error": lambda outputs, batch: (outputs - batch[1]).abs().mean()},
+        batch_size=8,
+    )
+
+
+def fit(folder: Path, log_to: Any, **settings: Any) -> mh.Run:
+    settings = {"on": "cpu", "epochs": 2, "name": "run", **settings}
+    return mh.fit(task, folder=folder, log_to=log_to, progress=False, timeout=60, **settings)
+
+
+def notices(run_folder: Path) -> list[str]:
+    return [entry["text"] for entry in read_events(run_folder / "events.jsonl") if entry["kind"] == "notice"]
+
+
+class Faulty(mh.Sink):
+    """Keeps what it hears, and raises or hangs where it is told to."""
+
+    def __init__(self, raise_at: str = "", hang_at: str = "") -> None:
+        self.raise_at, self.hang_at = raise_at, hang_at
+        self.released = threading.Event()
+        self.heard: list[str] = []
+
+    def start(self, about: About) -> None:
+        self._hear("start of it")
+
+    def take(self, entry: Event) -> None:
+        self._hear(entry["kind"])
+
+    def end(self, status: str) -> None:
+        self._hear(status)
+
+    def _hear(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.raise_at:
+            raise OSError("the server is gone")
+        if what == self.hang_at:
+            self.released.wait(60)
+
+
+@pytest.fixture
+def hanging() -> Iterator[Faulty]:
+    sink = Faulty(hang_at="start of it")
+    yield sink
+    sink.released.set()
+
+
+def test_a_csv_file_has_every_loss_and_metric(tmp_path: Path) -> None:
+    run = fit(tmp_path, "csv", on="cpu*2")
+    with (run.path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    losses = [float(row["value"]) for row in rows if row["name"] == "train/loss"]
+    assert losses == run.losses
+    errors = {int(row["step"]): float(row["value"]) for row in rows if row["name"] == "valid/error"}
+    assert errors == run.history["valid_error"]
+    names = {row["name"] for row in rows}
+    assert {"train/samples_per_second", "epoch", "time/rank0/compute", "time/rank1/sync", "valid/loss"} <= names
+
+
+def test_tensorboard_reads_back_what_was_trained_and_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class StopEarly(mh.Callback):
+        def on_step(self, hand: mh.Hand) -> None:
+            if hand.num_steps == 5:
+                hand.stop()
+
+    stopped = fit(tmp_path, ["tensorboard"], epochs=2, save_every=4, callbacks=[StopEarly()])
+    assert stopped.stopped
+    run = fit(tmp_path, ["tensorboard"], epochs=3, resume=True, params={"lr": 0.05})
+    board = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    board.Reload()
+    curve = [(item.step, item.value) for item in board.Scalars("train/loss")]
+    assert curve == [(step, pytest.approx(loss)) for step, loss in enumerate(run.losses, 1)]
+    assert [item.step for item in board.Scalars("valid/error")] == [4, 8, 12]
+    texts = {tag: b"".join(board.Tensors(tag)[0].tensor_proto.string_val) for tag in board.Tags()["tensors"]}
+    assert b"| lr | 0.05 |" in texts["run/text_summary"]
+    assert b"| strategy | replicas=1 |" in texts["run/text_summary"]
+    assert b"resumed at step" in texts["notices/text_summary"]
+    assert texts["status/text_summary"] == b"stopped"
+    assert "_hparams_/session_start_info" in board.summary_metadata
+
+
+BOTH = """
+import json, pathlib, struct, sys
+import torch
+import manyhands as mh
+
+sys.path.insert(0, sys.argv[1])
+from tests.training.test_sinks import task
+
+run = mh.fit(task, params={"lr": 0.03}, on="cpu", epochs=2, name="both", log_to=["wandb", "mlflow"], progress=False)
+
+def records(path):
+    # LevelDB's log format: blocks of 32 KiB, each record with a checksum, its length and its type.
+    from wandb.proto import wandb_internal_pb2
+    data, place, body = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        body += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(body)
+            body = b""
+
+wandb = {"rows": [], "config": {}, "exit": None}
+for record in records(next(run.path.glob("wandb/offline-run-*/*.wandb"))):
+    kind = record.WhichOneof("record_type")
+    if kind == "history":
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        wandb["rows"].append(items)
+    elif kind == "run":
+        wandb["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        wandb["name"] = record.run.display_name
+    elif kind == "exit":
+        wandb["exit"] = record.exit.exit_code
+
+from mlflow import MlflowClient
+client = MlflowClient()
+experiment = client.get_experiment_by_name("digits")
+kept = client.search_runs([experiment.experiment_id])[0]
+mlflow = {
+    "loss": [(point.step, point.value) for point in client.get_metric_history(kept.info.run_id, "train/loss")],
+    "params": kept.data.params, "status": kept.info.status, "name": kept.info.run_name, "metrics": kept.data.metrics,
+}
+print(json.dumps({"wandb": wandb, "mlflow": mlflow, "losses": run.losses, "metrics": run.metrics}))
+"""
+
+
+def test_wandb_and_mlflow_hold_the_run(tmp_path: Path) -> None:
+    """The real packages, offline and with a store of files, in a program of its own, because wandb starts a server."""
+    environ = {
+        **os.environ, "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns",
+        "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_EXPERIMENT_NAME": "digits", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", BOTH, root]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    rows = [row for row in told["wandb"]["rows"] if "train/loss" in row]
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(i, v) for i, v in enumerate(told["losses"], 1)]
+    assert [row["epoch"] for row in told["wandb"]["rows"] if "valid/error" in row] == [1, 2]
+    assert told["wandb"]["config"]["lr"] == 0.03
+    assert told["wandb"]["config"]["strategy"] == "replicas=1"
+    assert (told["wandb"]["name"], told["wandb"]["exit"]) == ("both", 0)
+    assert any("log_to wandb: offline; wandb sync" in text for text in notices(tmp_path / "runs" / "both"))
+    assert told["mlflow"]["loss"] == [[i, v] for i, v in enumerate(told["losses"], 1)]
+    assert told["mlflow"]["metrics"]["valid/error"] == told["metrics"]["valid_error"]
+    assert told["mlflow"]["params"]["lr"] == "0.03"
+    assert (told["mlflow"]["name"], told["mlflow"]["status"]) == ("both", "FINISHED")
+
+
+def test_a_function_takes_every_event(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    fit(tmp_path, [heard.append, "csv"])
+    assert heard == list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert heard[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize("moment", ["start of it", "steps", "finished"])
+def test_a_sink_that_raises_is_named_once_and_costs_nothing(moment: str, tmp_path: Path) -> None:
+    sink = Faulty(raise_at=moment)
+    run = fit(tmp_path, [sink, "csv"], on="cpu*2")
+    assert run.num_steps == 8
+    told = [text for text in notices(run.path) if "was dropped" in text]
+    assert told == ["log_to Faulty was dropped, the run does without it: OSError: the server is gone"]
+    assert sink.heard[-1] == moment
+    assert "valid/loss" in (run.path / "metrics.csv").read_text()
+
+
+def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path, hanging: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlets, "CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(outlets, "QUIET_SECONDS", 0.1)
+    run = fit(tmp_path, [hanging])
+    assert run.num_steps == 8
+    assert hanging.heard == ["start of it"]
+    assert [text.split(":")[0] for text in notices(run.path)] == [
+        "waiting for Faulty to write the last events, 0 s at most",
+        "log_to Faulty was dropped, the run does without it",
+    ]
+
+
+def test_a_sink_that_cannot_keep_up_is_dropped_in_the_middle(
+    tmp_path: Path, hanging: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlets, "MAX_WAITING", 3)
+    run = fit(tmp_path, [hanging])
+    told = [entry for entry in read_events(run.path / "events.jsonl") if "dropped" in entry.get("text", "")]
+    assert [entry["text"].split(": ")[1] for entry in told] == ["it is too slow, 3 events wait for it"]
+    last = list(read_events(run.path / "events.jsonl"))[-1]
+    assert last["kind"] == "end"
+
+
+def test_a_failed_run_tells_its_sinks(tmp_path: Path) -> None:
+    sink = Faulty()
+    with pytest.raises(LossNotFinite):
+        fit(tmp_path, [sink], params={"lr": 1e30})
+    assert sink.heard[-2:] == ["failed", "failed"]
+
+
+def test_a_run_that_never_began_starts_no_sink(tmp_path: Path) -> None:
+    sink = Faulty()
+    outlet = Outlets([sink], About(name="run", folder=tmp_path))
+    assert list(outlet.take(event("failed", reason="refused"))) == []
+    outlet.close(lambda text: None)
+    assert sink.heard == []
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The sinks have begun when the loss is tried; they close before the folder is taken away."""
+    sums = task().replace(loss=lambda model, batch: model(batch[0]))
+    heard: list[Event] = []
+    with pytest.raises(TaskError, match="a loss is a scalar"):
+        mh.fit(sums, "mirrored", on="cpu", folder=tmp_path, log_to=["csv", heard.append], progress=False)
+    assert [heard[0]["kind"], heard[-1]["kind"]] == ["notice", "failed"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("log_to", ["nope", ["csv", "csv"], [3], [Faulty], "csv,nope"])
+def test_what_is_no_sink_is_refused(log_to: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"log_to names csv, tensorboard|a sink is named once"):
+        fit(tmp_path, log_to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sink_without_its_package_is_refused_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(SettingsError, match=r"pip install 'manyhands\[tensorboard\]'"):
+        fit(tmp_path, "tensorboard")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_without_a_key_is_refused_instead_of_asking(tmp_path: Path) -> None:
+    environ = {**os.environ, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    environ = {name: value for name, value in environ.items() if name not in ("WANDB_API_KEY", "WANDB_MODE")}
+    code = "from manyhands.training import make_sinks; make_sinks('wandb')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert "SettingsError: log_to='wandb' needs an account's key" in done.stderr
+
+
+def test_whatever_else_a_step_carries_gets_a_name() -> None:
+    """Learning rates and limits come from other parts; a sink needs no change for them."""
+    entry = event(
+        "steps", steps=[4, 5], losses={"loss": [1.0, None]}, epoch=0, samples_per_second=10.0, lr=[0.1, 0.05],
+        limit="input", shares={"copy": 0.25},
+    )  # fmt: skip
+    assert list(numbers_of(entry, 3)) == [
+        (4, {"train/loss": 1.0, "train/lr": 0.1}),
+        (5, {"train/samples_per_second": 10.0, "train/lr": 0.05, "train/shares/copy": 0.25, "epoch": 0.0}),
+    ]
+
+
+def test_feeding_sinks_does_not_wait_for_them(hanging: Faulty, tmp_path: Path) -> None:
+    """A thousand events to a sink that hangs: all but the ones that fit wait nowhere."""
+    outlet = Outlets([hanging], About(name="run", folder=tmp_path))
+    done = threading.Event()
+
+    def feed() -> None:
+        for number in range(3 * outlets.MAX_WAITING):
+            list(outlet.take(event("notice", text=str(number))))
+        done.set()
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    feeder.join(30)
+    assert done.is_set()
+    hanging.released.set()
+
+
+class Slow(NumberSink):
+    """Takes its time, as a server far away does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def numbers(self, step: int, values: Any, at: float) -> None:
+        time.sleep(0.02)
+        self.steps.extend([step] if "train/loss" in values else [])
+
+
+class Thin(Slow):
+    """Takes a few steps of each event."""
+
+    most = 5
+
+
+def test_quick_steps_are_thinned_for_a_sink_that_says_so() -> None:
+    sink = Thin()
+    sink.take(event("steps", steps=list(range(1, 501)), losses={"loss": [0.5] * 500}, epoch=0))
+    assert sink.steps == [100, 200, 300, 400, 500]
+
+
+def test_a_slow_sink_still_gets_everything(tmp_path: Path) -> None:
+    sink = Slow()
+    run = fit(tmp_path, [sink])
+    assert sink.steps == list(range(1, run.num_steps + 1))
+    assert not notices(run.path)
+
+
+def test_sinks_are_made_from_texts() -> None:
+    assert [str(sink) for sink in make_sinks("csv, tensorboard")] == ["csv", "tensorboard"]
+    assert make_sinks("") == make_sinks(()) == []
+
+
+def test_the_learning_rate_follows_its_schedule(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    halving = task(lr=0.05).replace(schedule=lambda step, total: 0.5**step)
+    mh.fit(halving, on="cpu", epochs=2, folder=tmp_path, log_to=heard.append, progress=False)
+    rates = {
+        step: values["train/lr"] for entry in heard for step, values in numbers_of(entry, 0) if "train/lr" in values
+    }
+    assert rates[8] == 0.05 * 0.5**7
