@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cluster import Device, devices
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
+    from .data import files
     from .store import load
     from .training import Callback, Hand, Run, hand
     from .verbs import check, evaluate, fit, launch, predict
@@ -29,6 +30,7 @@ __all__ = [
     "evaluate",
     "predict",
     "load",
+    "files",
     "devices",
     "Single",
     "Mirrored",
@@ -43,6 +45,7 @@ __all__ = [
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices"],
+    "data": ["files"],
     "store": ["load"],
     "training": ["Callback", "Hand", "Run", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],

@@ -3,6 +3,8 @@
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, split, tensors, to_device
 from .feed import Feed
+from .fields import Fields
+from .files import Files, files
 from .order import Order
 from .prefetch import Prefetcher
 from .source import Source, check_source
@@ -11,6 +13,9 @@ from .sources import as_source
 __all__ = [
     "Feed",
     "Batch",
+    "Fields",
+    "Files",
+    "files",
     "Cursor",
     "Source",
     "as_source",

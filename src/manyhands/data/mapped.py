@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import default_collate
-
+from .collate import collate as default_collate
 from .order import Ids
 from .randomness import SampleRandomness, mix
 from .source import Collate, IndexedSource, collated, unreadable

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from ..core import DataError
 from .arrays import ArraySource, Rows, SubsetSource, is_arrays
+from .files import Files, files_source
 from .loader import loader_source
 from .mapped import MapSource
 from .source import Collate, Source
@@ -106,6 +107,7 @@ def _described(data: Any) -> str:
 
 
 KINDS: list[Kind] = [
+    (lambda data: isinstance(data, Files), files_source),
     (lambda data: isinstance(data, DataLoader), _from_loader),
     (lambda data: type(data) is TensorDataset, _from_tensors),
     (lambda data: type(data) is Subset, _from_subset),

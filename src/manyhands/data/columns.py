@@ -1,0 +1,154 @@
+"""Columns: rows of a table in the form in which batches are cut from them quickly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .fields import Fields
+from .order import Ids
+
+Array = npt.NDArray[Any]
+C = TypeVar("C", bound="Column")
+
+
+class Column(ABC):
+    """One column of some rows."""
+
+    @abstractmethod
+    def take(self: C, rows: Ids) -> C:
+        """Some of its rows."""
+
+    @abstractmethod
+    def sample(self, row: int) -> Any:
+        """The value of one row."""
+
+    @classmethod
+    @abstractmethod
+    def joined(cls: type[C], parts: Sequence[C]) -> C:
+        """Columns one below the other."""
+
+    @abstractmethod
+    def batch(self) -> tuple[Any, Tensor | None]:
+        """All rows as a field of a batch, and their lengths if they had to be padded."""
+
+
+class Numbers(Column):
+    """A number, or an array of one shape, in each row."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+
+    def take(self, rows: Ids) -> Numbers:
+        return Numbers(self.values.take(rows, axis=0))
+
+    def sample(self, row: int) -> Any:
+        return self.values[row].copy()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Numbers]) -> Numbers:
+        return parts[0] if len(parts) == 1 else Numbers(np.concatenate([part.values for part in parts]))
+
+    def batch(self) -> tuple[Tensor, None]:
+        return torch.from_numpy(self.values), None
+
+
+class Lists(Column):
+    """A list of numbers in each row, of any length."""
+
+    def __init__(self, starts: Ids, lengths: Ids, values: Array) -> None:
+        self.starts, self.lengths, self.values = starts, lengths, values
+
+    def take(self, rows: Ids) -> Lists:
+        starts, lengths = self.starts.take(rows), self.lengths.take(rows)
+        # The numbers of these rows alone: others would be kept in memory, and joined with those of other blocks.
+        ends = np.cumsum(lengths)
+        places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+        return Lists(ends - lengths, lengths, self.values.take(places))
+
+    def sample(self, row: int) -> Array:
+        start = self.starts[row]
+        return self.values[start : start + self.lengths[row]].copy()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lists]) -> Lists:
+        if len(parts) == 1:
+            return parts[0]
+        shifts = np.cumsum([0, *(len(part.values) for part in parts[:-1])])
+        starts = np.concatenate([part.starts + shift for part, shift in zip(parts, shifts, strict=True)])
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Lists(starts, lengths, np.concatenate([part.values for part in parts]))
+
+    def batch(self) -> tuple[Tensor, Tensor | None]:
+        longest = int(self.lengths.max(initial=0))
+        if (self.lengths == longest).all():
+            places = self.starts[:, None] + np.arange(longest)
+            return torch.from_numpy(self.values.take(places)), None
+        padded = np.zeros((len(self.starts), longest), self.values.dtype)
+        inside = np.arange(longest) < self.lengths[:, None]
+        # Rows follow each other in memory after `take`, so the places inside are filled in that same order.
+        padded[inside] = self.take(np.arange(len(self.starts))).values
+        return torch.from_numpy(padded), torch.from_numpy(self.lengths.copy())
+
+
+class Objects(Column):
+    """Anything that is no number: texts, bytes, nested things."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def take(self, rows: Ids) -> Objects:
+        return Objects([self.values[row] for row in rows.tolist()])
+
+    def sample(self, row: int) -> Any:
+        return self.values[row]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Objects]) -> Objects:
+        return parts[0] if len(parts) == 1 else Objects([value for part in parts for value in part.values])
+
+    def batch(self) -> tuple[list[Any], None]:
+        return list(self.values), None
+
+
+class Table:
+    """Columns by name.
+
+    >>> table = Table({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
+    >>> table.take(np.array([3, 1])).batch()
+    {'x': tensor([3., 1.], dtype=torch.float64), 'name': ['d', 'b']}
+    >>> table.sample(2)["name"]
+    'c'
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self.columns = columns
+
+    def take(self, rows: Ids) -> Table:
+        """Some of its rows."""
+        return Table({name: column.take(rows) for name, column in self.columns.items()})
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """One row."""
+        return {name: column.sample(row) for name, column in self.columns.items()}
+
+    @staticmethod
+    def joined(parts: Sequence[Table]) -> Table:
+        """Tables one below the other."""
+        first = parts[0].columns
+        return Table({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
+
+    def batch(self) -> Fields:
+        """All rows as one batch."""
+        fields, padded = {}, {}
+        for name, column in self.columns.items():
+            fields[name], lengths = column.batch()
+            if lengths is not None:
+                padded[name] = lengths
+        return Fields(fields, padded)
