@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cluster import Device, devices
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
-    from .data import files
+    from .data import bucketed, files
     from .store import load
     from .training import Callback, Hand, Run, hand
     from .verbs import check, evaluate, fit, launch, predict
@@ -31,6 +31,7 @@ __all__ = [
     "predict",
     "load",
     "files",
+    "bucketed",
     "devices",
     "Single",
     "Mirrored",
@@ -45,7 +46,7 @@ __all__ = [
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices"],
-    "data": ["files"],
+    "data": ["files", "bucketed"],
     "store": ["load"],
     "training": ["Callback", "Hand", "Run", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],

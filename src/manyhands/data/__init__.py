@@ -2,6 +2,7 @@
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, split, tensors, to_device
+from .bucketed import Bucketed, bucketed
 from .feed import Feed
 from .fields import Fields
 from .files import Files, files
@@ -16,6 +17,8 @@ __all__ = [
     "Fields",
     "Files",
     "files",
+    "Bucketed",
+    "bucketed",
     "Cursor",
     "Source",
     "as_source",

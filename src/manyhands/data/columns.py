@@ -38,6 +38,10 @@ class Column(ABC):
     def batch(self) -> tuple[Any, Tensor | None]:
         """All rows as a field of a batch, and their lengths if they had to be padded."""
 
+    @abstractmethod
+    def lengths(self) -> Ids:
+        """How long the value of every row is."""
+
 
 class Numbers(Column):
     """A number, or an array of one shape, in each row."""
@@ -55,18 +59,21 @@ class Numbers(Column):
     def joined(cls, parts: Sequence[Numbers]) -> Numbers:
         return parts[0] if len(parts) == 1 else Numbers(np.concatenate([part.values for part in parts]))
 
+    def lengths(self) -> Ids:
+        return np.full(len(self.values), self.values.shape[1] if self.values.ndim > 1 else 1, np.int64)
+
     def batch(self) -> tuple[Tensor, None]:
-        return torch.from_numpy(self.values), None
+        return torch.from_numpy(self.values if self.values.flags.writeable else self.values.copy()), None
 
 
 class Lists(Column):
     """A list of numbers in each row, of any length."""
 
-    def __init__(self, starts: Ids, lengths: Ids, values: Array) -> None:
-        self.starts, self.lengths, self.values = starts, lengths, values
+    def __init__(self, starts: Ids, sizes: Ids, values: Array) -> None:
+        self.starts, self.sizes, self.values = starts, sizes, values
 
     def take(self, rows: Ids) -> Lists:
-        starts, lengths = self.starts.take(rows), self.lengths.take(rows)
+        starts, lengths = self.starts.take(rows), self.sizes.take(rows)
         # The numbers of these rows alone: others would be kept in memory, and joined with those of other blocks.
         ends = np.cumsum(lengths)
         places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
@@ -74,7 +81,7 @@ class Lists(Column):
 
     def sample(self, row: int) -> Array:
         start = self.starts[row]
-        return self.values[start : start + self.lengths[row]].copy()
+        return self.values[start : start + self.sizes[row]].copy()
 
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
@@ -82,19 +89,22 @@ class Lists(Column):
             return parts[0]
         shifts = np.cumsum([0, *(len(part.values) for part in parts[:-1])])
         starts = np.concatenate([part.starts + shift for part, shift in zip(parts, shifts, strict=True)])
-        lengths = np.concatenate([part.lengths for part in parts])
+        lengths = np.concatenate([part.sizes for part in parts])
         return Lists(starts, lengths, np.concatenate([part.values for part in parts]))
 
+    def lengths(self) -> Ids:
+        return self.sizes
+
     def batch(self) -> tuple[Tensor, Tensor | None]:
-        longest = int(self.lengths.max(initial=0))
-        if (self.lengths == longest).all():
+        longest = int(self.sizes.max(initial=0))
+        if (self.sizes == longest).all():
             places = self.starts[:, None] + np.arange(longest)
             return torch.from_numpy(self.values.take(places)), None
         padded = np.zeros((len(self.starts), longest), self.values.dtype)
-        inside = np.arange(longest) < self.lengths[:, None]
+        inside = np.arange(longest) < self.sizes[:, None]
         # Rows follow each other in memory after `take`, so the places inside are filled in that same order.
         padded[inside] = self.take(np.arange(len(self.starts))).values
-        return torch.from_numpy(padded), torch.from_numpy(self.lengths.copy())
+        return torch.from_numpy(padded), torch.from_numpy(self.sizes.copy())
 
 
 class Objects(Column):
@@ -112,6 +122,9 @@ class Objects(Column):
     @classmethod
     def joined(cls, parts: Sequence[Objects]) -> Objects:
         return parts[0] if len(parts) == 1 else Objects([value for part in parts for value in part.values])
+
+    def lengths(self) -> Ids:
+        return np.array([len(value) for value in self.values], np.int64)
 
     def batch(self) -> tuple[list[Any], None]:
         return list(self.values), None

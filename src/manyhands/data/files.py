@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,14 @@ class TableSource(FileSource):
 
     def fetch(self, ids: Ids) -> Any:
         return self._taken(ids).batch() if self._is_plain else super().fetch(ids)
+
+    def lengths(self, length: str | Callable[[Any], int]) -> Ids:
+        if not isinstance(length, str):
+            return super().lengths(length)
+        form = replace(self._format, columns={length: (self._format.columns or {}).get(length, "")})
+        blocks = [(shard, block) for shard in self._shards for block in range(len(shard.blocks) - 1)]
+        # One column alone, a block at a time: what bucketing needs of a large table is small.
+        return np.concatenate([form.table(shard, block).columns[length].lengths() for shard, block in blocks])
 
     def _rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         table = self._taken(np.asarray(ids, np.int64))
