@@ -122,3 +122,23 @@ def test_batches_arrive_whole_on_cuda(data):
         for batch in feed.epoch(Cursor(epoch, 0)):
             assert batch.data.device.type == "cuda"
             assert batch.data.long().cpu().tolist() == batch.ids.tolist()
+
+
+def test_waiting_while_the_device_is_at_work_costs_nothing():
+    ahead = Prefetcher(slow(4, 0.02), is_idle=lambda: lambda: False)
+    assert list(ahead) == [0, 1, 2, 3]
+    assert ahead.hidden > 0.06
+    assert ahead.waited == 0.0
+    ahead.close()
+
+
+def test_waiting_is_counted_from_when_the_device_is_idle():
+    def busy_for(seconds):
+        until = time.perf_counter() + seconds
+        return lambda: time.perf_counter() > until
+
+    ahead = Prefetcher(slow(3, 0.05), is_idle=lambda: busy_for(0.02))
+    list(ahead)
+    assert ahead.hidden >= 0.06
+    assert ahead.waited > 0.03
+    ahead.close()
