@@ -51,18 +51,18 @@ class TestAdaptation:
         assert stretch(adaptation, 0, waited=0.06) == 2
         assert stretch(adaptation, 2, waited=0.03) == 4
         assert stretch(adaptation, 4, waited=0.01) == 6
-        assert stretch(adaptation, 6, waited=0.004) is None
+        assert stretch(adaptation, 6, waited=0.0008) is None
 
     def test_goes_back_to_what_was_as_fast_and_stays_there(self):
         adaptation = Adaptation(most=6)
         assert stretch(adaptation, 0, waited=0.06) == 2
-        assert stretch(adaptation, 2, waited=0.059) == 0
+        assert stretch(adaptation, 2, waited=0.0595) == 0
         assert adaptation.settled
         assert stretch(adaptation, 0, waited=0.5) is None
 
     def test_leaves_alone_what_does_not_wait(self):
         adaptation = Adaptation(most=6)
-        assert stretch(adaptation, 0, waited=0.002) is None
+        assert stretch(adaptation, 0, waited=0.0008) is None
         assert not adaptation.settled
         # Input may become the limit later, when the network does less.
         assert stretch(adaptation, 0, waited=0.03) == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
+from abc import abstractmethod
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -145,9 +147,10 @@ class FileSource(IndexedSource):
         self._shards, self._decode = index.shards, data.decode
         self._collate = collate or default_collate
         self._randomness = SampleRandomness()
-        self._first_rows = np.cumsum([0, *(shard.num_rows for shard in index.shards)])
-        self.size = int(self._first_rows[-1])
-        shifted = [shard.blocks[:-1] + first for shard, first in zip(index.shards, self._first_rows, strict=False)]
+        first_rows = np.cumsum([0, *(shard.num_rows for shard in index.shards)])
+        self._firsts: list[int] = first_rows.tolist()
+        self.size = self._firsts[-1]
+        shifted = [shard.blocks[:-1] + first for shard, first in zip(index.shards, first_rows, strict=False)]
         self._starts = np.concatenate([*shifted, [self.size]]).astype(np.int64)
         self._first_blocks = np.cumsum([0, *(len(shard.blocks) - 1 for shard in index.shards)])
         self._per_window = self._blocks_per_window(data.window)
@@ -164,11 +167,13 @@ class FileSource(IndexedSource):
         return collated(self.samples(ids.tolist()), self._collate, self.name)
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
+        # One by one: what a record was read into is let go before the next one.
         rows = self._rows(ids)
-        return rows if self._decode is None else [self._decoded(i, row) for i, row in zip(ids, rows, strict=True)]
+        return list(rows) if self._decode is None else [self._decoded(i, next(rows)) for i in ids]
 
-    def _rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Rows as their files have them."""
 
     def _fetch_reproducibly(self, key: int, ids: Ids) -> Any:
         samples = self._randomness.read(key, ids.tolist(), self.samples)
@@ -185,8 +190,8 @@ class FileSource(IndexedSource):
 
     def _place(self, i: int) -> tuple[Shard, int]:
         """The file and the row in it."""
-        which = int(np.searchsorted(self._first_rows, i, side="right")) - 1
-        return self._shards[which], int(i - self._first_rows[which])
+        which = bisect_right(self._firsts, i) - 1
+        return self._shards[which], i - self._firsts[which]
 
     def _blocks_per_window(self, window: int | None) -> int:
         mean = self.size / max(1, len(self._starts) - 1)
@@ -204,12 +209,11 @@ class RecordSource(FileSource):
         assert isinstance(form, RecordFormat)
         self._format, self._handles = form, Handles()
 
-    def _rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._record(i) for i in ids]
+    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+        return (self._record(*self._place(i)) for i in ids)
 
-    def _record(self, i: int) -> dict[str, Any]:
-        shard, row = self._place(i)
-        start, stop = int(shard.marks[row]), int(shard.marks[row + 1])
+    def _record(self, shard: Shard, row: int) -> dict[str, Any]:
+        start, stop = shard.marks[row : row + 2].tolist()
         try:
             return self._format.sample(self._handles.read(shard, start, stop - start))
         except DataError:
@@ -245,9 +249,9 @@ class TableSource(FileSource):
         # One column alone, a block at a time: what bucketing needs of a large table is small.
         return np.concatenate([form.table(shard, block).columns[length].lengths() for shard, block in blocks])
 
-    def _rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
         table = self._taken(np.asarray(ids, np.int64))
-        return [table.sample(row) for row in range(len(ids))]
+        return (table.sample(row) for row in range(len(ids)))
 
     def _taken(self, ids: Ids) -> Table:
         """The rows of these ids, in their order, from whatever blocks hold them."""

@@ -11,8 +11,10 @@ SATURATED = 0.8
 """A share of the time in which the copying engine is busy, from which it is the limit."""
 STRETCH_BATCHES = 20
 STRETCH_SECONDS = 0.5
-GAIN = 0.95
-"""A number of workers must take at most this share of the time to be kept: a process more is no small thing."""
+WORTH_A_TRIAL = 0.03
+"""A share of the time from which waiting is worth a try of more workers."""
+GAIN = 0.99
+"""A number of workers must take at most this share of the time of the one before to be kept."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Adaptation:
         if self._before is not None and seconds > GAIN * self._before[1]:
             self.settled = True
             return self._before[0]
-        if share <= FELT or more <= workers:
+        if share <= WORTH_A_TRIAL or more <= workers:
             self._before = None
             return None
         self._before, self._skip = (workers, seconds), 2 * more + 1

@@ -43,46 +43,60 @@ def restore(states: States) -> None:
     random.setstate(states[2])
 
 
+# torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
+_SEED: list[Callable[[int], Any]] = [
+    torch.default_generator.manual_seed,
+    lambda seed: np.random.seed(seed & 0xFFFFFFFF),
+    random.seed,
+]
+
+
 def seed_all(seed: int) -> None:
     """Seeds the three global generators of the CPU."""
-    # torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+    for set_seed in _SEED:
+        set_seed(seed)
 
 
-def _equal(a: States, b: States) -> bool:
-    return (
-        torch.equal(a[0], b[0]) and a[2] == b[2] and all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+def _moved(a: States, b: States) -> set[int]:
+    """Which of the three generators have drawn between two moments."""
+    same = (
+        torch.equal(a[0], b[0]),
+        all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True)),
+        a[2] == b[2],
     )
+    return {which for which, is_same in enumerate(same) if not is_same}
 
 
 class SampleRandomness:
     """Reads samples so that what each draws depends on (seed, epoch, sample) alone.
 
-    Seeding costs microseconds a sample, so it is done only once a batch was seen to draw; that batch is then
-    read again, seeded.
+    Seeding costs microseconds a sample, so it is done only to generators that were seen to draw; the batch that
+    showed it is then read again, seeded.
     """
 
     def __init__(self) -> None:
-        self.draws = False
+        self._drawn: set[int] = set()
+        """Which of the three generators samples draw from."""
 
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
         """The samples `ids`, by `read`; the global generators are left as they were."""
         before = capture()
-        if not self.draws:
-            samples = read(ids)
-            if _equal(before, capture()):
-                return samples
-            self.draws = True
         try:
-            return [self._seeded(key, i, read) for i in ids]
+            while True:
+                samples = [self._seeded(key, i, read) for i in ids] if self._drawn else read(ids)
+                new = _moved(before, capture()) - self._drawn
+                if not new:
+                    return samples
+                self._drawn |= new
+                restore(before)
         finally:
-            restore(before)
+            if self._drawn:
+                restore(before)
 
-    @staticmethod
-    def _seeded(key: int, i: int, read: Callable[[Sequence[int]], list[Any]]) -> Any:
-        seed_all(mix(key, i))
+    def _seeded(self, key: int, i: int, read: Callable[[Sequence[int]], list[Any]]) -> Any:
+        seed = mix(key, i)
+        for which in self._drawn:
+            _SEED[which](seed)
         return read([i])[0]
 
 
