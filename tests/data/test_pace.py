@@ -53,12 +53,18 @@ class TestAdaptation:
         assert stretch(adaptation, 4, waited=0.01) == 6
         assert stretch(adaptation, 6, waited=0.0008) is None
 
-    def test_goes_back_to_what_was_as_fast_and_stays_there(self):
+    def test_goes_back_to_what_was_as_fast_and_tries_again_later_and_later(self):
         adaptation = Adaptation(most=6)
-        assert stretch(adaptation, 0, waited=0.06) == 2
-        assert stretch(adaptation, 2, waited=0.0595) == 0
-        assert adaptation.settled
-        assert stretch(adaptation, 0, waited=0.5) is None
+        rests = []
+        for _ in range(3):
+            rests.append(0)
+            while stretch(adaptation, 0, waited=0.06) is None:
+                rests[-1] += 1
+            assert stretch(adaptation, 2, waited=0.0595) == 0
+        assert rests == [0, 4, 24]
+
+    def test_what_a_person_chose_is_settled(self):
+        assert stretch(Adaptation(most=6, settled=True), 0, waited=0.5) is None
 
     def test_leaves_alone_what_does_not_wait(self):
         adaptation = Adaptation(most=6)

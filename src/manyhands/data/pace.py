@@ -16,6 +16,9 @@ WORTH_A_TRIAL = 0.03
 GAIN = 0.99
 """A number of workers must take at most this share of the time of the one before to be kept."""
 
+REST = 5
+"""Stretches to rest after the first trial that failed; as many times as many after every other one."""
+
 
 @dataclass
 class Pace:
@@ -68,7 +71,8 @@ class Adaptation:
     """Finds the number of workers: tries more while input is the limit, and keeps them only if batches come faster.
 
     Fed with the seconds of every batch, it now and then returns another number: as many as would read a batch in the
-    time in which one is computed. It never stays with a number that was not measured to be better than the one before.
+    time in which one is computed. It never stays with a number that was not measured to be better than the one before;
+    since another program may have disturbed the trial, it tries again after a while, each time a longer one.
 
     >>> adaptation = Adaptation(most=4)
     >>> [n for _ in range(30) if (n := adaptation.after(waited=0.03, computed=0.01, workers=0)) is not None]
@@ -81,10 +85,14 @@ class Adaptation:
 
     most: int
     settled: bool = False
+    """Whether the number is not ours to choose."""
     _before: tuple[int, float] | None = None
     """The number before the one on trial, and its seconds per batch."""
     _skip: int = 1
     """Batches that say nothing: what a new set of readers gives first."""
+    _rest: int = 0
+    """Stretches until the next trial."""
+    _num_failed: int = 0
     _seconds: list[float] = field(default_factory=list)
     _waited: float = 0.0
 
@@ -105,11 +113,13 @@ class Adaptation:
         seconds, share = _typical(self._seconds), self._waited / sum(self._seconds)
         more = self._enough(workers, share)
         self._seconds, self._waited = [], 0.0
-        if self._before is not None and seconds > GAIN * self._before[1]:
-            self.settled = True
-            return self._before[0]
-        if share <= WORTH_A_TRIAL or more <= workers:
-            self._before = None
+        before, self._before = self._before, None
+        if before is not None and seconds > GAIN * before[1]:
+            self._num_failed += 1
+            self._rest, self._skip = REST**self._num_failed, 1
+            return before[0]
+        self._rest = max(0, self._rest - 1)
+        if share <= WORTH_A_TRIAL or more <= workers or self._rest:
             return None
         self._before, self._skip = (workers, seconds), 2 * more + 1
         return more
