@@ -9,11 +9,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 _MASK = (1 << 64) - 1
 
-States = tuple[torch.Tensor, Any, Any]
+States = list[Any]
 """The states of torch's, numpy's and Python's global generators."""
+
+_GET: list[Callable[[], Any]] = [torch.default_generator.get_state, np.random.get_state, random.getstate]
+_SET: list[Callable[[Any], Any]] = [torch.default_generator.set_state, np.random.set_state, random.setstate]
+# torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
+_SEED: list[Callable[[int], Any]] = [
+    torch.default_generator.manual_seed,
+    lambda seed: np.random.seed(seed & 0xFFFFFFFF),
+    random.seed,
+]
+_EQUAL: list[Callable[[Any, Any], bool]] = [
+    torch.equal,
+    lambda a, b: a[2:] == b[2:] and bool((a[1] == b[1]).all()),
+    lambda a, b: bool(a == b),
+]
 
 
 def mix(*parts: int) -> int:
@@ -33,22 +48,13 @@ def mix(*parts: int) -> int:
 
 def capture() -> States:
     """The states of the three global generators."""
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    return [get() for get in _GET]
 
 
 def restore(states: States) -> None:
     """Puts the three global generators back."""
-    torch.default_generator.set_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
-# torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
-_SEED: list[Callable[[int], Any]] = [
-    torch.default_generator.manual_seed,
-    lambda seed: np.random.seed(seed & 0xFFFFFFFF),
-    random.seed,
-]
+    for put_back, state in zip(_SET, states, strict=True):
+        put_back(state)
 
 
 def seed_all(seed: int) -> None:
@@ -57,41 +63,50 @@ def seed_all(seed: int) -> None:
         set_seed(seed)
 
 
-def _moved(a: States, b: States) -> set[int]:
-    """Which of the three generators have drawn between two moments."""
-    same = (
-        torch.equal(a[0], b[0]),
-        all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True)),
-        a[2] == b[2],
-    )
-    return {which for which, is_same in enumerate(same) if not is_same}
-
-
 class SampleRandomness:
     """Reads samples so that what each draws depends on (seed, epoch, sample) alone.
 
-    Seeding costs microseconds a sample, so it is done only to generators that were seen to draw; the batch that
-    showed it is then read again, seeded.
+    Seeding costs microseconds a sample, so it is done only to generators that were seen to draw: by the first sample,
+    which is read once more for that, or by a later batch, which is then read again.
     """
 
     def __init__(self) -> None:
         self._drawn: set[int] = set()
         """Which of the three generators samples draw from."""
+        self._is_tried = False
+        self._of_worker: States | None = None
 
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
         """The samples `ids`, by `read`; the global generators are left as they were."""
+        if get_worker_info() is not None:
+            # Nobody else draws from a worker's generators: there is nothing to put back, or to look at again.
+            self._of_worker = self._of_worker or capture()
+            return self._read(key, ids, read, self._of_worker)
         before = capture()
         try:
-            while True:
-                samples = [self._seeded(key, i, read) for i in ids] if self._drawn else read(ids)
-                new = _moved(before, capture()) - self._drawn
-                if not new:
-                    return samples
-                self._drawn |= new
-                restore(before)
+            return self._read(key, ids, read, before)
         finally:
             if self._drawn:
                 restore(before)
+
+    def _read(
+        self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]], before: States
+    ) -> list[Any]:
+        if not self._is_tried:
+            self._is_tried = True
+            read(ids[:1])
+            self._drawn |= self._moved(before)
+        while True:
+            samples = [self._seeded(key, i, read) for i in ids] if self._drawn else read(ids)
+            new = self._moved(before)
+            if not new:
+                return samples
+            self._drawn |= new
+
+    def _moved(self, before: States) -> set[int]:
+        """The generators that have drawn for the first time."""
+        others = [which for which in range(len(before)) if which not in self._drawn]
+        return {which for which in others if not _EQUAL[which](before[which], _GET[which]())}
 
     def _seeded(self, key: int, i: int, read: Callable[[Sequence[int]], list[Any]]) -> Any:
         seed = mix(key, i)
