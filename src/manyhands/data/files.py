@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -166,21 +165,13 @@ class FileSource(IndexedSource):
     def fetch(self, ids: Ids) -> Any:
         return collated(self.samples(ids.tolist()), self._collate, self.name)
 
-    def samples(self, ids: Sequence[int]) -> list[Any]:
-        # One by one: what a record was read into is let go before the next one.
-        rows = self._rows(ids)
-        return list(rows) if self._decode is None else [self._decoded(i, next(rows)) for i in ids]
-
-    @abstractmethod
-    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Rows as their files have them."""
-
     def _fetch_reproducibly(self, key: int, ids: Ids) -> Any:
         samples = self._randomness.read(key, ids.tolist(), self.samples)
         return collated(samples, self._collate, self.name)
 
     def _decoded(self, i: int, row: dict[str, Any]) -> Any:
-        assert self._decode is not None
+        if self._decode is None:
+            return row
         try:
             return self._decode(row)
         except Exception as error:
@@ -209,10 +200,12 @@ class RecordSource(FileSource):
         assert isinstance(form, RecordFormat)
         self._format, self._handles = form, Handles()
 
-    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
-        return (self._record(*self._place(i)) for i in ids)
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        # One by one: what a record was read into is let go before the next one.
+        return [self._decoded(i, self._record(i)) for i in ids]
 
-    def _record(self, shard: Shard, row: int) -> dict[str, Any]:
+    def _record(self, i: int) -> dict[str, Any]:
+        shard, row = self._place(i)
         start, stop = shard.marks[row : row + 2].tolist()
         try:
             return self._format.sample(self._handles.read(shard, start, stop - start))
@@ -249,9 +242,9 @@ class TableSource(FileSource):
         # One column alone, a block at a time: what bucketing needs of a large table is small.
         return np.concatenate([form.table(shard, block).columns[length].lengths() for shard, block in blocks])
 
-    def _rows(self, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def samples(self, ids: Sequence[int]) -> list[Any]:
         table = self._taken(np.asarray(ids, np.int64))
-        return (table.sample(row) for row in range(len(ids)))
+        return [self._decoded(i, table.sample(row)) for row, i in enumerate(ids)]
 
     def _taken(self, ids: Ids) -> Table:
         """The rows of these ids, in their order, from whatever blocks hold them."""
@@ -286,26 +279,27 @@ class Handles:
     """Open files, a few at a time; a forked worker may use them too, since no place in them is kept."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: dict[str, int] = {}
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:
         """Bytes of a file."""
-        handle = self._handle(shard)
-        if (now := os.fstat(handle).st_size) != shard.num_bytes:
-            os.close(self._open.pop(shard.path))
-            raise changed(shard, now)
-        return os.pread(handle, size, start)
+        handle = self._open.get(shard.path)
+        data = os.pread(self._opened(shard) if handle is None else handle, size, start)
+        if len(data) < size:
+            raise changed(shard, start + len(data))
+        return data
 
-    def _handle(self, shard: Shard) -> int:
-        found = self._open.pop(shard.path, None)
-        if found is None:
-            try:
-                found = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise unreadable_file(shard.path, "readable", error.strerror) from error
+    def _opened(self, shard: Shard) -> int:
+        if len(self._open) >= OPEN_FILES:
+            os.close(self._open.pop(next(iter(self._open))))
+        try:
+            found = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable_file(shard.path, "readable", error.strerror) from error
+        if (now := os.fstat(found).st_size) != shard.num_bytes:
+            os.close(found)
+            raise changed(shard, now)
         self._open[shard.path] = found
-        if len(self._open) > OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
         return found
 
     def __del__(self) -> None:
