@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from .fields import Fields
 
@@ -80,15 +80,10 @@ def _padded(key: str, arrays: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _stacked(values: list[Any]) -> Any:
     """Values as one tensor, as PyTorch stacks them, and arrays of numbers more quickly."""
     first = values[0]
+    if type(first) is Tensor:
+        return torch.stack(values)
     if isinstance(first, np.generic) and first.dtype.kind in "biuf":
         return torch.from_numpy(np.array(values))
     if type(first) is not np.ndarray or first.dtype.kind not in "biuf" or any(v.shape != first.shape for v in values):
         return default_collate(values)
-    if get_worker_info() is None:
-        return torch.from_numpy(np.stack(values))
-    # In a worker a batch is made where the consumer will read it, which saves a copy.
-    like = torch.empty(0, dtype=torch.from_numpy(np.empty(0, first.dtype)).dtype)
-    storage = like._typed_storage()._new_shared(first.size * len(values), device=like.device)
-    batch = like.new(storage).resize_(len(values), *first.shape)
-    np.stack(values, out=batch.numpy())
-    return batch
+    return torch.from_numpy(np.stack(values))
