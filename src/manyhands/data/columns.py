@@ -67,17 +67,13 @@ class Numbers(Column):
 
 
 class Lists(Column):
-    """A list of numbers in each row, of any length."""
+    """A list of numbers in each row, of any length; rows may lie anywhere in `values`."""
 
     def __init__(self, starts: Ids, sizes: Ids, values: Array) -> None:
         self.starts, self.sizes, self.values = starts, sizes, values
 
     def take(self, rows: Ids) -> Lists:
-        starts, lengths = self.starts.take(rows), self.sizes.take(rows)
-        # The numbers of these rows alone: others would be kept in memory, and joined with those of other blocks.
-        ends = np.cumsum(lengths)
-        places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
-        return Lists(ends - lengths, lengths, self.values.take(places))
+        return Lists(self.starts.take(rows), self.sizes.take(rows), self.values)
 
     def sample(self, row: int) -> Array:
         start = self.starts[row]
@@ -85,12 +81,15 @@ class Lists(Column):
 
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
-        if len(parts) == 1:
-            return parts[0]
-        shifts = np.cumsum([0, *(len(part.values) for part in parts[:-1])])
-        starts = np.concatenate([part.starts + shift for part, shift in zip(parts, shifts, strict=True)])
-        lengths = np.concatenate([part.sizes for part in parts])
-        return Lists(starts, lengths, np.concatenate([part.values for part in parts]))
+        sizes = np.concatenate([part.sizes for part in parts])
+        # The numbers of these rows alone: others would have to be copied too, and kept in memory.
+        values = np.concatenate([part._in_order() for part in parts])
+        return Lists(np.cumsum(sizes) - sizes, sizes, values)
+
+    def _in_order(self) -> Array:
+        """The numbers of all rows, one row behind the other."""
+        shifts = self.starts - (np.cumsum(self.sizes) - self.sizes)
+        return self.values.take(np.arange(int(self.sizes.sum())) + shifts.repeat(self.sizes))
 
     def lengths(self) -> Ids:
         return self.sizes
@@ -101,9 +100,8 @@ class Lists(Column):
             places = self.starts[:, None] + np.arange(longest)
             return torch.from_numpy(self.values.take(places)), None
         padded = np.zeros((len(self.starts), longest), self.values.dtype)
-        inside = np.arange(longest) < self.sizes[:, None]
-        # Rows follow each other in memory after `take`, so the places inside are filled in that same order.
-        padded[inside] = self.take(np.arange(len(self.starts))).values
+        # A mask is filled row by row, which is the order of the numbers.
+        padded[np.arange(longest) < self.sizes[:, None]] = self._in_order()
         return torch.from_numpy(padded), torch.from_numpy(self.sizes.copy())
 
 

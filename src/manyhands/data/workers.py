@@ -51,7 +51,7 @@ class _InWorker(IterableDataset[Any]):
 def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
     """The batches of an epoch in order, read by processes."""
     context = _context()
-    slots = Slots(num_workers) if context == "fork" else None
+    slots = _slots(num_workers) if context == "fork" else None
     loader: DataLoader[Any] = DataLoader(
         _InWorker(read, slots),
         batch_size=None,
@@ -98,6 +98,14 @@ def _quiet_children() -> Iterator[None]:
     yield
     if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
         signal.signal(signal.SIGCHLD, handler)
+
+
+def _slots(num_workers: int) -> Slots | None:
+    try:
+        return Slots(num_workers)
+    except OSError:
+        # A limit on addresses leaves no room for them; PyTorch's way needs less at once.
+        return None
 
 
 def _as_it_is(batch: Any) -> Any:
