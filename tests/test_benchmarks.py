@@ -36,3 +36,17 @@ def test_quick_step() -> None:
     results = ROOT / "benchmarks" / "results"
     assert json.loads((results / "step.quick.json").read_text()) == result
     assert (results / "step.quick.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="workers need two cores")
+def test_quick_feed() -> None:
+    command = [sys.executable, "-m", "benchmarks.feed", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    bars = {
+        name: {key: bar for key, bar in check.items() if key != "value"} for name, check in result["checks"].items()
+    }
+    assert bars == {"feed_over_dataloader": {"at_least": 1.0}, "wait_share": {"at_most": 0.05}}
+    assert {row["name"] for row in result["rows"]} >= {"feed", "dataloader", "waiting"}
+    assert json.loads((ROOT / "benchmarks" / "results" / "feed.quick.json").read_text()) == result

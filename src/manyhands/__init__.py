@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cluster import Device, devices, doctor
     from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
+    from .data import bucketed, files
     from .store import load, weights
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .verbs import check, evaluate, fit, launch, predict
@@ -30,6 +31,8 @@ __all__ = [
     "predict",
     "load",
     "weights",
+    "files",
+    "bucketed",
     "devices",
     "doctor",
     "Single",
@@ -48,6 +51,7 @@ _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices", "doctor"],
     "store": ["load", "weights"],
+    "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }

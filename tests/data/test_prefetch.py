@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from manyhands.data import Cursor, Feed, Prefetcher, as_source
+from manyhands.data.prefetch import DeviceCopy
 
 
 def prefetch_threads():
@@ -122,3 +124,77 @@ def test_batches_arrive_whole_on_cuda(data):
         for batch in feed.epoch(Cursor(epoch, 0)):
             assert batch.data.device.type == "cuda"
             assert batch.data.long().cpu().tolist() == batch.ids.tolist()
+
+
+def test_waiting_while_the_device_is_at_work_costs_nothing():
+    ahead = Prefetcher(slow(4, 0.02), is_idle=lambda: lambda: False)
+    assert list(ahead) == [0, 1, 2, 3]
+    assert ahead.hidden > 0.06
+    assert ahead.waited == 0.0
+    ahead.close()
+
+
+def test_waiting_is_counted_from_when_the_device_is_idle():
+    def busy_for(seconds):
+        until = time.perf_counter() + seconds
+        return lambda: time.perf_counter() > until
+
+    ahead = Prefetcher(slow(3, 0.05), is_idle=lambda: busy_for(0.02))
+    list(ahead)
+    assert ahead.hidden >= 0.06
+    assert ahead.waited > 0.03
+    ahead.close()
+
+
+class FakeAccelerator:
+    """Streams and events of a device that takes its time: a copy is done at the third look."""
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            self.looks = 0
+
+        def record(self, stream=None):
+            pass
+
+        def query(self):
+            self.looks += 1
+            return self.looks > 2
+
+        def elapsed_time(self, other):
+            return 250.0
+
+    class Stream:
+        def __init__(self, device=None):
+            pass
+
+        def record_event(self):
+            return FakeAccelerator.Event()
+
+        def wait_event(self, event):
+            pass
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def current_stream(self, device):
+        return self.Stream()
+
+
+def test_copies_are_timed_without_waiting_for_them():
+    copy = DeviceCopy(torch.device("meta"), None)
+    copy._module, copy._stream = FakeAccelerator(), FakeAccelerator.Stream()
+    seconds = []
+    for _ in range(5):
+        copy.send(torch.zeros(3, device="meta"))
+        seconds.append(copy.seconds)
+    assert seconds == [0.0, 0.0, 0.25, 0.25, 0.5]
+    idle = copy.when_idle()
+    assert [idle() for _ in range(3)] == [False, False, True]
+
+
+def test_reading_is_told_from_sending():
+    copy = DeviceCopy(torch.device("meta"), None)
+    batches = Feed(as_source(torch.arange(40)), batch_size=4).epoch(Cursor())
+    slowly = (time.sleep(0.005) or batch for batch in batches)
+    assert len(list(copy.sent(slowly))) == 10
+    assert 0 < copy.share < 0.5

@@ -2,7 +2,10 @@
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device
+from .bucketed import Bucketed, bucketed
 from .feed import Feed
+from .fields import Fields
+from .files import Files, files
 from .order import Order
 from .prefetch import Prefetcher
 from .resident import ResidentBatch
@@ -13,6 +16,11 @@ __all__ = [
     "Feed",
     "Batch",
     "ResidentBatch",
+    "Fields",
+    "Files",
+    "files",
+    "Bucketed",
+    "bucketed",
     "Cursor",
     "Source",
     "as_source",

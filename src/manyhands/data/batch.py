@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..core import DataError
+from .fields import Fields
 from .order import Ids
 
 
@@ -83,6 +84,9 @@ def _map_children(function: Callable[[Any], Any], data: Any) -> Any:
         return type(data)(*map(function, data))
     if isinstance(data, tuple | list):
         return type(data)([function(child) for child in data])
+    if isinstance(data, Fields):
+        fields = {key: function(child) for key, child in data.items()}
+        return Fields(fields, {key: function(lengths) for key, lengths in data.padded.items()})
     if isinstance(data, Mapping):
         # A copy keeps what a mapping class carries besides its items.
         changed: Any = copy.copy(data)
@@ -99,6 +103,8 @@ def tensors(data: Any) -> Iterator[torch.Tensor]:
     elif isinstance(data, Mapping | tuple | list):
         for child in data.values() if isinstance(data, Mapping) else data:
             yield from tensors(child)
+        if isinstance(data, Fields):
+            yield from data.padded.values()
 
 
 def first_dim(data: Any) -> int:

@@ -16,10 +16,11 @@ from ..core import DataError
 from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
 from .order import Ids
+from .pace import Adaptation, Pace
 from .prefetch import DeviceCopy, Prefetcher
 from .resident import Resident, fits
 from .shares import Share, share_of
-from .source import Source, Window
+from .source import IndexedSource, Source, Window
 from .workers import read_in_workers
 
 CPU = torch.device("cpu")
@@ -55,9 +56,11 @@ class Feed:
         self.replica, self.num_replicas, self.accumulate = replica, num_replicas, accumulate
         self.device, self.dtype = device, dtype
         self.workers = self._num_workers(workers)
-        self.waited = 0.0
-        """Seconds that the consumer waited for input."""
-        self._computed = 0.0
+        self.pace = Pace()
+        """Where the consumer's time went."""
+        self._adaptation = Adaptation(self._most_workers(), settled=not self._may_adapt(workers))
+        self._last = (0.0, 0.0)
+        """Seconds that the last batch was waited for, and worked on."""
         self._open: list[Iterator[Batch]] = []
         self._resident: Resident | None = None
 
@@ -81,35 +84,70 @@ class Feed:
         return to_device(window.fetch(window.ids[:num_samples]), self.device, dtype=self.dtype)
 
     @property
+    def waited(self) -> float:
+        """Seconds that the consumer waited for data."""
+        return self.pace.input + self.pace.copy
+
+    @property
     def limit(self) -> str:
-        """What limits the speed so far: "input" if more than a tenth of the time went into waiting for it."""
-        return "input" if self.waited > 0.1 * (self.waited + self._computed) else "compute"
+        """What limits the speed so far: "input", "copy" or "compute"."""
+        return self.pace.limit
+
+    def said(self) -> str:
+        """A sentence for a person where data is the limit so far; empty where it is not."""
+        return self.pace.said(self.workers)
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
         """The batches from the cursor to the end of its epoch."""
-        batches = self._batches(cursor)
-        self._open.append(batches)
-        try:
-            yield from self._timed(batches)
-        finally:
-            _close(batches)
-            self._open.remove(batches)
+        going_on = True
+        while going_on:
+            batches = self._batches(cursor)
+            self._open.append(batches)
+            going_on = False
+            try:
+                for batch in self._timed(batches):
+                    yield batch
+                    cursor = batch.cursor
+                    if self._adapt() and batches in self._open:
+                        # Nothing is lost: other readers go on behind the last batch that was given.
+                        going_on = True
+                        break
+            finally:
+                self._end(batches)
 
     def close(self) -> None:
         """Ends what is being read; an epoch under way ends with the batch that it gave last."""
-        for batches in self._open:
-            _close(batches)
+        for batches in tuple(self._open):
+            self._end(batches)
+
+    def _end(self, batches: Iterator[Batch]) -> None:
+        _close(batches)
+        if batches in self._open:
+            self._open.remove(batches)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        pace = self.pace
         while True:
+            before = pace.total
             asked = perf_counter()
             batch = next(batches, None)
             given = perf_counter()
-            self.waited += given - asked
+            # Readers have noted what was copying, or work of the device; the rest was waiting for input.
+            pace.input += max(0.0, given - asked - (pace.total - before))
             if batch is None:
                 return
             yield batch
-            self._computed += perf_counter() - given
+            computed = perf_counter() - given
+            pace.compute += computed
+            self._last = given - asked, computed
+
+    def _adapt(self) -> bool:
+        """Takes another number of workers where that is worth a trial, or was none; whether it did."""
+        waited, computed = self._last
+        wanted = self._adaptation.after(waited=waited, computed=computed, workers=self.workers)
+        if wanted is not None:
+            self.workers = wanted
+        return wanted is not None
 
     def _batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Batches on the device, by the fastest way that is safe."""
@@ -177,14 +215,23 @@ class Feed:
 
     def _moved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            yield replace(batch, data=to_device(batch.data, self.device, dtype=self.dtype))
+            began = perf_counter()
+            data = to_device(batch.data, self.device, dtype=self.dtype)
+            self.pace.copy += perf_counter() - began
+            yield replace(batch, data=data)
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        copy = DeviceCopy(self.device, self.dtype)
-        sent = ((batch, *copy.send(batch.data)) for batch in batches)
-        ahead = Prefetcher(sent, room=lambda item, depth: copy.room(item[1], depth))
+        copy, pace = DeviceCopy(self.device, self.dtype), self.pace
+        ahead = Prefetcher(
+            copy.sent(batches), room=lambda item, depth: copy.room(item[1], depth), is_idle=copy.when_idle
+        )
+        starved = hidden = copying = 0.0
         try:
             for batch, data, arrival in ahead:
+                pace.compute += ahead.hidden - hidden
+                pace.copy += (ahead.waited - starved) * copy.share
+                pace.copying += copy.seconds - copying
+                starved, hidden, copying = ahead.waited, ahead.hidden, copy.seconds
                 yield replace(batch, data=copy.receive(data, arrival))
         finally:
             ahead.close()
@@ -192,9 +239,17 @@ class Feed:
     def _num_workers(self, asked: int | None) -> int:
         wanted = asked if asked is not None else self.source.workers
         if wanted is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            wanted = 0 if self.device.type == "cpu" else min(4, max(1, cores // self.num_replicas))
+            wanted = 0 if self.device.type == "cpu" else min(4, self._most_workers())
         return min(wanted, self.source.max_workers)
+
+    def _most_workers(self) -> int:
+        """As many as there are cores for this replica."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(self.source.max_workers, max(1, cores // self.num_replicas))
+
+    def _may_adapt(self, asked: int | None) -> bool:
+        """Whether the number of workers is ours to choose; a stream would have to be read again from its start."""
+        return asked is None and self.source.workers is None and isinstance(self.source, IndexedSource)
 
 
 def _close(batches: Iterator[Batch]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import default_collate
-
+from .collate import collate as default_collate
 from .order import Ids
 from .randomness import SampleRandomness, mix
 from .source import Collate, IndexedSource, collated, unreadable
@@ -27,16 +26,16 @@ class MapSource(IndexedSource):
         self._randomness = SampleRandomness()
 
     def fetch(self, ids: Ids) -> Any:
-        return collated(self._read(ids.tolist()), self._collate, self.name)
+        return collated(self.samples(ids.tolist()), self._collate, self.name)
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
         return partial(self._fetch_reproducibly, mix(seed, epoch))
 
     def _fetch_reproducibly(self, key: int, ids: Ids) -> Any:
-        samples = self._randomness.read(key, ids.tolist(), self._read)
+        samples = self._randomness.read(key, ids.tolist(), self.samples)
         return collated(samples, self._collate, self.name)
 
-    def _read(self, ids: Sequence[int]) -> list[Any]:
+    def samples(self, ids: Sequence[int]) -> list[Any]:
         return self._read_each(ids) if self._many is None else self._read_many(self._many, ids)
 
     def _read_each(self, ids: Sequence[int]) -> list[Any]:

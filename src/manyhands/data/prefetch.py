@@ -11,16 +11,19 @@ from typing import Any, Generic, TypeVar
 import psutil
 import torch
 
-from .batch import map_leaves, tensors, to_device
+from .batch import Batch, map_leaves, tensors, to_device
 
 T = TypeVar("T")
+POLL_SECONDS = 0.001
+"""How often a waiting consumer looks whether its device has become idle."""
 
 
 class Prefetcher(Generic[T]):
     """Runs an iterator in a background thread, a few items ahead of the consumer.
 
     The depth doubles, up to `limit`, each time the consumer had to wait and `room(item, depth)` says that
-    memory allows it, so that a stall of the input is ridden out from then on.
+    memory allows it, so that a stall of the input is ridden out from then on. `is_idle()` is called when a wait
+    begins, and gives a function that says whether the device has done all that it was asked for until then.
     """
 
     def __init__(
@@ -30,10 +33,14 @@ class Prefetcher(Generic[T]):
         depth: int = 2,
         limit: int = 16,
         room: Callable[[T, int], bool] = lambda item, depth: True,
+        is_idle: Callable[[], Callable[[], bool]] = lambda: lambda: True,
     ) -> None:
         self.depth = depth
         self.waited = 0.0
-        self._items, self._limit, self._room = items, limit, room
+        """Seconds that the consumer waited in vain."""
+        self.hidden = 0.0
+        """Seconds that it waited while its device was still at work, so that nothing was lost."""
+        self._items, self._limit, self._room, self._is_idle = items, limit, room, is_idle
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -70,8 +77,16 @@ class Prefetcher(Generic[T]):
 
     def _wait(self) -> None:
         asked = perf_counter()
-        self._changed.wait_for(lambda: self._ready or self._ended)
-        self.waited += perf_counter() - asked
+        idle, idle_since = self._is_idle(), None
+        while not self._ready and not self._ended:
+            if idle_since is None and idle():
+                idle_since = perf_counter()
+            self._changed.wait(None if idle_since is not None else POLL_SECONDS)
+        came = perf_counter()
+        if idle_since is None:
+            idle_since = came
+        self.hidden += idle_since - asked
+        self.waited += came - idle_since
 
     def _raise_end(self) -> None:
         error, self._error = self._error, None
@@ -116,14 +131,51 @@ class DeviceCopy:
         module: Any = getattr(torch, device.type, None)
         self._module = module
         self._stream = module.Stream(device) if hasattr(module, "Stream") else None
+        self.seconds = 0.0
+        """Time that the device spent on copies."""
+        self._reading = self._sending = 0.0
+        self._under_way: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def share(self) -> float:
+        """The part of the time before a batch is sent that goes into sending it; the rest is reading."""
+        return self._sending / (self._reading + self._sending) if self._sending else 0.0
+
+    def sent(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Any, Any]]:
+        """Every batch with its data on the way, and the event that marks its arrival."""
+        began = perf_counter()
+        for batch in batches:
+            read = perf_counter()
+            item = (batch, *self.send(batch.data))
+            self._sending += perf_counter() - read
+            self._reading += read - began
+            yield item
+            began = perf_counter()
+
+    def when_idle(self) -> Callable[[], bool]:
+        """A function that says whether the consumer's stream has done what it was asked for until now."""
+        if self._stream is None:
+            return lambda: True
+        return self._module.current_stream(self._device).record_event().query  # type: ignore[no-any-return]
 
     def send(self, data: Any) -> tuple[Any, Any]:
         """Starts the copy, in any thread; gives the batch and the event that marks its arrival."""
         if self._stream is None:
             return to_device(data, self._device, dtype=self._dtype), None
         with self._module.stream(self._stream):
+            start, arrival = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+            start.record(self._stream)
             moved = map_leaves(self._copied, data)
-            return moved, self._stream.record_event()
+            arrival.record(self._stream)
+        self._count(start, arrival)
+        return moved, arrival
+
+    def _count(self, start: Any, arrival: Any) -> None:
+        """Adds up the time of copies that have arrived; nobody waits for the others."""
+        self._under_way.append((start, arrival))
+        while self._under_way and self._under_way[0][1].query():
+            start, arrival = self._under_way.popleft()
+            self.seconds += start.elapsed_time(arrival) / 1e3
 
     def receive(self, data: Any, arrival: Any) -> Any:
         """Makes the consumer's stream wait for the copy, without stopping the host."""

@@ -9,11 +9,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 _MASK = (1 << 64) - 1
 
-States = tuple[torch.Tensor, Any, Any]
+States = list[Any]
 """The states of torch's, numpy's and Python's global generators."""
+
+_GET: list[Callable[[], Any]] = [torch.default_generator.get_state, np.random.get_state, random.getstate]
+_SET: list[Callable[[Any], Any]] = [torch.default_generator.set_state, np.random.set_state, random.setstate]
+# torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
+_SEED: list[Callable[[int], Any]] = [
+    torch.default_generator.manual_seed,
+    lambda seed: np.random.seed(seed & 0xFFFFFFFF),
+    random.seed,
+]
+_EQUAL: list[Callable[[Any, Any], bool]] = [
+    torch.equal,
+    lambda a, b: a[2:] == b[2:] and bool((a[1] == b[1]).all()),
+    lambda a, b: bool(a == b),
+]
 
 
 def mix(*parts: int) -> int:
@@ -33,56 +48,70 @@ def mix(*parts: int) -> int:
 
 def capture() -> States:
     """The states of the three global generators."""
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    return [get() for get in _GET]
 
 
 def restore(states: States) -> None:
     """Puts the three global generators back."""
-    torch.default_generator.set_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    for put_back, state in zip(_SET, states, strict=True):
+        put_back(state)
 
 
 def seed_all(seed: int) -> None:
     """Seeds the three global generators of the CPU."""
-    # torch.manual_seed would also reseed the accelerators, whose generators belong to the network's dropout.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
-def _equal(a: States, b: States) -> bool:
-    return (
-        torch.equal(a[0], b[0]) and a[2] == b[2] and all(np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-    )
+    for set_seed in _SEED:
+        set_seed(seed)
 
 
 class SampleRandomness:
     """Reads samples so that what each draws depends on (seed, epoch, sample) alone.
 
-    Seeding costs microseconds a sample, so it is done only once a batch was seen to draw; that batch is then
-    read again, seeded.
+    Seeding costs microseconds a sample, so it is done only to generators that were seen to draw: by the first sample,
+    which is read once more for that, or by a later batch, which is then read again.
     """
 
     def __init__(self) -> None:
-        self.draws = False
+        self._drawn: set[int] = set()
+        """Which of the three generators samples draw from."""
+        self._is_tried = False
+        self._of_worker: States | None = None
 
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
         """The samples `ids`, by `read`; the global generators are left as they were."""
+        if get_worker_info() is not None:
+            # Nobody else draws from a worker's generators: there is nothing to put back, or to look at again.
+            self._of_worker = self._of_worker or capture()
+            return self._read(key, ids, read, self._of_worker)
         before = capture()
-        if not self.draws:
-            samples = read(ids)
-            if _equal(before, capture()):
-                return samples
-            self.draws = True
         try:
-            return [self._seeded(key, i, read) for i in ids]
+            return self._read(key, ids, read, before)
         finally:
-            restore(before)
+            if self._drawn:
+                restore(before)
 
-    @staticmethod
-    def _seeded(key: int, i: int, read: Callable[[Sequence[int]], list[Any]]) -> Any:
-        seed_all(mix(key, i))
+    def _read(
+        self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]], before: States
+    ) -> list[Any]:
+        if not self._is_tried:
+            self._is_tried = True
+            read(ids[:1])
+            self._drawn |= self._moved(before)
+        while True:
+            samples = [self._seeded(key, i, read) for i in ids] if self._drawn else read(ids)
+            new = self._moved(before)
+            if not new:
+                return samples
+            self._drawn |= new
+
+    def _moved(self, before: States) -> set[int]:
+        """The generators that have drawn for the first time."""
+        others = [which for which in range(len(before)) if which not in self._drawn]
+        return {which for which in others if not _EQUAL[which](before[which], _GET[which]())}
+
+    def _seeded(self, key: int, i: int, read: Callable[[Sequence[int]], list[Any]]) -> Any:
+        seed = mix(key, i)
+        for which in self._drawn:
+            _SEED[which](seed)
         return read([i])[0]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from ..core import DataError
 from .order import Ids, Order
 
 Collate = Callable[[list[Any]], Any]
+CHUNK = 1024
+"""Samples that are measured at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,36 @@ class IndexedSource(Source):
 
     size: int
 
-    def order(self, seed: int, epoch: int, shuffle: bool) -> Order | Ids:
-        """The samples of an epoch, by position."""
+    def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
+        """The samples of an epoch by position: has a length, and gives ids for a slice."""
         return Order(self.size, seed, epoch, shuffle)
 
     def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
         """The function that reads samples in this epoch."""
         return self.fetch
 
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        """Some samples, each by itself."""
+        raise DataError(
+            "to be measured, data must have single samples",
+            got=self.name,
+            remedy="pass the lengths themselves: length=[3, 7, ...]",
+        )
+
+    def lengths(self, length: str | Callable[[Any], int]) -> Ids:
+        """How long every sample is, by a function of it or in one of its fields."""
+        measure = partial(_length_of, length) if isinstance(length, str) else length
+        chunks = (range(first, min(first + CHUNK, self.size)) for first in range(0, self.size, CHUNK))
+        return as_ids([measure(sample) for ids in chunks for sample in self.samples(ids)])
+
     def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
         order, fetch = self.order(seed, epoch, shuffle), self.reader(seed, epoch)
         for first in range(start, len(order), batch_size):
             yield Window(order[first : first + batch_size], fetch)
+
+
+def _length_of(field: str, sample: Any) -> int:
+    return len(sample[field])
 
 
 def collated(samples: list[Any], collate: Collate, name: str) -> Any:
@@ -84,7 +105,8 @@ def collated(samples: list[Any], collate: Collate, name: str) -> Any:
         raise DataError(
             f"samples of {name} must collate into one batch",
             got=f"{type(error).__name__}: {error}",
-            remedy="make their shapes and types equal, or pass collate=fn(list of samples)",
+            remedy="make their shapes and types equal, pass collate=fn(list of samples), or give samples as dicts, "
+            "whose fields are padded: {'tokens': ..., 'label': ...}",
         ) from error
 
 

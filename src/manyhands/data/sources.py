@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from ..core import DataError
 from .arrays import ArraySource, Rows, SubsetSource, is_arrays
+from .bucketed import Bucketed, BucketSource
+from .files import Files, files_source
+from .huggingface import huggingface_source, is_huggingface
 from .loader import loader_source
 from .mapped import MapSource
 from .source import Collate, Source
@@ -67,6 +70,10 @@ def _from_subset(data: Subset[Any], collate: Collate | None) -> Source:
     )
 
 
+def _from_bucketed(data: Bucketed, collate: Collate | None) -> Source:
+    return BucketSource(as_source(data.data, collate=collate), data)
+
+
 def _from_iterable(data: Iterable[Any], collate: Collate | None) -> Source:
     if _is_one_shot(data):
         raise DataError(
@@ -106,6 +113,9 @@ def _described(data: Any) -> str:
 
 
 KINDS: list[Kind] = [
+    (lambda data: isinstance(data, Files), files_source),
+    (lambda data: isinstance(data, Bucketed), _from_bucketed),
+    (is_huggingface, huggingface_source),
     (lambda data: isinstance(data, DataLoader), _from_loader),
     (lambda data: type(data) is TensorDataset, _from_tensors),
     (lambda data: type(data) is Subset, _from_subset),

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_collate
 
+from .collate import collate as default_collate
 from .order import Ids
 from .randomness import OwnRandomness, mix
 from .source import Collate, Source, Window, collated, unreadable

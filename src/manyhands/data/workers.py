@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..core import DataError
 from .batch import Batch
 from .source import Source
+from .transport import Parcel, Slots
 
 Read = Callable[[int, int], Iterator[Batch]]
 """`read(first, step)` gives batches number first, first + step, ... of an epoch."""
@@ -34,44 +35,48 @@ class _Failure:
 class _InWorker(IterableDataset[Any]):
     """Each worker reads every n-th batch; the DataLoader takes from them in turn, which keeps the order."""
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
+    def __init__(self, read: Read, slots: Slots | None) -> None:
+        self._read, self._slots = read, slots
 
-    def __iter__(self) -> Iterator[Batch | _Failure]:
+    def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
         try:
-            yield from self._read(info.id, info.num_workers)
+            for batch in self._read(info.id, info.num_workers):
+                yield batch if self._slots is None else self._slots.put(batch, info.id)
         except DataError as error:
             yield _Failure(error, _sendable(error.__cause__ or error), traceback.format_exc())
 
 
 def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Batch]:
     """The batches of an epoch in order, read by processes."""
+    context = _context()
+    slots = _slots(num_workers) if context == "fork" else None
     loader: DataLoader[Any] = DataLoader(
-        _InWorker(read),
+        _InWorker(read, slots),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=num_workers,
         worker_init_fn=source.worker_init,
         # Without a generator of its own a DataLoader draws from the one of the network's dropout.
         generator=torch.Generator(),
-        multiprocessing_context=_context(),
+        multiprocessing_context=context,
     )
     # The processes are forked here, not at the first batch: a background thread may ask for that.
     with _quiet_children():
-        return _received(iter(loader), source.name)
+        return _received(iter(loader), source.name, slots)
 
 
-def _received(items: Iterator[Batch | _Failure], name: str) -> Iterator[Batch]:
+def _received(items: Iterator[Any], name: str, slots: Slots | None) -> Iterator[Batch]:
     position = 0
     try:
         for item in items:
             if isinstance(item, _Failure):
                 item.cause.add_note(f"in a worker process:\n{item.trace}")
                 raise item.error from item.cause
-            position = item.cursor.position
-            yield item
+            batch: Batch = item if slots is None else slots.take(item)
+            position = batch.cursor.position
+            yield batch
     except (RuntimeError, OSError, EOFError) as error:
         raise DataError(
             f"worker processes that read {name} must stay alive",
@@ -93,6 +98,14 @@ def _quiet_children() -> Iterator[None]:
     yield
     if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
         signal.signal(signal.SIGCHLD, handler)
+
+
+def _slots(num_workers: int) -> Slots | None:
+    try:
+        return Slots(num_workers)
+    except OSError:
+        # A limit on addresses leaves no room for them; PyTorch's way needs less at once.
+        return None
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,0 +1,145 @@
+"""Bucketing: batches of samples that are about as long as each other, so that little is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..core import DataError
+from .order import Ids, Order
+from .randomness import mix
+from .source import IndexedSource, as_ids
+
+Length = str | Callable[[Any], int] | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Bucketed:
+    """Data and how long its samples are; made by `mh.bucketed`."""
+
+    data: Any
+    batch_size: int
+    length: Length
+    window: int
+    _found: list[Ids] = field(default_factory=list, repr=False)
+    """The lengths once they are known; they travel with the task, so that no rank reads all samples again."""
+
+    def lengths(self, source: IndexedSource) -> Ids:
+        """How long every sample is; where a function says so, all of them are read once."""
+        if not self._found:
+            measured = isinstance(self.length, str) or callable(self.length)
+            found = source.lengths(self.length) if measured else as_ids(self.length)  # type: ignore[arg-type]
+            self._check(found, source)
+            self._found.append(found)
+        return self._found[0]
+
+    def _check(self, lengths: Ids, source: IndexedSource) -> None:
+        if len(lengths) != source.size:
+            raise DataError(
+                f"there is one length for every sample of {source.name}",
+                got=f"{len(lengths)} lengths for {source.size} samples",
+                remedy="pass as many",
+            )
+        if self.length is len and source.size > 1 and (lengths == lengths[0]).all():
+            raise DataError(
+                "bucketing needs lengths that differ",
+                got=f"{lengths[0]} for every sample, by len",
+                remedy='pass length="tokens" for a column, or length=lambda sample: len(sample[0])',
+            )
+
+
+def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 100) -> Bucketed:
+    """Data in global batches of samples of similar length, as `Task.data`; each sample comes once in an epoch.
+
+    - `data`: a dataset, files or arrays: whatever has a number of samples;
+    - `batch_size`: of the global batch; the task need not say it again;
+    - `length`: a function of a sample, the name of a column, or the lengths themselves. A function has to read every
+      sample once before the start;
+    - `window`: so many batches are drawn at random, sorted by length, cut, and shuffled as batches.
+
+    The order depends on the seed and the epoch alone, so a run resumes anywhere, on any number of replicas.
+
+    >>> import random
+    >>> from manyhands.data import Cursor, Feed, as_source
+    >>> texts = [{"tokens": [1] * random.Random(i).randint(1, 100)} for i in range(1000)]
+    >>> def share_of_padding(data):
+    ...     batches = [batch.data for batch in Feed(as_source(data), batch_size=20).epoch(Cursor())]
+    ...     return 1 - sum(b.mask("tokens").sum() for b in batches) / sum(b["tokens"].numel() for b in batches)
+    >>> bool(share_of_padding(texts) > 0.4)
+    True
+    >>> bool(share_of_padding(bucketed(texts, 20, length="tokens")) < 0.03)
+    True
+    """
+    for name, value in (("batch_size", batch_size), ("window", window)):
+        if value < 1:
+            raise DataError(f"{name} must be at least 1", got=value, remedy=f"pass {name}=32")
+    return Bucketed(data, batch_size, length, window)
+
+
+class BucketSource(IndexedSource):
+    """Another source in the order of buckets."""
+
+    def __init__(self, inner: Any, data: Bucketed) -> None:
+        if not isinstance(inner, IndexedSource):
+            raise DataError(
+                "bucketing needs samples that can be read in any order",
+                got=f"{inner.name}, a stream",
+                remedy="pass a dataset with __getitem__ and __len__, or mh.files(...)",
+            )
+        self.name, self.max_workers, self.size = inner.name, inner.max_workers, inner.size
+        self.batch_size, self._inner, self._window = data.batch_size, inner, data.window
+        self._lengths = data.lengths(inner)
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
+        inner = self._inner.order(seed, epoch, shuffle)
+        key = mix(seed, epoch) if shuffle else None
+        return BucketOrder(inner, self._lengths, self.batch_size or 1, self._window, key)
+
+    def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
+        return self._inner.reader(seed, epoch)
+
+    def fetch(self, ids: Ids) -> Any:
+        return self._inner.fetch(ids)
+
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        return self._inner.samples(ids)
+
+
+class BucketOrder:
+    """Another order, sorted by length within windows of some batches; the batches of a window are shuffled by `key`."""
+
+    def __init__(self, inner: Any, lengths: Ids, batch_size: int, window: int, key: int | None) -> None:
+        self._inner, self._lengths, self._batch_size, self._key = inner, lengths, batch_size, key
+        self._rows = window * batch_size
+        self._sorted: tuple[int, Ids] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, positions: slice) -> Ids:
+        start, stop, step = positions.indices(len(self))
+        assert step == 1, "positions of a batch are contiguous"
+        pieces = []
+        while start < stop:
+            number = start // self._rows
+            first = number * self._rows
+            pieces.append(self._bucket(number)[start - first : stop - first])
+            start += len(pieces[-1])
+        return np.concatenate([np.empty(0, np.int64), *pieces])
+
+    def _bucket(self, number: int) -> Ids:
+        if self._sorted[0] != number:
+            ids = self._inner[number * self._rows : (number + 1) * self._rows]
+            ids = ids[np.argsort(self._lengths[ids], kind="stable")]
+            self._sorted = number, ids if self._key is None else self._shuffled(ids, number, self._key)
+        return self._sorted[1]
+
+    def _shuffled(self, ids: Ids, number: int, key: int) -> Ids:
+        """Whole batches in another order; one that is not full stays last, so that all others stay whole."""
+        num_batches = len(ids) // self._batch_size
+        whole = ids[: num_batches * self._batch_size].reshape(num_batches, self._batch_size)
+        order = Order(num_batches, key, number, True)[:]
+        return np.concatenate([whole[order].reshape(-1), ids[num_batches * self._batch_size :]])

@@ -1,0 +1,89 @@
+"""Collate: samples as one batch, as PyTorch does it; fields of dictionaries may differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from .fields import Fields
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Samples as one batch.
+
+    Dictionaries become `Fields`: arrays, tensors and lists of numbers are stacked, and padded with zeros where they
+    differ in their first dim. Anything else is collated as `torch.utils.data.default_collate` does it.
+
+    >>> batch = collate([{"tokens": [5, 6, 7], "label": 1}, {"tokens": [8], "label": 0}])
+    >>> batch
+    {'tokens': tensor([[5, 6, 7],
+            [8, 0, 0]]), 'label': tensor([1, 0])}
+    >>> batch.lengths("tokens")
+    tensor([3, 1])
+    """
+    first = samples[0]
+    if type(first) is tuple:
+        return [collate(column) for column in zip(*samples, strict=True)]
+    if not isinstance(first, Mapping):
+        return _stacked(list(samples))
+    keys = first.keys()
+    strange = next((sample for sample in samples if sample.keys() != keys), None)
+    if strange is not None:
+        raise ValueError(f"samples have the fields {', '.join(keys)}, and one has {', '.join(strange)}")
+    fields, padded = {}, {}
+    for key in keys:
+        fields[key], lengths = _field(key, [sample[key] for sample in samples])
+        if lengths is not None:
+            padded[key] = lengths
+    return Fields(fields, padded)
+
+
+def _field(key: str, values: list[Any]) -> tuple[Any, Tensor | None]:
+    """One field of all samples, and their lengths if it had to be padded."""
+    first = values[0]
+    if isinstance(first, bytes):
+        return values, None
+    if not _is_sequence(first):
+        return collate(values), None
+    arrays = [value if isinstance(value, Tensor | np.ndarray) else torch.tensor(value) for value in values]
+    if len({array.shape for array in arrays}) == 1:
+        return _stacked(arrays), None
+    return _padded(key, [torch.as_tensor(array) for array in arrays])
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list) and all(isinstance(item, Number) for item in value)
+
+
+def _padded(key: str, arrays: list[Tensor]) -> tuple[Tensor, Tensor]:
+    rests = {tuple(array.shape[1:]) for array in arrays}
+    if len(rests) > 1 or any(array.ndim == 0 for array in arrays):
+        shapes = sorted({tuple(array.shape) for array in arrays})
+        raise ValueError(f"samples may differ in their first dim alone, and the field {key!r} has shapes {shapes}")
+    lengths = torch.tensor([len(array) for array in arrays])
+    # An empty list says nothing of the type of its numbers.
+    kind = next((array.dtype for array in arrays if len(array)), arrays[0].dtype)
+    batch = torch.zeros(len(arrays), int(lengths.max()), *rests.pop(), dtype=kind)
+    for row, array in zip(batch, arrays, strict=True):
+        row[: len(array)] = array
+    return batch, lengths
+
+
+def _stacked(values: list[Any]) -> Any:
+    """Values as one tensor, as PyTorch stacks them, and arrays of numbers more quickly."""
+    first = values[0]
+    if type(first) is Tensor:
+        return torch.stack(values)
+    if isinstance(first, np.generic) and first.dtype.kind in "biuf":
+        return torch.from_numpy(np.array(values))
+    if type(first) is not np.ndarray or first.dtype.kind not in "biuf" or any(v.shape != first.shape for v in values):
+        return default_collate(values)
+    return torch.from_numpy(np.stack(values))

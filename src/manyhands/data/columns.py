@@ -1,0 +1,165 @@
+"""Columns: rows of a table in the form in which batches are cut from them quickly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .fields import Fields
+from .order import Ids
+
+Array = npt.NDArray[Any]
+C = TypeVar("C", bound="Column")
+
+
+class Column(ABC):
+    """One column of some rows."""
+
+    @abstractmethod
+    def take(self: C, rows: Ids) -> C:
+        """Some of its rows."""
+
+    @abstractmethod
+    def sample(self, row: int) -> Any:
+        """The value of one row."""
+
+    @classmethod
+    @abstractmethod
+    def joined(cls: type[C], parts: Sequence[C]) -> C:
+        """Columns one below the other."""
+
+    @abstractmethod
+    def batch(self) -> tuple[Any, Tensor | None]:
+        """All rows as a field of a batch, and their lengths if they had to be padded."""
+
+    @abstractmethod
+    def lengths(self) -> Ids:
+        """How long the value of every row is."""
+
+
+class Numbers(Column):
+    """A number, or an array of one shape, in each row."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+
+    def take(self, rows: Ids) -> Numbers:
+        return Numbers(self.values.take(rows, axis=0))
+
+    def sample(self, row: int) -> Any:
+        return self.values[row].copy()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Numbers]) -> Numbers:
+        return parts[0] if len(parts) == 1 else Numbers(np.concatenate([part.values for part in parts]))
+
+    def lengths(self) -> Ids:
+        return np.full(len(self.values), self.values.shape[1] if self.values.ndim > 1 else 1, np.int64)
+
+    def batch(self) -> tuple[Tensor, None]:
+        return torch.from_numpy(self.values if self.values.flags.writeable else self.values.copy()), None
+
+
+class Lists(Column):
+    """A list of numbers in each row, of any length; rows may lie anywhere in `values`."""
+
+    def __init__(self, starts: Ids, sizes: Ids, values: Array) -> None:
+        self.starts, self.sizes, self.values = starts, sizes, values
+
+    def take(self, rows: Ids) -> Lists:
+        return Lists(self.starts.take(rows), self.sizes.take(rows), self.values)
+
+    def sample(self, row: int) -> Array:
+        start = self.starts[row]
+        return self.values[start : start + self.sizes[row]].copy()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lists]) -> Lists:
+        sizes = np.concatenate([part.sizes for part in parts])
+        # The numbers of these rows alone: others would have to be copied too, and kept in memory.
+        values = np.concatenate([part._in_order() for part in parts])
+        return Lists(np.cumsum(sizes) - sizes, sizes, values)
+
+    def _in_order(self) -> Array:
+        """The numbers of all rows, one row behind the other."""
+        shifts = self.starts - (np.cumsum(self.sizes) - self.sizes)
+        return self.values.take(np.arange(int(self.sizes.sum())) + shifts.repeat(self.sizes))
+
+    def lengths(self) -> Ids:
+        return self.sizes
+
+    def batch(self) -> tuple[Tensor, Tensor | None]:
+        longest = int(self.sizes.max(initial=0))
+        if (self.sizes == longest).all():
+            places = self.starts[:, None] + np.arange(longest)
+            return torch.from_numpy(self.values.take(places)), None
+        padded = np.zeros((len(self.starts), longest), self.values.dtype)
+        # A mask is filled row by row, which is the order of the numbers.
+        padded[np.arange(longest) < self.sizes[:, None]] = self._in_order()
+        return torch.from_numpy(padded), torch.from_numpy(self.sizes.copy())
+
+
+class Objects(Column):
+    """Anything that is no number: texts, bytes, nested things."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def take(self, rows: Ids) -> Objects:
+        return Objects([self.values[row] for row in rows.tolist()])
+
+    def sample(self, row: int) -> Any:
+        return self.values[row]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Objects]) -> Objects:
+        return parts[0] if len(parts) == 1 else Objects([value for part in parts for value in part.values])
+
+    def lengths(self) -> Ids:
+        return np.array([len(value) for value in self.values], np.int64)
+
+    def batch(self) -> tuple[list[Any], None]:
+        return list(self.values), None
+
+
+class Table:
+    """Columns by name.
+
+    >>> table = Table({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
+    >>> table.take(np.array([3, 1])).batch()
+    {'x': tensor([3., 1.], dtype=torch.float64), 'name': ['d', 'b']}
+    >>> table.sample(2)["name"]
+    'c'
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self.columns = columns
+
+    def take(self, rows: Ids) -> Table:
+        """Some of its rows."""
+        return Table({name: column.take(rows) for name, column in self.columns.items()})
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """One row."""
+        return {name: column.sample(row) for name, column in self.columns.items()}
+
+    @staticmethod
+    def joined(parts: Sequence[Table]) -> Table:
+        """Tables one below the other."""
+        first = parts[0].columns
+        return Table({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
+
+    def batch(self) -> Fields:
+        """All rows as one batch."""
+        fields, padded = {}, {}
+        for name, column in self.columns.items():
+            fields[name], lengths = column.batch()
+            if lengths is not None:
+                padded[name] = lengths
+        return Fields(fields, padded)

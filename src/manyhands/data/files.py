@@ -1,0 +1,316 @@
+"""Files as data: many shards read as one dataset, in one global order that can be entered anywhere."""
+
+from __future__ import annotations
+
+import glob
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core import DataError
+from .blocks import BlockOrder
+from .collate import collate as default_collate
+from .columns import Table
+from .formats import (
+    Format,
+    RecordFormat,
+    Shard,
+    TableFormat,
+    check_types,
+    damaged,
+    format_of,
+    unreadable_file,
+)
+from .order import Ids, Order
+from .randomness import SampleRandomness, mix
+from .source import Collate, IndexedSource, collated
+
+MIXED_ROWS = 16_384
+"""Rows that are mixed with each other, unless a person says how many."""
+MIXED_BLOCKS = 4
+"""Blocks that are mixed at least, so that a file sorted by class does not come class by class."""
+SCANNERS = 8
+OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a scan of all files found: their shards, and the format with the types that hold for all."""
+
+    format: Format
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Data files and how to read them; made by `mh.files`."""
+
+    paths: tuple[str, ...]
+    format: Format
+    decode: Callable[[dict[str, Any]], Any] | None = None
+    window: int | None = None
+    _found: list[Index] = field(default_factory=list, repr=False, compare=False)
+    """The index once it is made; it travels with the task, so that no rank makes it again."""
+
+    def index(self) -> Index:
+        """What a scan of all files found; the scan is done once."""
+        if not self._found:
+            settled = self.format.settled(self.paths[0])
+            with ThreadPoolExecutor(min(SCANNERS, len(self.paths))) as pool:
+                self._found.append(Index(settled, tuple(pool.map(settled.scan, self.paths))))
+        return self._found[0]
+
+
+def files(
+    paths: str | Path | Iterable[str | Path],
+    *,
+    format: str | None = None,
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    decode: Callable[[dict[str, Any]], Any] | None = None,
+    window: int | None = None,
+) -> Files:
+    """Data files as `Task.data`: Parquet, CSV, TFRecord, or tar files of samples.
+
+    - `paths`: a path, a pattern such as "train-*.parquet", or several of them; every file once, sorted by name;
+    - `format`: "parquet", "csv", "tfrecord" or "tar"; by default what the names end in;
+    - `columns`: the names of those to read, or their types by name: "float32", "int64", "bool", "str", "bytes", for
+      lists in TFRecord files "int64[]". Without it all are read, a CSV file's types are found in its first lines
+      (numbers with a point are float32), and a TFRecord file's features are lists;
+    - `decode`: a function of a sample, which is a dict; what it draws at random depends on the sample alone;
+    - `window`: rows to mix with each other, 16,384 by default; blocks of rows are mixed over all files. What is
+      Parquet or CSV is kept in memory for about two windows.
+
+    A sample of a tar file is `{"__key__": name, ending: content, ...}`, of what shares a name up to the first dot.
+    A file that is cut off, a wrong checksum or a row that cannot be parsed stops the run, and the error names the
+    file and the row.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name, rows in {"a": "1,2.5\\n2,3.5\\n", "b": "3,4.5\\n"}.items():
+    ...     _ = (folder / f"{name}.csv").write_text("number,size\\n" + rows)
+    >>> from manyhands.data import Cursor, Feed, as_source
+    >>> feed = Feed(as_source(files(folder / "*.csv")), batch_size=3, shuffle=False)
+    >>> next(feed.epoch(Cursor())).data
+    {'number': tensor([1, 2, 3]), 'size': tensor([2.5000, 3.5000, 4.5000])}
+    """
+    found = _expanded([paths] if isinstance(paths, str | Path) else list(paths))
+    types = dict(columns) if isinstance(columns, Mapping) else None if columns is None else dict.fromkeys(columns, "")
+    check_types(types or {})
+    if window is not None and window < 1:
+        raise DataError("window must be at least 1 row", got=window, remedy="pass window=10000")
+    formats = {path: format_of(path, format, types) for path in found}
+    if len({kind.name for kind in formats.values()}) > 1:
+        raise DataError(
+            "files of one dataset have one format",
+            got=", ".join(sorted({kind.name for kind in formats.values()})),
+            remedy="pass a narrower pattern, or format=",
+        )
+    return Files(tuple(found), formats[found[0]], decode, window)
+
+
+def _expanded(patterns: Sequence[str | Path]) -> list[str]:
+    found: set[str] = set()
+    for pattern in map(str, patterns):
+        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        if not matches:
+            raise DataError("data files must exist", got=pattern, remedy="correct the path or the pattern")
+        found.update(matches)
+    folder = next((path for path in found if os.path.isdir(path)), None)
+    if folder is not None:
+        raise DataError("data files are files", got=f"the folder {folder}", remedy=f"pass '{folder}/*.parquet'")
+    if not found:
+        raise DataError("data files must exist", got="an empty list", remedy="pass paths or a pattern")
+    return sorted(found)
+
+
+def files_source(data: Files, collate: Collate | None) -> IndexedSource:
+    """The source that reads files."""
+    return RecordSource(data, collate) if isinstance(data.format, RecordFormat) else TableSource(data, collate)
+
+
+class FileSource(IndexedSource):
+    """Rows of many files; a row's id is its number over all files, in the order of their names."""
+
+    def __init__(self, data: Files, collate: Collate | None) -> None:
+        index = data.index()
+        self.name = f"{len(index.shards)} {index.format.name} files" if len(index.shards) > 1 else data.paths[0]
+        self.max_workers = 64
+        self._shards, self._decode = index.shards, data.decode
+        self._collate = collate or default_collate
+        self._randomness = SampleRandomness()
+        first_rows = np.cumsum([0, *(shard.num_rows for shard in index.shards)])
+        self._firsts: list[int] = first_rows.tolist()
+        self.size = self._firsts[-1]
+        shifted = [shard.blocks[:-1] + first for shard, first in zip(index.shards, first_rows, strict=False)]
+        self._starts = np.concatenate([*shifted, [self.size]]).astype(np.int64)
+        self._first_blocks = np.cumsum([0, *(len(shard.blocks) - 1 for shard in index.shards)])
+        self._per_window = self._blocks_per_window(data.window)
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
+        if not shuffle or not self.size:
+            return Order(self.size, seed, epoch, False)
+        return BlockOrder(self._starts, self._per_window, seed, epoch)
+
+    def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
+        return partial(self._fetch_reproducibly, mix(seed, epoch))
+
+    def fetch(self, ids: Ids) -> Any:
+        return collated(self.samples(ids.tolist()), self._collate, self.name)
+
+    def _fetch_reproducibly(self, key: int, ids: Ids) -> Any:
+        samples = self._randomness.read(key, ids.tolist(), self.samples)
+        return collated(samples, self._collate, self.name)
+
+    def _decoded(self, i: int, row: dict[str, Any]) -> Any:
+        if self._decode is None:
+            return row
+        try:
+            return self._decode(row)
+        except Exception as error:
+            shard, number = self._place(i)
+            name = getattr(self._decode, "__name__", "decode")
+            raise damaged(shard.path, number, f"{type(error).__name__}: {error} in {name}") from error
+
+    def _place(self, i: int) -> tuple[Shard, int]:
+        """The file and the row in it."""
+        which = bisect_right(self._firsts, i) - 1
+        return self._shards[which], i - self._firsts[which]
+
+    def _blocks_per_window(self, window: int | None) -> int:
+        mean = self.size / max(1, len(self._starts) - 1)
+        if window is None:
+            return max(MIXED_BLOCKS, round(MIXED_ROWS / max(1.0, mean)))
+        return max(1, round(window / max(1.0, mean)))
+
+
+class RecordSource(FileSource):
+    """Records, each read by itself: the operating system keeps what lies around it."""
+
+    def __init__(self, data: Files, collate: Collate | None) -> None:
+        super().__init__(data, collate)
+        form = data.index().format
+        assert isinstance(form, RecordFormat)
+        self._format, self._handles = form, Handles()
+
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        # One by one: what a record was read into is let go before the next one.
+        return [self._decoded(i, self._record(i)) for i in ids]
+
+    def _record(self, i: int) -> dict[str, Any]:
+        shard, row = self._place(i)
+        start, stop = shard.marks[row : row + 2].tolist()
+        try:
+            return self._format.sample(self._handles.read(shard, start, stop - start))
+        except DataError:
+            raise
+        except ValueError as error:
+            raise damaged(shard.path, row, error, "record") from error
+
+
+class TableSource(FileSource):
+    """Columns, read a block at a time; the blocks of about two windows are kept."""
+
+    def __init__(self, data: Files, collate: Collate | None) -> None:
+        super().__init__(data, collate)
+        form = data.index().format
+        assert isinstance(form, TableFormat)
+        self._format = form
+        self._tables: OrderedDict[int, Table] = OrderedDict()
+        self._is_plain = data.decode is None and collate is None
+        # Without code of the user reading is quick, and a thread may do it.
+        self.max_workers = 0 if self._is_plain else 64
+
+    def reader(self, seed: int, epoch: int) -> Callable[[Ids], Any]:
+        return self.fetch if self._is_plain else super().reader(seed, epoch)
+
+    def fetch(self, ids: Ids) -> Any:
+        return self._taken(ids).batch() if self._is_plain else super().fetch(ids)
+
+    def lengths(self, length: str | Callable[[Any], int]) -> Ids:
+        if not isinstance(length, str):
+            return super().lengths(length)
+        form = replace(self._format, columns={length: (self._format.columns or {}).get(length, "")})
+        blocks = [(shard, block) for shard in self._shards for block in range(len(shard.blocks) - 1)]
+        # One column alone, a block at a time: what bucketing needs of a large table is small.
+        return np.concatenate([form.table(shard, block).columns[length].lengths() for shard, block in blocks])
+
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        table = self._taken(np.asarray(ids, np.int64))
+        return [self._decoded(i, table.sample(row)) for row, i in enumerate(ids)]
+
+    def _taken(self, ids: Ids) -> Table:
+        """The rows of these ids, in their order, from whatever blocks hold them."""
+        blocks = np.searchsorted(self._starts, ids, side="right") - 1
+        by_block = np.argsort(blocks, kind="stable")
+        cuts = np.flatnonzero(np.diff(blocks[by_block])) + 1
+        parts = [
+            self._table(int(blocks[some[0]])).take(ids[some] - self._starts[blocks[some[0]]])
+            for some in np.split(by_block, cuts)
+        ]
+        return Table.joined(parts).take(np.argsort(by_block, kind="stable"))
+
+    def _table(self, block: int) -> Table:
+        found = self._tables.pop(block, None)
+        if found is None:
+            found = self._read(block)
+        self._tables[block] = found
+        while len(self._tables) > 2 * self._per_window + 1:
+            self._tables.popitem(last=False)
+        return found
+
+    def _read(self, block: int) -> Table:
+        which = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        shard = self._shards[which]
+        now = os.stat(shard.path).st_size if os.path.exists(shard.path) else None
+        if now != shard.num_bytes:
+            raise changed(shard, now)
+        return self._format.table(shard, block - int(self._first_blocks[which]))
+
+
+class Handles:
+    """Open files, a few at a time; a forked worker may use them too, since no place in them is kept."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def read(self, shard: Shard, start: int, size: int) -> bytes:
+        """Bytes of a file."""
+        handle = self._open.get(shard.path)
+        data = os.pread(self._opened(shard) if handle is None else handle, size, start)
+        if len(data) < size:
+            raise changed(shard, start + len(data))
+        return data
+
+    def _opened(self, shard: Shard) -> int:
+        if len(self._open) >= OPEN_FILES:
+            os.close(self._open.pop(next(iter(self._open))))
+        try:
+            found = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable_file(shard.path, "readable", error.strerror) from error
+        if (now := os.fstat(found).st_size) != shard.num_bytes:
+            os.close(found)
+            raise changed(shard, now)
+        self._open[shard.path] = found
+        return found
+
+    def __del__(self) -> None:
+        for handle in self._open.values():
+            os.close(handle)
+
+
+def changed(shard: Shard, num_bytes: int | None) -> DataError:
+    """The error for a file that is not any more what the scan saw."""
+    return DataError(
+        f"{shard.path} must not change while it is read",
+        got="no file any more" if num_bytes is None else f"{num_bytes} bytes instead of {shard.num_bytes}",
+        remedy="start again, so that it is scanned again",
+    )

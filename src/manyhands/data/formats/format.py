@@ -1,0 +1,142 @@
+"""Format: what every kind of data file has, and the errors that name a file and a row."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import numpy as np
+
+from ...core import DataError
+from ..columns import Table
+from ..order import Ids
+
+Types = Mapping[str, str]
+"""Columns to read and the type of each; an empty text leaves the file's own."""
+
+BLOCK_BYTES = 1 << 20
+MAX_BLOCK_ROWS = 4096
+KNOWN_TYPE = re.compile(r"(bool|u?int(8|16|32|64)|float(16|32|64)|str|bytes)(\[\])?")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file as a scan found it."""
+
+    path: str
+    num_bytes: int
+    blocks: Ids
+    """The first row of every block, and behind them the number of rows."""
+    marks: Ids
+    """Places in the file, as its format needs them: where records or blocks begin, and where the last one ends."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, records or samples of this file."""
+        return int(self.blocks[-1])
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A kind of data file, and which columns of it are wanted; None: all."""
+
+    name: ClassVar[str]
+    endings: ClassVar[tuple[str, ...]]
+    columns: Types | None = None
+
+    @abstractmethod
+    def scan(self, path: str) -> Shard:
+        """Finds the blocks of a file without reading all of it; raises on one that cannot be read."""
+
+    def settled(self, path: str) -> Format:
+        """The same with types that hold for all files, taken from the first one."""
+        return self
+
+
+class RecordFormat(Format):
+    """Files of records that are read one by one; `marks` has the place of each."""
+
+    @abstractmethod
+    def sample(self, record: bytes) -> dict[str, object]:
+        """The sample that a record holds; raises ValueError on one that is damaged."""
+
+
+class TableFormat(Format):
+    """Files of columns that are read a block at a time."""
+
+    @abstractmethod
+    def table(self, shard: Shard, block: int) -> Table:
+        """The columns of a block."""
+
+
+def damaged(path: str, row: int, reason: object, row_name: str = "row") -> DataError:
+    """The error for a row that cannot be read."""
+    return DataError(
+        f"every {row_name} of {path} must be readable",
+        got=f"{reason} at {row_name} {row}",
+        remedy=f"mend the file, or leave it out; a {row_name} is counted from 0",
+    )
+
+
+def unreadable_file(path: str, what: str, error: object) -> DataError:
+    """The error for a file that cannot be read at all."""
+    return DataError(
+        f"{path} must be {what}", got=error, remedy="mend it, leave it out, or pass format= if it is another one"
+    )
+
+
+def missing_columns(path: str, wanted: Types, known: list[str]) -> None:
+    """Raises unless a file has all the columns that are wanted."""
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise DataError(
+            f"the columns of {path} are {', '.join(map(repr, known))}",
+            got=", ".join(map(repr, missing)),
+            remedy="correct columns=",
+        )
+
+
+def record_blocks(marks: Ids) -> Ids:
+    """Blocks of records: about a megabyte each, so that what is read together lies together."""
+    num_rows = len(marks) - 1
+    num_bytes = int(marks[-1] - marks[0]) if num_rows else 0
+    rows = min(MAX_BLOCK_ROWS, max(1, num_rows * BLOCK_BYTES // max(1, num_bytes)))
+    return np.array([*range(0, num_rows, rows), num_rows], np.int64)
+
+
+def check_types(columns: Types) -> None:
+    """Raises on a type that nobody knows."""
+    for name, kind in columns.items():
+        if kind and not KNOWN_TYPE.fullmatch(kind):
+            raise DataError(
+                'a column is of type "float32", "int64", "bool", "str", "bytes" or the like, with [] for lists',
+                got=f"{kind!r} for {name!r}",
+                remedy='write columns={"x": "float32", "tokens": "int64[]"}',
+            )
+
+
+def pyarrow(name: str = "") -> ModuleType:
+    """The package pyarrow, or a part of it, or an error that says how to get it."""
+    from importlib import import_module
+
+    try:
+        return import_module(f"pyarrow.{name}" if name else "pyarrow")
+    except ImportError as error:
+        raise DataError(
+            "Parquet and CSV files are read with pyarrow",
+            got="none",
+            remedy="pip install 'manyhands[files]'",
+        ) from error
+
+
+def file_size(path: str) -> int:
+    """Bytes of a file, or an error that names it."""
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise unreadable_file(path, "readable", error.strerror) from error

@@ -1,0 +1,37 @@
+"""The formats there are, and which of them a file's name asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core import DataError
+from .delimited import CsvFormat
+from .format import Format, Types
+from .parquet import ParquetFormat
+from .tar import TarFormat
+from .tfrecord import TFRecordFormat
+
+FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (ParquetFormat, CsvFormat, TFRecordFormat, TarFormat)}
+"""A new format is one file and one name here."""
+PACKED = ("gz", "bz2", "xz", "zst", "zip")
+
+
+def format_of(path: str, name: str | None, columns: Types | None) -> Format:
+    """The format of a file: the one that is named, or by the ending of its name."""
+    if name is not None:
+        if name not in FORMATS:
+            raise DataError(f"the formats are {', '.join(FORMATS)}", got=repr(name), remedy="name one of these")
+        return FORMATS[name](columns)
+    # Names such as train.tfrecord-00000-of-00016 carry more behind their ending.
+    endings = [part.partition("-")[0].lower() for part in Path(path).name.split(".")[1:]]
+    if endings and endings[-1] in PACKED:
+        raise DataError(
+            "data files are read from the middle, so they must not be packed as a whole",
+            got=path,
+            remedy="unpack it; Parquet and the samples in a tar file may be packed inside",
+        )
+    found = next((kind for kind in FORMATS.values() if set(endings) & set(kind.endings)), None)
+    if found is None:
+        known = ", ".join(f".{ending}" for kind in FORMATS.values() for ending in kind.endings)
+        raise DataError(f"data files end in {known}", got=path, remedy='pass format="parquet" or another')
+    return found(columns)

@@ -1,0 +1,174 @@
+"""Tar files, as WebDataset lays them out: members that share a name up to the first dot are one sample."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from .format import RecordFormat, Shard, damaged, file_size, missing_columns, record_blocks
+
+_SECTOR = 512
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
+Read = Callable[[int, int], bytes]
+"""`read(place, size)` gives bytes of a tar file."""
+
+
+class Member(NamedTuple):
+    """A file inside a tar file."""
+
+    key: str
+    ending: str
+    start: int
+    """Where its first header is."""
+    place: int
+    """Where its content is."""
+    size: int
+
+
+@dataclass(frozen=True)
+class TarFormat(RecordFormat):
+    """Tar files of samples: the key under "__key__", and the content of every member under its ending."""
+
+    name: ClassVar[str] = "tar"
+    endings: ClassVar[tuple[str, ...]] = ("tar",)
+
+    def scan(self, path: str) -> Shard:
+        num_bytes = file_size(path)
+        starts: list[int] = []
+        key, stop = None, 0
+        with open(path, "rb", buffering=0) as file:
+            fd = file.fileno()
+            members = _members(lambda place, size: os.pread(fd, size, place), num_bytes, check=True)
+            while True:
+                try:
+                    member = next(members, None)
+                except ValueError as error:
+                    raise damaged(path, max(0, len(starts) - 1), error, "sample") from None
+                if member is None:
+                    break
+                if member.key != key:
+                    starts.append(member.start)
+                key, stop = member.key, _sectors(member.place + member.size)
+        marks = np.array([*starts, stop], np.int64)
+        return Shard(path, num_bytes, record_blocks(marks), marks)
+
+    def sample(self, record: bytes) -> dict[str, object]:
+        found = _plain_sample(record) or _sample(record)
+        if self.columns is None:
+            return found
+        missing_columns(str(found["__key__"]), self.columns, list(found))
+        return {name: _typed(found[name], kind) for name, kind in self.columns.items()}
+
+
+def _typed(value: object, kind: str) -> object:
+    if kind == "str" and isinstance(value, bytes):
+        return value.decode()
+    if kind in ("", "str", "bytes"):
+        return value
+    # Numbers stand in tar files as texts: a label is a file "0001.cls" with "7" in it.
+    text = value.decode() if isinstance(value, bytes) else str(value)
+    return np.array(text.split() if kind.endswith("[]") else text.strip()).astype(kind.removesuffix("[]"))[()]
+
+
+def _plain_sample(record: bytes) -> dict[str, object]:
+    """A sample that has nothing but plain files with short names, as most have, read quickly; empty for another."""
+    found: dict[str, object] = {}
+    place = 0
+    while place < len(record):
+        if record[place + 156] != 48 or record[place + 124] & 0x80 or record[place + 345] or record[place + 99]:
+            return {}
+        name = record[place : record.find(0, place)].decode()
+        base = name.rfind("/") + 1
+        dot = name.find(".", base)
+        if dot <= base or name[dot + 1 :] in found:
+            return {}
+        size = int(record[place + 124 : place + 135], 8)
+        place += _SECTOR
+        found["__key__"] = name[:dot]
+        found[name[dot + 1 :]] = record[place : place + size]
+        place = _sectors(place + size)
+    return found
+
+
+def _sample(record: bytes) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for member in _members(lambda place, size: record[place : place + size], len(record)):
+        if member.ending in found:
+            raise ValueError(f"two members {member.key}.{member.ending}")
+        found["__key__"] = member.key
+        found[member.ending] = record[member.place : member.place + member.size]
+    return found
+
+
+def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Member]:
+    """The files of a tar file that belong to samples; raises ValueError on damage.
+
+    Checksums of headers are looked at by the scan; a file that changes afterwards is found by its size.
+    """
+    place, start, long_name, long_size = 0, 0, "", -1
+    while place + _SECTOR <= num_bytes:
+        header = read(place, _SECTOR)
+        if header[0] == 0 and not any(header):
+            return
+        if check:
+            _check(header)
+        size = _number(header[124:136])
+        content, kind = place + _SECTOR, header[156:157]
+        if kind == b"L":
+            long_name = read(content, size).rstrip(b"\0").decode()
+        elif kind == b"x":
+            notes = _notes(read(content, size))
+            long_name, long_size = notes.get("path", long_name), int(notes.get("size", long_size))
+        elif kind != b"g":
+            size = long_size if long_size >= 0 else size
+            if content + size > num_bytes:
+                raise ValueError(f"a file that ends {content + size - num_bytes} bytes too early")
+            parts = _NAME.fullmatch(long_name or _name(header))
+            if parts is not None and kind in (b"0", b"\0", b"7"):
+                yield Member(parts[1], parts[2], start, content, size)
+            long_name, long_size = "", -1
+            start = _sectors(content + size)
+        place = _sectors(content + size)
+    if place < num_bytes or (place > num_bytes and num_bytes):
+        raise ValueError("a file that ends in the middle of a header")
+
+
+def _check(header: bytes) -> None:
+    if sum(header) - sum(header[148:156]) + 8 * 32 != _number(header[148:156]):
+        raise ValueError("a header with a wrong checksum")
+
+
+def _number(text: bytes) -> int:
+    if text[0] & 0x80:
+        return int.from_bytes(text[1:], "big")
+    digits = text.split(b"\0", 1)[0].strip()
+    try:
+        return int(digits, 8) if digits else 0
+    except ValueError:
+        raise ValueError("a header that is none") from None
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0", 1)[0].decode()
+    prefix = header[345:500].split(b"\0", 1)[0].decode() if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _notes(data: bytes) -> dict[str, str]:
+    """What a pax header says: lines of "length key=value"."""
+    found, place = {}, 0
+    while place < len(data):
+        length = int(data[place : data.index(b" ", place)])
+        key, _, value = data[place : place + length - 1].partition(b" ")[2].partition(b"=")
+        found[key.decode()] = value.decode()
+        place += length
+    return found
+
+
+def _sectors(place: int) -> int:
+    return -(-place // _SECTOR) * _SECTOR

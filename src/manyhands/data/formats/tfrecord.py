@@ -1,0 +1,157 @@
+"""TFRecord files: a length, its checksum, a record, its checksum, and so on; a record is a tf.train.Example."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core import DataError
+from ..order import Ids
+from .format import RecordFormat, Shard, damaged, file_size, record_blocks
+
+_HEAD = struct.Struct("<QI")
+_TAIL = struct.Struct("<I")
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class TFRecordFormat(RecordFormat):
+    """TFRecord files of tf.train.Example, read without TensorFlow; every checksum is looked at."""
+
+    name: ClassVar[str] = "tfrecord"
+    endings: ClassVar[tuple[str, ...]] = ("tfrecord", "tfrecords")
+
+    def scan(self, path: str) -> Shard:
+        num_bytes = file_size(path)
+        with open(path, "rb", buffering=0) as file:
+            marks = np.fromiter(_places(path, file.fileno(), num_bytes), np.int64)
+        return Shard(path, num_bytes, record_blocks(marks), marks)
+
+    def sample(self, record: bytes) -> dict[str, object]:
+        body = record[_HEAD.size : -_TAIL.size]
+        if masked(body) != _TAIL.unpack_from(record, len(record) - _TAIL.size)[0]:
+            raise ValueError("a wrong checksum")
+        features = dict(_features(body))
+        if self.columns is None:
+            return features
+        return {name: _typed(name, features, kind) for name, kind in self.columns.items()}
+
+
+def masked(data: bytes) -> int:
+    """The checksum of TFRecord files: crc32c, turned and shifted."""
+    crc = _crc32c()(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _crc32c() -> Callable[[bytes], int]:
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise DataError(
+            "TFRecord files are checked with google-crc32c", got="none", remedy="pip install 'manyhands[files]'"
+        ) from error
+    return google_crc32c.value  # type: ignore[no-any-return]
+
+
+def _places(path: str, fd: int, num_bytes: int) -> Iterator[int]:
+    """Where every record begins, and where the last one ends."""
+    place, row = 0, 0
+    yield place
+    while place < num_bytes:
+        head = os.pread(fd, _HEAD.size, place)
+        if len(head) < _HEAD.size:
+            raise damaged(path, row, "a file that ends in the middle of a length", "record")
+        length, checksum = _HEAD.unpack(head)
+        if masked(head[:8]) != checksum:
+            raise damaged(path, row, "a length with a wrong checksum", "record")
+        place += _HEAD.size + length + _TAIL.size
+        if place > num_bytes:
+            raise damaged(path, row, f"a file that ends {place - num_bytes} bytes too early", "record")
+        row += 1
+        yield place
+
+
+def _features(body: bytes) -> Iterator[tuple[str, Any]]:
+    """The features of a tf.train.Example: Example.features (1), Features.feature (1), then name (1) and value (2)."""
+    for _, features in _parts(body):
+        for _, entry in _parts(features):
+            pair = dict(_parts(entry))
+            yield pair.get(1, b"").decode(), _values(pair.get(2, b""))
+
+
+def _values(feature: bytes) -> Any:
+    """The values of a feature: bytes (1), floats (2) or whole numbers (3)."""
+    for kind, values in _parts(feature):
+        if kind == 1:
+            return [value for _, value in _parts(values)]
+        if kind == 2:
+            return np.frombuffer(b"".join(part for _, part in _parts(values)), "<f4").copy()
+        if kind == 3:
+            return _varints(b"".join(part for _, part in _parts(values)))
+    return np.array([], np.float32)
+
+
+def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields of a protobuf message: number and bytes; of a varint the bytes it was written with."""
+    place, size = 0, len(data)
+    while place < size:
+        tag, place = _varint(data, place)
+        kind = tag & 7
+        if kind == _BYTES:
+            length, place = _varint(data, place)
+            stop = place + length
+        elif kind == _VARINT:
+            stop = _varint(data, place)[1]
+        elif kind in (_FIXED32, _FIXED64):
+            stop = place + (4 if kind == _FIXED32 else 8)
+        else:
+            raise ValueError(f"no tf.train.Example (wire type {kind})")
+        if stop > size:
+            raise ValueError("no tf.train.Example (a part that is longer than the whole)")
+        yield tag >> 3, data[place:stop]
+        place = stop
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if place >= len(data):
+            raise ValueError("no tf.train.Example (it ends in the middle of a number)")
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+        shift += 7
+
+
+def _varints(data: bytes) -> Ids:
+    """Whole numbers written one after the other, all at once."""
+    values = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(values < 0x80)
+    if len(values) and (not len(ends) or ends[-1] != len(values) - 1):
+        raise ValueError("no tf.train.Example (it ends in the middle of a number)")
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1]) if len(ends) else ends
+    shifts = 7 * (np.arange(len(values)) - np.repeat(starts, ends - starts + 1))
+    bits = (values & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
+    return np.add.reduceat(bits, starts).astype(np.int64) if len(ends) else np.array([], np.int64)
+
+
+def _typed(name: str, features: dict[str, Any], kind: str) -> Any:
+    if name not in features:
+        raise ValueError(f"no feature {name!r} (there are {', '.join(map(repr, features)) or 'none'})")
+    values, wanted = features[name], kind.removesuffix("[]")
+    if isinstance(values, list):
+        values = [value.decode() for value in values] if wanted == "str" else values
+    elif wanted:
+        values = values.astype(wanted)
+    if not kind or kind.endswith("[]"):
+        return values
+    if len(values) != 1:
+        raise ValueError(f"{len(values)} values of {name!r} where one was asked for (write {kind}[])")
+    return values[0]

@@ -1,0 +1,109 @@
+"""Hugging Face datasets: columns of numbers and texts are read as Arrow tables, anything else sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrow import Null, table_of
+from .mapped import MapSource
+from .order import Ids
+from .source import Collate, IndexedSource, Source, Window, unreadable
+from .stream import StreamSource
+
+LISTS = ("List", "LargeList", "Sequence")
+PLAIN = ("Value", "ClassLabel")
+CHUNK = 10_000
+
+
+def is_huggingface(data: Any) -> bool:
+    """Whether this is a `datasets.Dataset` or `datasets.IterableDataset`; the package need not be imported for that."""
+    return any(
+        base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
+        for base in type(data).__mro__
+    )
+
+
+def huggingface_source(data: Any, collate: Collate | None) -> Source:
+    """The source of a Hugging Face dataset."""
+    if not hasattr(data, "__len__"):
+        return ShuffledStream(data, collate)
+    if collate is not None:
+        return RowSource(data, collate)
+    if _is_plain(data):
+        return ArrowSource(data)
+    # Images and the like come as objects, of which no batch can be made, unless there is a format.
+    return RowSource(data.with_format("torch") if data.format["type"] is None else data)
+
+
+class ShuffledStream(StreamSource):
+    """An iterable dataset; its own shuffling is drawn anew for every epoch."""
+
+    def __init__(self, data: Any, collate: Collate | None) -> None:
+        self._data = data if collate is not None else data.with_format("torch")
+        super().__init__(lambda: self._data, "IterableDataset", collate)
+
+    def windows(self, *, seed: int, epoch: int, shuffle: bool, start: int, batch_size: int) -> Iterator[Window]:
+        self._data.set_epoch(epoch)
+        return super().windows(seed=seed, epoch=epoch, shuffle=shuffle, start=start, batch_size=batch_size)
+
+
+class RowSource(MapSource):
+    """A dataset whose samples run code: a transform, images to decode, a collate of the user's own."""
+
+    def lengths(self, length: str | Callable[[Any], int]) -> Ids:
+        return _column_lengths(self._dataset, length) if isinstance(length, str) else super().lengths(length)
+
+
+class ArrowSource(IndexedSource):
+    """A dataset of numbers, texts and lists of numbers; they become int64 and float32, as in the format "torch"."""
+
+    max_workers = 0
+
+    def __init__(self, data: Any) -> None:
+        self.name, self.size = "Dataset", len(data)
+        self._data = data
+        self._arrow = data.with_format("arrow", columns=data.format["columns"])
+        self._types = {name: _type(data.features[name]) for name in data.format["columns"]}
+
+    def fetch(self, ids: Ids) -> Any:
+        try:
+            return table_of(self._arrow[ids.tolist()], self._types).batch()
+        except Null as null:
+            raise unreadable(self.name, int(ids[null.row]), ValueError(f"no value in {null.column!r}")) from None
+
+    def samples(self, ids: Sequence[int]) -> list[Any]:
+        return self._data.__getitems__(list(ids))  # type: ignore[no-any-return]
+
+    def lengths(self, length: str | Callable[[Any], int]) -> Ids:
+        return _column_lengths(self._data, length) if isinstance(length, str) else super().lengths(length)
+
+
+def _column_lengths(data: Any, column: str) -> Ids:
+    """The lengths of one column alone, so that nothing else is read."""
+    tables = data.with_format("arrow", columns=[column]).iter(batch_size=CHUNK)
+    return np.concatenate([table_of(table, {}).columns[column].lengths() for table in tables])
+
+
+def _is_plain(data: Any) -> bool:
+    form = data.format
+    if form["type"] not in (None, "torch", "numpy") or form["format_kwargs"]:
+        return False
+    return all(_kind(data.features[name]) in PLAIN for name in form["columns"])
+
+
+def _kind(feature: Any) -> str:
+    """The class of a feature, or of what its lists hold."""
+    if type(feature).__name__ in LISTS and hasattr(feature, "feature"):
+        inner = type(feature.feature).__name__
+        return inner if inner in PLAIN else "nested"
+    return type(feature).__name__
+
+
+def _type(feature: Any) -> str:
+    dtype = feature.feature.dtype if type(feature).__name__ in LISTS else feature.dtype
+    if dtype.startswith(("int", "uint")):
+        return "int64"
+    return "float32" if dtype.startswith("float") else ""

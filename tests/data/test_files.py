@@ -1,0 +1,323 @@
+"""Data files: every format gives its rows, in one order for any layout, and what is damaged is named."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import tarfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import manyhands as mh
+from manyhands.core import DataError
+from manyhands.data import Cursor, Feed, as_source
+from manyhands.data.formats.tfrecord import TFRecordFormat, masked
+
+from . import shards
+from .shards import SIZE, tokens_of
+
+COLUMNS = {
+    "parquet": None,
+    "csv": None,
+    "tfrecord": {"number": "int64", "size": "float32", "tokens": "int64[]"},
+    "tar": {"number.txt": "int64", "size": "float32", "tokens": "int64[]"},
+}
+
+
+def number_of(batch):
+    return batch["number" if "number" in batch else "number.txt"]
+
+
+@pytest.fixture(params=COLUMNS)
+def data(request, tmp_path):
+    """The same rows in every format."""
+    return mh.files(shards.write(tmp_path, request.param), columns=COLUMNS[request.param], window=9)
+
+
+def numbers(data, *, replicas=1, cursor=Cursor(), **settings):  # noqa: B008 (frozen)
+    """The rows of an epoch in the order of all replicas together, by what the rows themselves say."""
+    source = as_source(data)
+    feeds = [Feed(source, replica=r, num_replicas=replicas, **settings) for r in range(replicas)]
+    found = []
+    for step in zip(*(feed.epoch(cursor) for feed in feeds), strict=True):
+        found += [n for batch in step for n in number_of(batch.data)[: batch.num_samples].tolist()]
+    return found
+
+
+def test_rows_are_those_of_the_files(data):
+    batches = list(Feed(as_source(data), batch_size=10, shuffle=False).epoch(Cursor()))
+    assert [len(number_of(batch.data)) for batch in batches] == [10, 10, 10, 7]
+    for batch in batches:
+        rows = number_of(batch.data).tolist()
+        assert rows == batch.ids.tolist()
+        assert batch.data["size"].dtype == torch.float32
+        assert batch.data["size"].tolist() == [n / 4 for n in rows]
+        if "tokens" in batch.data:
+            lengths = batch.data.lengths("tokens").tolist()
+            assert lengths == [n % 5 + 1 for n in rows]
+            for row, n, length in zip(batch.data["tokens"].tolist(), rows, lengths, strict=True):
+                assert row == tokens_of(n) + [0] * (5 - length)
+
+
+def test_texts_stay_texts(tmp_path):
+    for format, text in (("csv", 'row\n{0}, said "{0}"'), ("parquet", "row {0}")):
+        data = mh.files(shards.write(tmp_path, format), columns=["name"])
+        batch = as_source(data).fetch(np.array([20, 3]))
+        assert batch == {"name": [text.format(20), text.format(3)]}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.data())
+def test_changes_of_layout_repeat_and_skip_nothing(data, drawn):
+    cursor, seen = Cursor(epoch=drawn.draw(st.integers(0, 3))), []
+    whole = numbers(data, batch_size=SIZE, cursor=cursor, seed=5)
+    assert Counter(whole) == Counter(range(SIZE))
+    while cursor.position < SIZE:
+        layout = {"replicas": drawn.draw(st.integers(1, 4)), "batch_size": drawn.draw(st.integers(1, 12))}
+        taken = numbers(data, cursor=cursor, seed=5, **layout)[: layout["batch_size"] * drawn.draw(st.integers(1, 3))]
+        seen += taken
+        cursor = Cursor(cursor.epoch, cursor.position + len(taken))
+    assert seen == whole
+
+
+def test_order_is_mixed_over_files_and_drawn_anew(data):
+    data = mh.files(data.paths, columns=data.format.columns)
+    first, again, other = (numbers(data, batch_size=5, cursor=Cursor(epoch)) for epoch in (0, 0, 1))
+    assert first == again != other
+    assert first != sorted(first)
+    files = [next(i for i, (_, last) in enumerate(shards.SHARDS) if n < last) for n in first]
+    assert sum(a != b for a, b in pairwise(files)) > 8
+
+
+def test_neighbours_come_from_few_blocks(tmp_path):
+    table = pa.table({"number": np.arange(6000)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    data = mh.files(tmp_path / "a.parquet", window=500)
+    found = np.array(numbers(data, batch_size=100))
+    assert [len(set(found[start : start + 500] // 100)) for start in range(0, 6000, 500)] == [5] * 12
+    assert len(set(found[:100] // 100)) == 5
+
+
+def test_workers_give_the_same(data):
+    def decode(sample):
+        noise = torch.rand(()) + np.random.rand() + random.random()
+        return {"number": int(number_of(sample)), "noise": noise.item()}
+
+    noisy = mh.files(data.paths, columns=data.format.columns, decode=decode)
+    source = as_source(noisy)
+    runs = [list(Feed(source, batch_size=8, workers=workers).epoch(Cursor(1, 8))) for workers in (0, 2)]
+    for ours, theirs in zip(*runs, strict=True):
+        assert ours.data["number"].tolist() == theirs.data["number"].tolist() == ours.ids.tolist()
+        assert ours.data["noise"].tolist() == theirs.data["noise"].tolist()
+
+
+def test_the_index_travels_with_the_description(data, tmp_path):
+    as_source(data)
+    sent = pickle.loads(pickle.dumps(data))
+    assert sent == data
+    for path in data.paths:
+        Path(path).unlink()
+    assert as_source(sent).size == SIZE
+    with pytest.raises(DataError, match=r"0\.\w+ must (be readable|not change).*(No such file|no file any more)"):
+        as_source(sent).fetch(np.array([0]))
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_in_tar_files(tmp_path, form):
+    shards.tar(tmp_path / "a.tar", 0, 15, form)
+    source = as_source(mh.files(tmp_path / "a.tar"))
+    keys = source.fetch(np.arange(15))["__key__"]
+    assert keys == [shards.key_of(n) for n in range(15)]
+
+
+def test_an_example_of_tensorflow_is_read():
+    """The bytes that TensorFlow's own tutorial on TFRecord shows."""
+    body = (
+        b"\nR\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat\n\x11\n\x08feature1\x12\x05\x1a\x03\n\x01\x04"
+        b"\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?\n\x11\n\x08feature0\x12\x05\x1a\x03\n\x01\x00"
+    )
+    sample = TFRecordFormat().sample(shards.record(body))
+    assert {name: list(values) for name, values in sample.items()} == {
+        "feature2": [b"goat"],
+        "feature1": [4],
+        "feature3": [np.float32(0.9876)],
+        "feature0": [0],
+    }
+    # crc32c of nine digits is the published check value.
+    crc = 0xE3069283
+    assert masked(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+class TestDamage:
+    """A failing reader is named: the file, and the row."""
+
+    def cut(self, path, num_bytes):
+        path.write_bytes(path.read_bytes()[:-num_bytes])
+
+    @pytest.mark.parametrize("format", ["parquet", "tfrecord", "tar"])
+    def test_a_file_that_is_cut_off_is_seen_by_the_scan(self, tmp_path, format):
+        pattern = shards.write(tmp_path, format)
+        path = tmp_path / f"1.{format}"
+        # The last sample of a tar file is followed by up to ten kilobytes of zeros.
+        self.cut(path, 30 if format != "tar" else len(path.read_bytes()) - 16 * 512 - 100)
+        with pytest.raises(DataError, match=rf"1\.{format} must be") as info:
+            as_source(mh.files(pattern))
+        assert {"parquet": "whole Parquet file", "tfrecord": "at record 10", "tar": "at sample"}[format] in str(
+            info.value
+        )
+
+    def test_a_record_with_a_wrong_checksum(self, tmp_path):
+        pattern = shards.write(tmp_path, "tfrecord")
+        path = tmp_path / "1.tfrecord"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"row 12")] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"record of .*1\.tfrecord must be.*wrong checksum at record 3;"):
+            list(Feed(as_source(mh.files(pattern)), batch_size=4).epoch(Cursor()))
+
+    def test_a_length_with_a_wrong_checksum(self, tmp_path):
+        shards.tfrecord(tmp_path / "a.tfrecord", 0, 5)
+        content = bytearray((tmp_path / "a.tfrecord").read_bytes())
+        content[len(shards.record(shards.example(0))) + 2] ^= 1
+        (tmp_path / "a.tfrecord").write_bytes(content)
+        with pytest.raises(DataError, match=r"length with a wrong checksum at record 1;"):
+            as_source(mh.files(tmp_path / "a.tfrecord"))
+
+    @pytest.mark.parametrize(
+        ("line", "text"),
+        [("x,1.5,a", "column 'number'.*invalid value 'x' at row 7;"), ("1,2", "Expected 3 columns.* at row 7;")],
+    )
+    def test_a_line_that_does_not_parse(self, tmp_path, line, text):
+        good = [f"{n},{n / 2},a" for n in range(7)]
+        (tmp_path / "a.csv").write_text("\n".join(["number,size,name", *good, line, *good]))
+        data = mh.files(tmp_path / "a.csv", columns={"number": "int64", "size": "float32"})
+        with pytest.raises(DataError, match=rf"every row of .*a\.csv must be readable.*{text}"):
+            as_source(data).fetch(np.array([0]))
+
+    def test_a_line_in_a_later_block_has_its_own_number(self, tmp_path):
+        lines = [f"{n}" for n in range(9000)]
+        lines[8500] = "much"
+        (tmp_path / "a.csv").write_text("\n".join(["number", *lines]))
+        source = as_source(mh.files(tmp_path / "a.csv"))
+        assert source.fetch(np.array([0, 5000]))["number"].tolist() == [0, 5000]
+        with pytest.raises(DataError, match=r"invalid value 'much' at row 8500;"):
+            source.fetch(np.array([8499]))
+
+    def test_a_quote_that_is_never_closed(self, tmp_path):
+        (tmp_path / "a.csv").write_text('a,b\n1,"x\n2,y\n')
+        with pytest.raises(DataError, match=r"a\.csv must be a whole CSV file.*never closed"):
+            as_source(mh.files(tmp_path / "a.csv"))
+
+    @pytest.mark.parametrize("columns", [None, ["y"]])
+    def test_a_missing_number(self, tmp_path, columns):
+        table = pa.table({"x": [[1], [2], [3]], "y": [1.0, 2.0, None]})
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+        source = as_source(mh.files(tmp_path / "a.parquet", columns=columns))
+        assert source.fetch(np.array([1]))["y"].tolist() == [2.0]
+        with pytest.raises(DataError, match=r"a\.parquet.*no value in column 'y' at row 2;"):
+            source.fetch(np.array([2]))
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_decode_that_fails_names_file_and_row(self, data, workers):
+        def decode(sample):
+            return 1 // (int(number_of(sample)) - 23)
+
+        source = as_source(mh.files(data.paths, columns=data.format.columns, decode=decode))
+        with pytest.raises(DataError, match=r"3\.\w+ must be readable.*ZeroDivisionError.* in decode at row 2;"):
+            list(Feed(source, batch_size=4, workers=workers).epoch(Cursor()))
+
+    def test_a_file_that_changes(self, data):
+        source = as_source(data)
+        with open(data.paths[0], "ab") as file:
+            file.write(b"more")
+        with pytest.raises(DataError, match=r"0\.\w+ must not change while it is read.*bytes instead of"):
+            source.fetch(np.array([0]))
+
+    def test_a_feature_that_is_missing_or_of_another_length(self, tmp_path):
+        shards.tfrecord(tmp_path / "a.tfrecord", 0, 5)
+        for columns, text in (
+            ({"weight": "float32"}, r"no feature 'weight' \(there are 'number', .*at record 1;"),
+            ({"tokens": "int64"}, r"2 values of 'tokens' where one was asked for \(write int64\[\]\) at record 1;"),
+        ):
+            with pytest.raises(DataError, match=text):
+                as_source(mh.files(tmp_path / "a.tfrecord", columns=columns)).fetch(np.array([1]))
+
+
+class TestDescription:
+    @pytest.mark.parametrize(
+        ("names", "settings", "text"),
+        [
+            (["none-*.csv"], {}, r"data files must exist, but got .*none-\*\.csv"),
+            (["."], {}, r"data files are files, but got the folder"),
+            (["a.csv", "b.tar"], {}, r"one format, but got csv, tar"),
+            (["a.txt"], {}, r"data files end in \.parquet.*a\.txt; pass format="),
+            (["a.csv.gz"], {}, r"must not be packed as a whole.*a\.csv\.gz; unpack it"),
+            (["a.csv"], {"format": "xml"}, r"the formats are parquet, csv, tfrecord, tar, but got 'xml'"),
+            (["a.csv"], {"columns": {"x": "floaty"}}, r"is of type .* but got 'floaty' for 'x'"),
+            (["a.csv"], {"window": 0}, r"window must be at least 1 row, but got 0"),
+        ],
+    )
+    def test_is_checked_at_once(self, tmp_path, names, settings, text):
+        for name in ("a.csv", "b.tar", "a.txt", "a.csv.gz"):
+            (tmp_path / name).write_text("x\n1\n")
+        with pytest.raises(DataError, match=text):
+            mh.files([tmp_path / name for name in names], **settings)
+
+    @pytest.mark.parametrize("format", ["parquet", "csv"])
+    def test_columns_must_be_there(self, tmp_path, format):
+        pattern = shards.write(tmp_path, format)
+        with pytest.raises(DataError, match=r"the columns of .*0\.\w+ are 'number', 'size'.*, but got 'weight'"):
+            as_source(mh.files(pattern, columns=["size", "weight"]))
+
+    def test_format_by_name(self, tmp_path):
+        shards.tfrecord(tmp_path / "train.tfrecord-00000-of-00002", 0, 3)
+        shards.tfrecord(tmp_path / "train.tfrecord-00001-of-00002", 3, 5)
+        assert as_source(mh.files(tmp_path / "train*")).size == 5
+        shards.parquet(tmp_path / "data.bin", 0, 3)
+        assert as_source(mh.files(tmp_path / "data.bin", format="parquet")).size == 3
+
+    def test_types_are_asked_for(self, tmp_path):
+        (tmp_path / "a.tsv").write_text("x\ty\n1\t2\n3\t4\n")
+        data = mh.files(tmp_path / "a.tsv", columns={"x": "float64", "y": "str"})
+        batch = as_source(data).fetch(np.array([1]))
+        assert (batch["x"].dtype, batch["y"]) == (torch.float64, ["4"])
+
+    def test_a_decode_gets_rows_of_tables(self, tmp_path):
+        seen = []
+        data = mh.files(shards.write(tmp_path, "parquet"), decode=lambda row: seen.append(row) or row["number"])
+        assert as_source(data).fetch(np.array([7, 30])).tolist() == [7, 30]
+        assert [set(row) for row in seen] == [{"number", "size", "tokens", "name"}] * 2
+        assert seen[1]["tokens"].tolist() == tokens_of(30)
+
+
+def loss(model, batch):
+    inputs = torch.stack([number_of(batch).float() / SIZE, batch["size"]], 1)
+    return (model(inputs).squeeze(1) - batch["size"]).square().mean()
+
+
+def task(data):
+    return mh.Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        data=data,
+        batch_size=8,
+    )
+
+
+def test_fit_gives_the_same_on_two_replicas_and_resumed_on_another_number(data, tmp_path):
+    settings = {"folder": tmp_path / "runs", "progress": False}
+    whole = mh.fit(task(data), mh.Single(), on="cpu", epochs=2, name="one", **settings)
+    assert whole.num_steps == 10
+    two = mh.fit(task(data), mh.Mirrored(2), on="cpu*2", steps=3, name="two", **settings)
+    resumed = mh.fit(task(data), mh.Single(), on="cpu", epochs=2, resume=two, **settings)
+    torch.testing.assert_close(torch.tensor(resumed.losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-7)
