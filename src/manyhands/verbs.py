@@ -77,6 +77,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    deterministic: bool = False,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device in this very process.
 
@@ -87,7 +88,8 @@ def fit(
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
-    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
+    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
+    - `deterministic`: random numbers, dropout's too, are the same on any number of devices.
 
     Ctrl-C ends the run after the current step and returns it.
 
@@ -109,7 +111,7 @@ def fit(
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
-    spec, devices, notices = settle(strategy, on)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
     _check_data(made, steps)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -141,13 +143,17 @@ def launch(
     on: On = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    deterministic: bool = False,
 ) -> list[Any]:
     """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
+
+    With `deterministic` the network draws the same random numbers on any number of replicas, and so does what stands
+    in `with hand.scope():` or in a function given to `hand.minimize`.
 
     >>> launch(lambda hand: hand.rank, "single", on="cpu")
     [0]
     """
-    spec, devices, notices = settle(strategy, on)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
     view = make_view(f"{spec} on {_place(devices)}", progress, live=False)
     for text in notices:
         view.line(text)
@@ -165,7 +171,10 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why."""
+    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why.
+
+    Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
+    """
     made = as_task(task, params)
     spec, devices, _ = settle(strategy, on)
     _check_data(made, None)
@@ -210,9 +219,13 @@ def predict(
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
-def settle(strategy: StrategySpec | str | None, on: On) -> tuple[StrategySpec, list[Device], list[str]]:
+def settle(
+    strategy: StrategySpec | str | None, on: On, *, deterministic: bool = False
+) -> tuple[StrategySpec, list[Device], list[str]]:
     """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
     spec = as_spec(strategy)
+    if deterministic:
+        spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
     make_policy(spec.sync)
     world = current_world()

@@ -32,6 +32,7 @@ class FitSettings(SplitSettings):
     resume: bool = False
     save_every: int | None = None
     keep: int = 2
+    deterministic: bool = False
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -41,6 +42,12 @@ Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic", help="Random numbers, dropout's too, the same on any number of devices."
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
@@ -72,6 +79,7 @@ def fit(
     resume: Resume = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
+    deterministic: Deterministic = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -83,7 +91,7 @@ def fit(
     """
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": resume, "save_every": save_every, "keep": keep,
+        "resume": resume, "save_every": save_every, "keep": keep, "deterministic": deterministic,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -179,4 +187,5 @@ def _next_command(
         "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])
+    flags = ["--deterministic"] if given["deterministic"] else []
+    return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume"])

@@ -47,6 +47,10 @@ class StrategySpec:
     """Batch statistics: "sync" over the replicas, or "local"."""
     precision: str = "fp32"
     accumulate: int = 1
+    recompute: str = ""
+    """What backward computes again instead of keeping it: "blocks", "selective", or a pattern of module names."""
+    deterministic: bool = False
+    """Whether random numbers are layout-free: the same on any number of replicas."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -55,6 +59,16 @@ class StrategySpec:
                 continue
             _require_count(axis, count)
         _require_count("accumulate", self.accumulate)
+        if not isinstance(self.deterministic, bool):
+            raise StrategyError(
+                "deterministic must be true or false", got=repr(self.deterministic), remedy="write deterministic=true"
+            )
+        if not isinstance(self.recompute, str):
+            raise StrategyError(
+                'recompute must be "blocks", "selective" or a pattern of module names',
+                got=repr(self.recompute),
+                remedy='write recompute="blocks"',
+            )
         _require_one_of("precision", self.precision, PRECISIONS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
         for axis in ("context", "expert"):
@@ -113,13 +127,17 @@ class StrategySpec:
         return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
 
 
-def Single(*, precision: str = "fp32", accumulate: int = 1) -> StrategySpec:
+def Single(
+    *, precision: str = "fp32", accumulate: int = 1, recompute: str = "", deterministic: bool = False
+) -> StrategySpec:
     """One device, in the caller's process.
 
     >>> Single(accumulate=4)
     StrategySpec(accumulate=4)
     """
-    return StrategySpec(replicas=1, precision=precision, accumulate=accumulate)
+    return StrategySpec(
+        replicas=1, precision=precision, accumulate=accumulate, recompute=recompute, deterministic=deterministic
+    )
 
 
 def Mirrored(
@@ -129,6 +147,8 @@ def Mirrored(
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
@@ -136,7 +156,13 @@ def Mirrored(
     StrategySpec(replicas=2)
     """
     return StrategySpec(
-        replicas=replicas, sync=sync, batch_stats=batch_stats, precision=precision, accumulate=accumulate
+        replicas=replicas,
+        sync=sync,
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
     )
 
 
@@ -179,6 +205,8 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
             return name, int(text)
         except ValueError:
             raise StrategyError(f"{name} must be a whole number", got=repr(text), remedy=f"write {key}=2") from None
+    if name == "deterministic" and text.lower() in ("true", "false"):
+        return name, text.lower() == "true"
     return name, text
 
 

@@ -69,13 +69,14 @@ def train(world: World, job: Job) -> Outcome:
 def take_step(hand: Hand, task: Task, batch: Batch) -> None:
     """One step of a task on a batch: its own, or its loss over the micro-batches and one update."""
     if task.step is not None:
-        task.step(hand, batch.data)
+        with hand.drawing():
+            task.step(hand, batch.data)
         if MAIN not in hand.optimizers:
             hand.num_steps += 1
         return
     assert task.loss is not None
     for data in hand.accumulate(batch.data):
-        with hand.replica.scope():
+        with hand.scope():
             loss = task.loss(hand.model, data)
         hand.backward(loss)
     hand.step()
@@ -170,7 +171,11 @@ class _Loop:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
             hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
-        if hand.size > 1 and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
+        if (
+            hand.size > 1
+            and not hand.spec.deterministic
+            and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules())
+        ):
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
     def resume(self) -> None:
