@@ -1,8 +1,21 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
+from .activations import activation_bytes
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica
 from .realise import MAIN, optimizers_of, realise, require_built
+from .recompute import keep_all, recompute
 from .replica import Replica
 
-__all__ = ["realise", "require_built", "optimizers_of", "MAIN", "Replica", "MirroredReplica", "BatchStats"]
+__all__ = [
+    "realise",
+    "require_built",
+    "optimizers_of",
+    "MAIN",
+    "Replica",
+    "MirroredReplica",
+    "BatchStats",
+    "recompute",
+    "keep_all",
+    "activation_bytes",
+]

@@ -18,7 +18,7 @@ from ..cluster import DirectLine, NullWorld, World, current_world, resolve
 from ..core import LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Replica, realise
+from ..strategies import MAIN, Replica, keep_all, realise
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, take_snapshot
@@ -416,6 +416,7 @@ class Hand:
             cover.remove()
         if self._replica is not None:
             self._replica.close()
+            keep_all(self._replica.model)
 
 
 _held: list[Hand] = []
