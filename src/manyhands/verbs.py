@@ -78,6 +78,7 @@ def fit(
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
+    memory: str | int | None = None,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device in this very process.
 
@@ -89,7 +90,8 @@ def fit(
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
-    - `deterministic`: random numbers, dropout's too, are the same on any number of devices.
+    - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
+    - `memory`: what each replica may take on its device at most, such as "8GiB".
 
     Ctrl-C ends the run after the current step and returns it.
 
@@ -107,6 +109,7 @@ def fit(
     """
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
     training.check_callbacks(callbacks)
+    limit = None if memory is None else training.parse_bytes(memory)
     if not isinstance(resume, bool):
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
@@ -126,6 +129,7 @@ def fit(
         save_every=save_every,
         keep=keep,
         callbacks=tuple(callbacks),
+        memory=limit,
     )
     with _recording(job, devices, shown, progress) as (view, on_event):
         for text in [*notices, *_notices(spec)]:

@@ -33,6 +33,7 @@ class FitSettings(SplitSettings):
     save_every: int | None = None
     keep: int = 2
     deterministic: bool = False
+    memory: str | None = None
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -47,6 +48,9 @@ Deterministic = Annotated[
     typer.Option(
         "--deterministic/--no-deterministic", help="Random numbers, dropout's too, the same on any number of devices."
     ),
+]
+Memory = Annotated[
+    str | None, typer.Option(help="What each replica may take on its device at most, such as 8GiB.", show_default=False)
 ]
 Config = Annotated[
     Path | None,
@@ -80,6 +84,7 @@ def fit(
     save_every: SaveEvery = None,
     keep: Keep = None,
     deterministic: Deterministic = None,
+    memory: Memory = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -92,6 +97,7 @@ def fit(
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "deterministic": deterministic,
+        "memory": memory,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -184,7 +190,7 @@ def _next_command(
     options = {
         "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
-        "save-every": given["save_every"], "keep": given["keep"], "name": run.name,
+        "save-every": given["save_every"], "keep": given["keep"], "memory": given["memory"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     flags = ["--deterministic"] if given["deterministic"] else []

@@ -5,6 +5,7 @@ from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
+from .memory import Account, account, parse_bytes
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, new_folder
@@ -27,6 +28,9 @@ __all__ = [
     "CHECKPOINTS",
     "RECORD",
     "ModelPredictor",
+    "Account",
+    "account",
+    "parse_bytes",
     "StepRecord",
     "Verdict",
     "one_step",

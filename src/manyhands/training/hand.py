@@ -295,6 +295,12 @@ class Hand:
         if key == MAIN:
             self.num_steps += 1
 
+    def forget_step(self) -> None:
+        """Gives up the step under way: its losses and gradients."""
+        self._tallies.clear()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: Key = MAIN) -> Tensor:
         """Backward and step in one, for one of several optimizers; returns the loss over all replicas.
 

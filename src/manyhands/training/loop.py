@@ -19,6 +19,7 @@ from ..strategies import MAIN
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .memory import explain_memory, limited
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
@@ -42,6 +43,8 @@ class Job:
     """Steps between two checkpoints, besides the one after each epoch."""
     keep: int = 2
     callbacks: Sequence[Callback] = ()
+    memory: int | None = None
+    """Bytes that a replica may take on its device; None for all there are."""
 
 
 @dataclass
@@ -60,7 +63,8 @@ def train(world: World, job: Job) -> Outcome:
     hand = Hand(world, job.spec)
     loop = _Loop(hand, job)
     try:
-        return loop.run()
+        with limited(hand.device, job.memory):
+            return loop.run()
     finally:
         loop.reporter.flush()
         hand.close()
@@ -111,7 +115,11 @@ class _Loop:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
-                take_step(hand, self.task, batch)
+                try:
+                    take_step(hand, self.task, batch)
+                except (RuntimeError, MemoryError) as error:
+                    explain_memory(error, hand, self.task, batch)
+                    raise
                 self.look(batch)
                 for callback in job.callbacks:
                     callback.on_step(hand)
