@@ -233,3 +233,15 @@ def test_what_cannot_be_layout_free_is_refused(tmp_path: Path) -> None:
     task = problem("mlp").replace(loss=loss)
     with pytest.raises(ValueError, match="every random operation is layout-free, but got torch.poisson"):
         mh.fit(task, deterministic=True, on="cpu", folder=tmp_path, progress=False)
+
+
+def test_draws_that_are_not_caught_are_told(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        noise = torch.ops.aten.randn.default([len(batch[0]), 5]) if model.training else 0.0
+        return F.cross_entropy(model(batch[0]) + noise, batch[1])
+
+    told = {}
+    for name, made in {"stray": problem("mlp").replace(loss=loss), "clean": tasks()["noisy"]}.items():
+        run = mh.fit(made, deterministic=True, on="cpu", folder=tmp_path, name=name, progress=False)
+        told[name] = (run.path / "events.jsonl").read_text().count("deterministic=True does not know")
+    assert told == {"stray": 1, "clean": 0}

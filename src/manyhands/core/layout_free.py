@@ -35,6 +35,8 @@ Shape = Sequence[int]
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LAST = 0x846CA68B - 2**32
 KEPT_PLACES, KEPT_SHAPES = 1 << 14, 64
+NUM_WATCHED = 6
+"""Scopes that are looked at for draws that were not caught: forward and backward of the first steps."""
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of a uniform number: as many as stay below 1 in its dtype."""
 
@@ -67,6 +69,9 @@ class LayoutFree(TorchFunctionMode):
         self._only_first = False
         self.num_draws = 0
         """Random operations that were answered."""
+        self.strayed = False
+        """Whether an operation was seen that draws from torch's own generators in spite of this."""
+        self._num_watched = 0
         self._known_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.load(0, 0, np.empty(0, dtype=np.int64))
 
@@ -118,7 +123,7 @@ class LayoutFree(TorchFunctionMode):
             yield
             return
         generator = torch.default_generator
-        state = generator.get_state()
+        state, offset = generator.get_state(), self._device_offset()
         generator.manual_seed(self._call)
         self._is_drawing = True
         try:
@@ -127,7 +132,23 @@ class LayoutFree(TorchFunctionMode):
         finally:
             self._is_drawing = False
             self._call = generator.initial_seed()
+            self._watch(offset)
             generator.set_state(state)
+
+    def _watch(self, offset: int) -> None:
+        """The first few times, looks whether something drew from torch's own generators all the same."""
+        if self._num_watched < NUM_WATCHED:
+            untouched = torch.Generator().manual_seed(self._call).get_state()
+            self.strayed |= self._device_offset() != offset
+            self.strayed |= not torch.equal(torch.default_generator.get_state(), untouched)
+            self._num_watched += 1
+
+    def _device_offset(self) -> int:
+        """How far the device's generator has come."""
+        if self._device.type != "cuda" or self._num_watched >= NUM_WATCHED:
+            return 0
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        return int(torch.cuda.default_generators[index].get_offset())
 
     @contextmanager
     def samples_first(self) -> Iterator[None]:

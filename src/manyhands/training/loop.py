@@ -26,6 +26,10 @@ CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
+STRAYED = (
+    "an operation draws random numbers that deterministic=True does not know (a kernel of its own, or torch.ops), "
+    "so they differ from one number of replicas to another"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +221,13 @@ class _Loop:
             self.stopped = hand.voted_to_stop()
         if hand.num_steps % COMPARE_EVERY == 0 or not self.compared:
             self.compare()
+
+        if (
+            self.reporter.num_samples == batch.global_samples
+            and hand.randomness is not None
+            and hand.randomness.strayed
+        ):
+            hand.notice(STRAYED)
 
     def compare(self) -> None:
         """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""
