@@ -98,11 +98,18 @@ class LayoutFree(TorchFunctionMode):
         # A borrowed row has no sample; it gets the key of what belongs to none.
         self._part = slice(start, start + size) if size else slice(-1, None)
         self._call = self._num_passes << 32
+        self._is_new = True
         if self._is_drawing:
-            torch.default_generator.manual_seed(self._call)
-        shared = mix(self._seed, self._call)
-        random.seed(shared)
-        np.random.seed(shared & 0xFFFFFFFF)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Sets the generators of the CPU to what comes now."""
+        torch.default_generator.manual_seed(self._call)
+        if self._is_new:
+            shared = mix(self._seed, self._call)
+            random.seed(shared)
+            np.random.seed(shared & 0xFFFFFFFF)
+            self._is_new = False
 
     def _on_device(self) -> Tensor:
         count = len(self._host)
@@ -124,7 +131,7 @@ class LayoutFree(TorchFunctionMode):
             return
         generator = torch.default_generator
         state, offset = generator.get_state(), self._device_offset()
-        generator.manual_seed(self._call)
+        self._settle()
         self._is_drawing = True
         try:
             with self:
