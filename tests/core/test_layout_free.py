@@ -213,6 +213,8 @@ def test_what_is_not_known_is_refused() -> None:
     with draws_of(range(ROWS)).drawing():
         with pytest.raises(TaskError, match="layout-free, but got torch.poisson; use another distribution"):
             torch.poisson(X.abs())
+        with pytest.raises(TaskError, match="got random numbers in torch.complex64; draw two real tensors"):
+            torch.randn(ROWS, dtype=torch.complex64)
         with pytest.raises(TaskError, match="over packed sequences; pad them"):
             GRU(packed)
         with pytest.raises(ValueError, match="between 0 and 1, but got 1.5"):

@@ -152,7 +152,7 @@ class LayoutFree(TorchFunctionMode):
 
     def _device_offset(self) -> int:
         """How far the device's generator has come."""
-        if self._device.type != "cuda" or self._num_watched >= NUM_WATCHED:
+        if self._device.type != "cuda" or self._num_watched >= NUM_WATCHED or torch.cuda.is_current_stream_capturing():
             return 0
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         return int(torch.cuda.default_generators[index].get_offset())

@@ -309,6 +309,8 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, list[An
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        raise _unknown(f"random numbers in {dtype}", "draw two real tensors and join them by torch.complex")
     return dtype if dtype in (torch.float64, torch.float16, torch.bfloat16) else torch.float32
 
 

@@ -69,10 +69,11 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        known = self._made.get(_key(tensor))
-        if known is None or known[0].expired():
-            self._made[_key(tensor)] = (StorageWeakRef(storage), storage.nbytes(), self._inside[-1])
+        key = _key(tensor)
+        known = self._made.get(key)
+        if key and (known is None or known[0].expired()):
+            storage = tensor.untyped_storage()
+            self._made[key] = (StorageWeakRef(storage), storage.nbytes(), self._inside[-1])
 
     def held(self) -> dict[str, int]:
         """Bytes of what is still alive."""
@@ -84,7 +85,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    """What tells storages apart; tensors without one, such as a subclass that only wraps others, share a key."""
+    """What tells storages apart; 0 for a sparse tensor, which has none of its own."""
     if tensor.layout is not torch.strided:
         return 0
     return int(tensor.untyped_storage()._cdata)
