@@ -26,6 +26,7 @@ unit: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.feed
 
 setup: $(READY)
 

@@ -97,6 +97,8 @@ def fit(
     log_to: LogTo = (),
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    deterministic: bool = False,
+    memory: str | int | None = None,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device in this very process.
 
@@ -111,7 +113,9 @@ def fit(
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
     - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
-    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation.
+    - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
+    - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
+    - `memory`: what each replica may take on its device at most, such as "8GiB".
 
     Ctrl-C ends the run after the current step and returns it.
 
@@ -130,11 +134,12 @@ def fit(
     _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
     training.check_callbacks(callbacks)
     sinks = make_sinks(log_to)
+    limit = None if memory is None else training.parse_bytes(memory)
     if not isinstance(resume, bool):
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
-    spec, devices, notices = settle(strategy, on)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
     _check_data(made, steps)
     training.check_metrics(made, len(devices))
     training.check_patience(training.as_patience(stop), made)
@@ -156,6 +161,7 @@ def fit(
         callbacks=tuple(callbacks),
         stop=training.as_patience(stop),
         start_from=source,
+        memory=limit,
     )
     with (
         _recording(job, devices, shown, progress, sinks, task) as (view, on_event),
@@ -176,13 +182,17 @@ def launch(
     on: On = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    deterministic: bool = False,
 ) -> list[Any]:
     """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
+
+    With `deterministic` the network draws the same random numbers on any number of replicas, and so does what stands
+    in `with hand.scope():` or in a function given to `hand.minimize`.
 
     >>> launch(lambda hand: hand.rank, "single", on="cpu")
     [0]
     """
-    spec, devices, notices = settle(strategy, on)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
     view = make_view(f"{spec} on {_place(devices)}", progress, live=False)
     for text in notices:
         view.line(text)
@@ -201,7 +211,10 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why."""
+    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why.
+
+    Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
+    """
     made = as_task(task, params)
     spec, devices, _ = settle(strategy, on)
     _check_data(made, None)
@@ -247,9 +260,13 @@ def predict(
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
-def settle(strategy: StrategySpec | str | None, on: On) -> tuple[StrategySpec, list[Device], list[str]]:
+def settle(
+    strategy: StrategySpec | str | None, on: On, *, deterministic: bool = False
+) -> tuple[StrategySpec, list[Device], list[str]]:
     """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
     spec = as_spec(strategy)
+    if deterministic:
+        spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
     make_policy(spec.sync)
     world = current_world()

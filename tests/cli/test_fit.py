@@ -54,6 +54,16 @@ def test_a_run_goes_on_with_resume(invoke: Invoke) -> None:
     assert "resumed at step 4" in result.stderr
 
 
+def test_a_limit_and_layout_free_randomness(invoke: Invoke) -> None:
+    result = invoke("fit", TARGET, "--on", "cpu*2", "--deterministic", "--memory", "2GiB", "--name", "a")
+    assert result.exit_code == 0, result.stderr
+    assert Run("runs/a").record["spec"] == {"replicas": 2, "deterministic": True}
+    assert "--memory 2GiB --name a --deterministic --resume" in result.stdout
+    refused = invoke("fit", TARGET, "--on", "cpu", "--memory", "plenty")
+    assert refused.exit_code == 2
+    assert "number of bytes above zero, but got 'plenty'" in refused.stderr
+
+
 def test_quiet_says_the_result_only(invoke: Invoke) -> None:
     result = invoke("fit", TARGET, "--on", "cpu", "-q")
     assert result.exit_code == 0

@@ -17,6 +17,8 @@ from manyhands.core import StrategyError, StrategySpec, as_spec
         ("dp=4", mh.Mirrored(4)),
         ("ddp=2, accumulate=3", mh.Mirrored(2, accumulate=3)),
         ("mirrored,precision=bf16,batch_stats=local", mh.Mirrored(precision="bf16", batch_stats="local")),
+        ("mirrored,deterministic=true", mh.Mirrored(deterministic=True)),
+        ("single,recompute=*.mlp", mh.Single(recompute="*.mlp")),
         ("replicas=4,tensor=2,pp=3", StrategySpec(replicas=4, tensor=2, stages=3)),
         ("replicas=all,fsdp=2", StrategySpec(replicas=None, shards=2)),
     ],
@@ -36,6 +38,7 @@ def test_text_is_understood_and_survives_a_round_trip(text: str, spec: StrategyS
         ("replicas=two", "replicas must be a whole number, but got 'two'"),
         ("precision=fp8", "precision must be one of fp32, bf16, fp64, but got 'fp8'"),
         ("colour=red", "a strategy has the settings .*but got 'colour'"),
+        ("deterministic=perhaps", "deterministic must be true or false, but got 'perhaps'"),
         ("ep=2", "the axis 'expert' is reserved and not built yet"),
     ],
 )

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.core import LayoutFree
+from manyhands.data import Fields, map_leaves, tensors
 from manyhands.graph import Statics, Watch, culprit, has_convolutions, lay_out, make_capturable, shape_of
 
 counter = {"steps": 0}
@@ -112,6 +114,8 @@ def test_hooks_are_seen() -> None:
     assert seen.hooked() == "layer"
     handle.remove()
     assert seen.hooked() == ""
+    LayoutFree(torch.device("cpu")).cover(net)
+    assert seen.hooked() == ""
 
 
 def test_shapes_tell_batches_apart() -> None:
@@ -127,13 +131,25 @@ def test_shapes_tell_batches_apart() -> None:
 
 def test_static_inputs_take_other_batches() -> None:
     first = {"x": torch.zeros(2), "rest": [torch.zeros(1), 5]}
-    statics = Statics(first)
+    statics = Statics(first, map_leaves, tensors)
     held = statics.data["x"]
     statics.load({"x": torch.ones(2), "rest": [torch.full((1,), 7.0), 5]})
     assert held is statics.data["x"]
     assert held.tolist() == [1.0, 1.0]
     assert statics.data["rest"][0].item() == 7.0
     assert first["x"].tolist() == [0.0, 0.0]
+
+
+def test_lengths_of_ragged_samples_are_part_of_a_batch() -> None:
+    first = Fields({"x": torch.zeros(2, 3)}, padded={"x": torch.tensor([3, 1])})
+    other = Fields({"x": torch.ones(2, 3)}, padded={"x": torch.tensor([2, 3])})
+    assert shape_of(first) == shape_of(other)
+    assert shape_of(first) != shape_of(Fields({"x": torch.ones(2, 3)}))
+    statics = Statics(first, map_leaves, tensors)
+    lengths = statics.data.lengths("x")
+    statics.load(other)
+    assert lengths.tolist() == [2, 3]
+    assert first.lengths("x").tolist() == [3, 1]
 
 
 def test_optimizers_that_cannot_be_recorded_are_named() -> None:

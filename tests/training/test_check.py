@@ -43,12 +43,16 @@ class Centred(nn.Module):
 
 
 class Noisy(nn.Module):
+    """Draws from a generator of its own, which no two processes have alike."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(12, 5)
+        self.generator = torch.Generator()
+        self.generator.seed()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + torch.randn_like(x) * self.training)
+        return self.layer(x + torch.randn(x.shape, generator=self.generator) * self.training)
 
 
 def spread(model: nn.Module, batch: Any) -> Tensor:
@@ -70,7 +74,12 @@ def test_mirrored_takes_the_same_first_step(name: str) -> None:
         (problem("cnn"), mh.Mirrored(2, accumulate=2), "the gradient of", "of a micro-batch under accumulate"),
         (problem("mlp").replace(model=Counting), mh.Mirrored(2), "seen", r"not synchronised.*seen \(on rank 1\)"),
         (problem("mlp").replace(model=Centred), mh.Mirrored(2), "layer.weight", "looks at other samples of the batch"),
-        (problem("mlp").replace(model=Noisy), mh.Mirrored(2), "layer.weight", "draws random numbers"),
+        (
+            problem("mlp").replace(model=Noisy),
+            mh.Mirrored(2),
+            "layer.weight",
+            "draws random numbers from a generator of its own",
+        ),
         (problem("mlp").replace(loss=spread), mh.Mirrored(2), "the gradient of 0.weight", "a loss must be a mean"),
     ],
     ids=["local statistics", "accumulated statistics", "a buffer", "the batch", "randomness", "the loss"],
@@ -83,8 +92,23 @@ def test_a_difference_is_named_and_explained(task: mh.Task, strategy: StrategySp
     assert re.search(why, verdict.why), verdict.why
 
 
-def test_dropout_is_set_aside() -> None:
+@pytest.mark.parametrize("strategy", [mh.Mirrored(2), mh.Mirrored(3, accumulate=2, deterministic=True)], ids=str)
+def test_dropout_is_compared(strategy: StrategySpec) -> None:
     task = problem("mlp").replace(model=lambda: nn.Sequential(nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, 5)))
-    verdict = mh.check(task, mh.Mirrored(2), on="cpu*2")
-    assert verdict
-    assert "dropout is off for the comparison (layers: 1)" in str(verdict)
+    verdict = mh.check(task, strategy, on=f"cpu*{strategy.replicas}")
+    assert verdict, str(verdict)
+    assert verdict.error < 1e-10
+    assert ("as with deterministic=True" in str(verdict)) is not strategy.deterministic
+
+
+def test_draws_that_mix_samples_are_found() -> None:
+    """Which samples there are to mix with depends on the layout, whatever the numbers are."""
+
+    class Mixed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + x[torch.randperm(len(x))] if self.training else x)
+
+    verdict = mh.check(problem("mlp").replace(model=lambda: Mixed(nn.Linear(12, 5))), mh.Mirrored(2), on="cpu*2")
+    assert not verdict
+    assert "0.weight" in verdict.first
+    assert "looks at other samples of the batch" in verdict.why

@@ -35,6 +35,8 @@ class FitSettings(SplitSettings):
     patience: str | None = None
     start_from: str | None = None
     log_to: str = ""
+    deterministic: bool = False
+    memory: str | None = None
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -56,6 +58,15 @@ StartFrom = Annotated[
 ]
 LogTo = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; commas between several.")
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic", help="Random numbers, dropout's too, the same on any number of devices."
+    ),
+]
+Memory = Annotated[
+    str | None, typer.Option(help="What each replica may take on its device at most, such as 8GiB.", show_default=False)
 ]
 Config = Annotated[
     Path | None,
@@ -91,6 +102,8 @@ def fit(
     patience: Patience = None,
     start_from: StartFrom = None,
     log_to: LogTo = None,
+    deterministic: Deterministic = None,
+    memory: Memory = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -103,7 +116,7 @@ def fit(
     given = {
         "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
-        "start_from": start_from, "log_to": log_to,
+        "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -206,7 +219,8 @@ def _next_command(
         "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
         "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
-        "log-to": given["log_to"], "name": run.name,
+        "log-to": given["log_to"], "memory": given["memory"], "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    return shlex.join(["manyhands", "fit", target, *words, *spelled, "--resume"])
+    flags = ["--deterministic"] if given["deterministic"] else []
+    return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume"])

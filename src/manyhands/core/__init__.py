@@ -1,5 +1,9 @@
 """Plain data and promises that every room shares: Task, Predictor, StrategySpec, errors, events."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     ArchiveError,
     CheckpointError,
@@ -7,6 +11,7 @@ from .errors import (
     DeviceError,
     LossNotFinite,
     ManyhandsError,
+    OutOfMemory,
     PeerLost,
     ReplicasDiffer,
     RunError,
@@ -23,6 +28,19 @@ from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
 from .spec import Mirrored, Single, StrategySpec, as_spec
 from .task import Mean, Task, as_task, mean, task_name, typed
+
+if TYPE_CHECKING:
+    from .layout_free import LayoutFree
+
+
+def __getattr__(name: str) -> Any:
+    """Layout-free randomness needs torch, which a command line that only helps must not wait for."""
+    if name == "LayoutFree":
+        from .layout_free import LayoutFree
+
+        return LayoutFree
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Task",
@@ -48,6 +66,7 @@ __all__ = [
     "seed_all",
     "random_state",
     "restore_random_state",
+    "LayoutFree",
     "ManyhandsError",
     "UsageError",
     "TaskError",
@@ -63,4 +82,5 @@ __all__ = [
     "PeerLost",
     "ReplicasDiffer",
     "LossNotFinite",
+    "OutOfMemory",
 ]

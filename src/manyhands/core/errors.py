@@ -14,7 +14,8 @@ ManyhandsError
     ├── WorkerFailed             a rank raised or died: who, why, its traceback
     ├── PeerLost                 a collective was aborted because a peer died
     ├── ReplicasDiffer           replicas that should be equal are not
-    └── LossNotFinite            the loss became NaN or infinite
+    ├── LossNotFinite            the loss became NaN or infinite
+    └── OutOfMemory              a step did not fit: what held the memory, and what would fit
 """
 
 from __future__ import annotations
@@ -110,3 +111,7 @@ class ReplicasDiffer(RunError):
 
 class LossNotFinite(RunError):
     """The loss became NaN or infinite; the last good checkpoint is kept."""
+
+
+class OutOfMemory(RunError):
+    """A step did not fit into memory; says what held it and what would fit."""

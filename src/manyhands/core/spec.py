@@ -51,6 +51,10 @@ class StrategySpec:
     capture: str = "auto"
     """How a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays, "graph" only
     records, "compile" compiles from the start, "off" runs it as it is written."""
+    recompute: str = ""
+    """What backward computes again instead of keeping it: "blocks", "selective", or a pattern of module names."""
+    deterministic: bool = False
+    """Whether random numbers are layout-free: the same on any number of replicas."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -59,6 +63,16 @@ class StrategySpec:
                 continue
             _require_count(axis, count)
         _require_count("accumulate", self.accumulate)
+        if not isinstance(self.deterministic, bool):
+            raise StrategyError(
+                "deterministic must be true or false", got=repr(self.deterministic), remedy="write deterministic=true"
+            )
+        if not isinstance(self.recompute, str):
+            raise StrategyError(
+                'recompute must be "blocks", "selective" or a pattern of module names',
+                got=repr(self.recompute),
+                remedy='write recompute="blocks"',
+            )
         _require_one_of("precision", self.precision, PRECISIONS)
         _require_one_of("capture", self.capture, CAPTURES)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
@@ -118,13 +132,27 @@ class StrategySpec:
         return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
 
 
-def Single(*, precision: str = "fp32", accumulate: int = 1, capture: str = "auto") -> StrategySpec:
+def Single(
+    *,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    capture: str = "auto",
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
     """One device, in the caller's process.
 
     >>> Single(accumulate=4)
     StrategySpec(accumulate=4)
     """
-    return StrategySpec(replicas=1, precision=precision, accumulate=accumulate, capture=capture)
+    return StrategySpec(
+        replicas=1,
+        precision=precision,
+        accumulate=accumulate,
+        capture=capture,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
 
 
 def Mirrored(
@@ -135,6 +163,8 @@ def Mirrored(
     precision: str = "fp32",
     accumulate: int = 1,
     capture: str = "auto",
+    recompute: str = "",
+    deterministic: bool = False,
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
@@ -148,6 +178,8 @@ def Mirrored(
         precision=precision,
         accumulate=accumulate,
         capture=capture,
+        recompute=recompute,
+        deterministic=deterministic,
     )
 
 
@@ -190,6 +222,8 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
             return name, int(text)
         except ValueError:
             raise StrategyError(f"{name} must be a whole number", got=repr(text), remedy=f"write {key}=2") from None
+    if name == "deterministic" and text.lower() in ("true", "false"):
+        return name, text.lower() == "true"
     return name, text
 
 

@@ -79,7 +79,8 @@ class Task:
     optimizer: Callable[[Any], Optimizer | Optimizers]
     """Makes the optimizer of a model, or a dict of them keyed by submodule."""
     data: Any
-    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, or a function of one."""
+    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face dataset,
+    `mh.files(...)`, `mh.bucketed(...)`, or a function of one."""
     loss: Loss | None = None
     step: Callable[[Any, Any], Mapping[str, Any] | None] | None = None
     valid: Any = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -28,6 +27,8 @@ def shape_of(data: Any) -> Hashable | str:
     if not isinstance(data, (tuple, list, dict)):
         return f"the batch holds a {type(data).__name__}, which is neither a tensor nor a number"
     children = [shape_of(child) for child in (data.values() if isinstance(data, dict) else data)]
+    if type(data) is not dict and isinstance(data, dict):
+        children.append(shape_of(vars(data)))
     for child in children:
         if isinstance(child, str):
             return child
@@ -35,23 +36,24 @@ def shape_of(data: Any) -> Hashable | str:
 
 
 class Statics:
-    """A copy of a batch whose tensors stay where they are."""
+    """A copy of a batch whose tensors stay where they are.
 
-    def __init__(self, data: Any) -> None:
-        self.data: Any = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
-        self._tensors = _tensors(self.data)
+    `map_leaves` and `tensors` walk a batch, as the feed that made it does.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        map_leaves: Callable[[Callable[[Any], Any], Any], Any],
+        tensors: Callable[[Any], Iterable[Tensor]],
+    ) -> None:
+        self.data: Any = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, data)
+        self._walk = tensors
+        self._tensors = list(tensors(self.data))
 
     def load(self, data: Any) -> None:
         """Fills the tensors with another batch of the same shape."""
         if isinstance(data, Tensor):
             self.data.copy_(data)
         else:
-            torch._foreach_copy_(self._tensors, _tensors(data))
-
-
-def _tensors(data: Any) -> list[Tensor]:
-    if isinstance(data, Tensor):
-        return [data]
-    if not isinstance(data, (tuple, list, Mapping)):
-        return []
-    return [t for child in (data.values() if isinstance(data, Mapping) else data) for t in _tensors(child)]
+            torch._foreach_copy_(self._tensors, list(self._walk(data)))

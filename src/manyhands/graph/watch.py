@@ -81,7 +81,8 @@ class Watch:
     def hooked(self) -> str:
         """A module with a hook of the person's own, which a recording would not run; "" if there is none."""
         for name, module in self._model.named_modules():
-            if any(getattr(module, kind, None) for kind in _HOOKS):
+            hooks = [hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values()]
+            if any(_is_theirs(hook) for hook in hooks):
                 return name or type(module).__name__
         return ""
 

@@ -1,8 +1,10 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
+from .activations import activation_bytes
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica
 from .realise import MAIN, optimizers_of, realise, require_built
+from .recompute import keep_all, recompute
 from .replica import Replica
 from .skipping import keep_where
 
@@ -15,4 +17,7 @@ __all__ = [
     "MirroredReplica",
     "BatchStats",
     "keep_where",
+    "recompute",
+    "keep_all",
+    "activation_bytes",
 ]

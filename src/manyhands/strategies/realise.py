@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
 from .mirrored import MirroredReplica, mirror
+from .recompute import recompute
 from .replica import Replica
 
 MAIN = ""
@@ -24,12 +25,13 @@ def realise(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
 ) -> Replica:
-    """A replica of the network on this rank: precision, then device, then equal values, then optimizers and sync."""
+    """A replica of the network on this rank: precision, device, recomputation, equal values, optimizers, sync."""
     require_built(spec)
     _require_place(model, world)
     if spec.precision == "fp64":
         model = model.to(float64)
     model = model.to(world.device)
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     mirror(model, world)

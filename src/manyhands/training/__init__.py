@@ -6,6 +6,7 @@ from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
 from .hand import Hand, hand, holding
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
+from .memory import Account, account, parse_bytes
 from .metrics import check_metrics
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
@@ -39,6 +40,9 @@ __all__ = [
     "CHECKPOINTS",
     "RECORD",
     "ModelPredictor",
+    "Account",
+    "account",
+    "parse_bytes",
     "StepRecord",
     "Verdict",
     "one_step",

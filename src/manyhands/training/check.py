@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World
 from ..core import StrategySpec, Task, mix, seed_all
@@ -30,11 +29,12 @@ class StepRecord:
     losses: dict[str, float]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    notes: list[str]
     differing: list[str]
     """Names that are not equal over the replicas."""
     has_batch_norm: bool
     loss_notice: str
+    num_draws: int
+    """Random operations that were made layout-free."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,16 @@ class Verdict:
 
 
 def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> StepRecord:
-    """Takes the task's first step in float64 and keeps what came out; `salt` changes what is drawn at random."""
-    hand = Hand(world, dataclasses.replace(spec, precision="fp64"))
+    """Takes the task's first step in float64, with layout-free randomness, and keeps what came out.
+
+    `salt` changes what is drawn at random in spite of that.
+    """
+    hand = Hand(world, dataclasses.replace(spec, precision="fp64", deterministic=True))
+    assert hand.randomness is not None
     hand.build(task)
     if not hand.model.training:
         hand.model.train()
-    notes = _silence_dropout(hand.model)
+    hand.seed(task.seed)
     gradients: dict[str, Tensor] = {}
     for optimizer in hand.optimizers.values():
         optimizer.register_step_pre_hook(_keeper(hand, gradients))
@@ -87,10 +91,10 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
         losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
         gradients=gradients,
         buffers={name: buffer.detach().cpu().clone() for name, buffer in hand.model.named_buffers()},
-        notes=notes,
         differing=hand.replica.differences(),
         has_batch_norm=any(isinstance(m, _BatchNorm) for m in hand.model.modules()),
         loss_notice=notice,
+        num_draws=hand.randomness.num_draws,
     )
     feed.close()
     hand.close()
@@ -99,10 +103,12 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
 
 def compare(whole: StepRecord, again: StepRecord, parts: StepRecord, spec: StrategySpec) -> Verdict:
     """The verdict on a split step; `again` is the whole one with other random numbers."""
-    notes = list(whole.notes)
+    notes = []
     is_random = whole.losses != again.losses
     if is_random:
-        notes.append("the step draws random numbers besides dropout layers, which differ on every replica")
+        notes.append("the step draws random numbers that are not layout-free, so they differ on every replica")
+    if whole.num_draws and not spec.deterministic:
+        notes.append("random numbers, dropout's too, are compared as with deterministic=True; a run needs it for them")
     worst = 0.0
     for name, ours, theirs in _pairs(whole, parts):
         error = _error(ours, theirs)
@@ -147,7 +153,7 @@ def _reason(whole: StepRecord, parts: StepRecord, spec: StrategySpec, name: str,
     if unsynchronised:
         return f"a buffer is not synchronised over the replicas: {', '.join(unsynchronised)}"
     if is_random:
-        return "the step draws random numbers, which differ on every replica"
+        return "the step draws random numbers from a generator of its own, which differ on every replica"
     return "some operation looks at other samples of the batch, or a gradient is changed outside of the loss"
 
 
@@ -162,10 +168,3 @@ def _keeper(hand: Hand, gradients: dict[str, Tensor]) -> Callable[..., None]:
                     gradients[name] = parameter.grad.detach().cpu().clone()
 
     return keep
-
-
-def _silence_dropout(model: nn.Module) -> list[str]:
-    layers = [layer for layer in model.modules() if isinstance(layer, _DropoutNd) and layer.p > 0]
-    for layer in layers:
-        layer.eval()
-    return [f"dropout is off for the comparison (layers: {len(layers)})"] if layers else []

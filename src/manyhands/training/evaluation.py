@@ -25,7 +25,7 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
     averaged = hand.averages.in_place() if hand.averages is not None else nullcontext()
     with averaged, evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
-            with hand.replica.scope():
+            with hand.scope():
                 if task.loss is not None:
                     sums.add("loss", task.loss(hand.model, batch.data), batch.num_samples)
                 if task.metrics:
@@ -44,7 +44,7 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tenso
     places: list[int] = []
     with evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
-            with hand.replica.scope():
+            with hand.scope():
                 outputs = named(outputs_of(task, hand.model, inputs_of(task, batch.data)))
             for name, value in outputs.items():
                 rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
@@ -65,6 +65,7 @@ def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
     """One pass; layers that use batch statistics even now must know of borrowed rows."""
     for batch in feed.epoch(Cursor()):
         hand.replica.ghost(batch.num_samples == 0)
+        hand.draw_for(batch, salt=1)
         yield batch
     hand.replica.ghost(False)
 

@@ -12,12 +12,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..cluster import DirectLine, NullWorld, World, current_world, resolve
-from ..core import Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
+from ..core import LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Replica, keep_where, realise
+from ..strategies import MAIN, Replica, keep_all, keep_where, realise
 from .averages import Averages
 from .gathering import gather_rows
 from .progress import make_view
@@ -25,6 +26,7 @@ from .snapshot import restore_snapshot, take_snapshot
 from .tally import Part, Tally
 
 Key = str
+_AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has built for tasks: one that comes again would go on from where it was left."""
 
@@ -49,7 +51,12 @@ class Hand:
         self._replica: Replica | None = None
         self.batch: Batch | None = None
         """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
-        self._part = Part(1, world.size)
+        self.randomness = LayoutFree(self.device) if spec.deterministic else None
+        """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
+        self._seed = 0
+        self._covers: list[RemovableHandle] = []
+        self.part = Part(1, world.size)
+        """How much of the step's global batch the current micro-batch is."""
         self._tallies: dict[Key, Tally] = {}
         self._last_tally: Tally | None = None
         self._vote = torch.zeros((), device=self.device)
@@ -96,6 +103,8 @@ class Hand:
     def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
         self._replica = realise(self.spec, self.world, model, make_optimizer)
+        if self.randomness is not None:
+            self._covers += self.randomness.cover(self.model)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -129,6 +138,25 @@ class Hand:
     def seed(self, seed: int) -> None:
         """Seeds every generator, differently on each replica."""
         seed_all(mix(seed, self.rank))
+        self._seed = seed
+
+    def draw_for(self, batch: Batch, salt: int = 0) -> None:
+        """Makes layout-free numbers those of a batch's samples in this step; `salt` makes others of them."""
+        if self.randomness is not None:
+            self.randomness.load(mix(self._seed, salt), self.num_steps, batch.ids)
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Where layout-free numbers are drawn, if they are asked for."""
+        return _AS_IT_IS if self.randomness is None else self.randomness.drawing()
+
+    def scope(self) -> contextlib.AbstractContextManager[object]:
+        """Where the network and its loss are computed: the strategy's precision and randomness."""
+        return self.replica.scope() if self.randomness is None else self._drawing_in(self.replica.scope())
+
+    @contextlib.contextmanager
+    def _drawing_in(self, scope: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+        with self.drawing(), scope:
+            yield
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -202,9 +230,10 @@ class Hand:
     def take(self, batch: Batch) -> None:
         """Makes this the batch that losses are weighed by."""
         self.batch = batch
-        self._part = Part(batch.num_samples, batch.global_samples)
+        self.part = Part(batch.num_samples, batch.global_samples)
+        self.draw_for(batch)
         if self._replica is not None:
-            self._replica.ghost(self._part.is_ghost)
+            self._replica.ghost(self.part.is_ghost)
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:
         """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
@@ -216,15 +245,28 @@ class Hand:
                 remedy="pass that batch",
             )
         # `take` has weighed a batch of one part already.
-        return iter((current.data,)) if len(current.sizes) == 1 else self._micros(current)
+        is_whole = len(current.sizes) == 1 and self.randomness is None
+        return iter((current.data,)) if is_whole else self._micros(current)
 
     def _micros(self, current: Batch) -> Iterator[Any]:
         num_micros = len(current.sizes)
+        self._draw_next()
         for index, (data, size, _) in enumerate(current.micros()):
-            self._part = Part(size, current.global_samples, last=index == num_micros - 1)
-            self.replica.ghost(self._part.is_ghost)
+            self.part = Part(size, current.global_samples, last=index == num_micros - 1)
+            self._select(sum(current.sizes[:index]), size)
+            self.replica.ghost(self.part.is_ghost)
             yield data
-        self._part = Part(current.num_samples, current.global_samples)
+        self.part = Part(current.num_samples, current.global_samples)
+        self._draw_next()
+        self._select(0, current.num_samples)
+
+    def _draw_next(self) -> None:
+        if self.randomness is not None:
+            self.randomness.begin()
+
+    def _select(self, start: int, size: int) -> None:
+        if self.randomness is not None:
+            self.randomness.select(start, size)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -239,11 +281,13 @@ class Hand:
                 got="a second one before hand.step()",
                 remedy="add the losses, or cut the batch with hand.accumulate",
             )
-        objective = tally.add(loss, self._part)
-        if self._part.last:
+        objective = tally.add(loss, self.part)
+        if self.part.last:
             self.heed()
             tally.send(self._vote, self.replica.riders(key))
-        self.replica.backward(objective, key, last=self._part.last)
+        # A forward that is computed again must draw the same numbers again.
+        with self.drawing():
+            self.replica.backward(objective, key, last=self.part.last)
 
     def heed(self) -> None:
         """Puts a wish to stop where it travels with the next step."""
@@ -292,8 +336,8 @@ class Hand:
         self.good = flag if self.good is None else flag & self.good
         return flag
 
-    def drop_step(self) -> None:
-        """Forgets a step that was begun: its losses and gradients."""
+    def forget_step(self) -> None:
+        """Gives up the step under way: its losses and gradients."""
         self._tallies.clear()
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -324,7 +368,7 @@ class Hand:
             raise TaskError(f"the optimizers are {known}", got=repr(key), remedy="name one of these")
         if callable(loss):
             for data in self.accumulate():
-                with self.replica.scope():
+                with self.scope():
                     part = loss(data)
                 self.backward(part, key)
         else:
@@ -432,8 +476,11 @@ class Hand:
         """Waits for what is being written and takes the strategy off the network."""
         for store in self._stores.values():
             store.close()
+        for cover in self._covers:
+            cover.remove()
         if self._replica is not None:
             self._replica.close()
+            keep_all(self._replica.model)
 
 
 _held: list[Hand] = []

@@ -21,6 +21,7 @@ from ..store import Weights
 from .callbacks import Callback
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .memory import explain_memory, limited
 from .patience import Patience, Watch, check_patience
 from .start import start_from
 from .stepping import Stepper
@@ -33,6 +34,10 @@ MAX_SKIPPED = 20
 _GOOD = "\0good"
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
+STRAYED = (
+    "an operation draws random numbers that deterministic=True does not know (a kernel of its own, or torch.ops), "
+    "so they differ from one number of replicas to another"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class Job:
     """Ends the run when what one of them watches gets no better."""
     start_from: Weights | None = None
     """What a run that is not resumed begins with."""
+    memory: int | None = None
+    """Bytes that a replica may take on its device; None for all there are."""
 
 
 @dataclass
@@ -73,7 +80,8 @@ def train(world: World, job: Job) -> Outcome:
         hand = Hand(world, job.spec)
         loop = _Loop(hand, job)
         try:
-            return loop.run()
+            with limited(hand.device, job.memory):
+                return loop.run()
         finally:
             loop.reporter.flush()
             hand.close()
@@ -99,6 +107,7 @@ class _Loop:
         self.measured_at = 0
         self.compared = False
         self.noticed: set[str] = set()
+        self.limit = "compute"
         self.factor: float | None = None
 
     def run(self) -> Outcome:
@@ -112,7 +121,11 @@ class _Loop:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
-                stepper.take(batch)
+                try:
+                    stepper.take(batch)
+                except (RuntimeError, MemoryError) as error:
+                    explain_memory(error, hand, self.task, batch)
+                    raise
                 self.look(batch)
                 for callback in job.callbacks:
                     callback.on_step(hand)
@@ -123,6 +136,7 @@ class _Loop:
                 if self.is_over:
                     break
             else:
+                self.tell_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
         stepper.close()
         if self.measured_at != hand.num_steps and not self.stopped:
@@ -185,7 +199,11 @@ class _Loop:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
             hand.notice(f"a batch has {feed.batch_size} samples for {hand.size} replicas: some of them are idle")
-        if hand.size > 1 and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
+        if (
+            hand.size > 1
+            and not hand.spec.deterministic
+            and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules())
+        ):
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
     def resume(self) -> bool:
@@ -228,6 +246,13 @@ class _Loop:
         if hand.num_steps % COMPARE_EVERY == 0 or not self.compared:
             self.compare()
 
+        if (
+            self.reporter.num_samples == batch.global_samples
+            and hand.randomness is not None
+            and hand.randomness.strayed
+        ):
+            hand.notice(STRAYED)
+
     def compare(self) -> None:
         """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""
         self.compared = True
@@ -265,6 +290,12 @@ class _Loop:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
         self.save()
+
+    def tell_limit(self, feed: Feed) -> None:
+        """Says once what holds the steps up besides computing them."""
+        if feed.limit not in ("compute", self.limit):
+            self.limit = feed.limit
+            self.hand.notice(feed.said())
 
     def hear_patience(self) -> None:
         """Ends the run where patience ran out, on all replicas by what the first one saw."""
@@ -403,7 +434,8 @@ class _Reporter:
             told = {"losses": losses, "epoch": hand.epoch, "samples_per_second": rate, "lr": _learning_rates(hand)}
             self.report(event("steps", steps=steps, **told))
         self._unsent.clear()
-        hand.world.line.report(event("waits", rank=hand.rank, seconds=self.breakdown()))
+        limit = self._feed.limit if self._feed is not None else ""
+        hand.world.line.report(event("waits", rank=hand.rank, seconds=self.breakdown(), limit=limit))
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         self.flush()

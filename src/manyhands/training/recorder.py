@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..core import random_state, restore_random_state
-from ..data import Batch, ResidentBatch
+from ..data import Batch, ResidentBatch, map_leaves, tensors
 from ..graph import CannotRecord, Phase, Recording, Statics, Watch, make_capturable, rehearsing, shape_of
 from ..strategies import MAIN
 from .hand import Hand
-from .tally import Part, Tally
+from .tally import Tally
 from .ways import Loss, Ways
 
 NUM_PLAIN = 2
@@ -37,7 +37,7 @@ CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
 def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
     """The loss of every micro-batch, and its gradients."""
     for data in hand.accumulate(batch.data):
-        with hand.replica.scope():
+        with hand.scope():
             value = loss(hand.model, data)
         hand.backward(value)
 
@@ -139,7 +139,8 @@ class Recorder:
             state.restore()
             self._give_up(str(reason))
             return ""
-        changed, drew = watch.changed(), watch.drew()
+        changed = watch.changed()
+        drew = watch.drew() if hand.randomness is None else hand.randomness.drew_on_host()
         if changed:
             self._give_up(f"{changed} changes with every step, in Python")
         elif drew:
@@ -187,7 +188,7 @@ class Recorder:
             replica.settle(False)
 
     def _record(self, shape: Hashable, batch: Batch) -> str:
-        hand, statics = self._hand, Statics(_input(batch))
+        hand, statics = self._hand, Statics(_input(batch), map_leaves, tensors)
         standing = _standing(batch, statics)
         hand.take(standing)
         num_steps, state = hand.num_steps, _Keepsake(hand)
@@ -261,11 +262,12 @@ class Recorder:
             return None
         state, tally = _Keepsake(hand), Tally(hand.world)
         with torch.no_grad():
-            for data, size, _ in batch.micros():
-                with hand.replica.scope():
-                    tally.add(self._task_loss(hand.model, data), Part(size, batch.global_samples))
+            for data in hand.accumulate():
+                with hand.scope():
+                    tally.add(self._task_loss(hand.model, data), hand.part)
         draws = state.drew()
         state.restore()
+        hand.take(batch)
         # A compiled network draws other numbers than the plain one.
         return None if draws and is_compiled else float(tally.local_loss)
 
@@ -306,7 +308,7 @@ class _Keepsake:
         for buffer, value in self._buffers:
             buffer.copy_(value)
         restore_random_state(self._random, self._hand.device)
-        self._hand.drop_step()
+        self._hand.forget_step()
 
 
 def shape_of_batch(batch: Batch) -> Hashable:

@@ -54,7 +54,8 @@ class Ways:
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only that is compiled: a last, smaller one would be compiled all over."""
-        self._is_settled = hand.spec.capture != "auto"
+        # What is chosen by time may differ from run to run by a rounding.
+        self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
 

@@ -1,0 +1,186 @@
+"""Recompute: blocks whose inner results are not kept for backward but computed again there.
+
+The forward of the chosen modules is wrapped, the modules stay as they are, so names and checkpoints do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..core import StrategyError
+
+BLOCKS, SELECTIVE = "blocks", "selective"
+_MARK = "recomputes"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def recompute(model: nn.Module, what: str, *, own_randomness: bool = True) -> list[str]:
+    """Makes backward compute some modules again; returns their names.
+
+    `what` is "blocks" (those that are repeated in a list or a sequence), "selective" (the same, but results of matrix
+    products, convolutions and attention are kept) or a pattern of module names; empty is nothing at all.
+    `own_randomness` says that torch's generators draw for the network, so the device's state must come back too.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    >>> recompute(nn.Sequential(block(), block(), nn.Linear(4, 1)), "blocks")
+    ['0', '1']
+    """
+    if not what:
+        return []
+    chosen = _blocks(model) if what in (BLOCKS, SELECTIVE) else _matching(model, what)
+    if not chosen:
+        raise StrategyError(
+            "recompute needs blocks that are repeated in a ModuleList or a Sequential"
+            if what in (BLOCKS, SELECTIVE)
+            else "recompute must match the name of a module",
+            got=f"{what!r} for a {type(model).__name__} with {_some_names(model)}",
+            remedy='name them by a pattern, such as recompute="*.mlp"',
+        )
+    for module in chosen.values():
+        _wrap(module, what == SELECTIVE, own_randomness)
+    return list(chosen)
+
+
+def keep_all(model: nn.Module) -> None:
+    """Takes `recompute` off again."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(forward, _MARK, False):
+            del module.forward
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules with parts of their own of which a container has several of one class."""
+    found: dict[str, nn.Module] = {}
+    for name, container in model.named_modules():
+        if not isinstance(container, (*_CONTAINERS, nn.Sequential)) or _is_within(name, found):
+            continue
+        classes = [type(child) for child in container.children()]
+        for child_name, child in container.named_children():
+            is_block = classes.count(type(child)) > 1 and any(True for _ in child.children())
+            if is_block and not isinstance(child, _CONTAINERS) and any(p.requires_grad for p in child.parameters()):
+                found[f"{name}.{child_name}".lstrip(".")] = child
+    return found
+
+
+def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The outermost modules whose name fits."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        fits = name and fnmatchcase(name, pattern) and not isinstance(module, _CONTAINERS)
+        if fits and not _is_within(name, found):
+            found[name] = module
+    return found
+
+
+def _is_within(name: str, found: dict[str, nn.Module]) -> bool:
+    return any(name == outer or name.startswith(f"{outer}.") for outer in found)
+
+
+def _some_names(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    return "the modules " + ", ".join(names[:12]) + (" …" if len(names) > 12 else "") if names else "no modules in it"
+
+
+def _wrap(module: nn.Module, selective: bool, own_randomness: bool) -> None:
+    forward = _recomputing(module.__dict__.get("forward"), _Changes(), selective, own_randomness)
+    setattr(forward, _MARK, True)
+    # A bound method, so that a copy of the module computes with the copy's own parameters.
+    module.forward = MethodType(forward, module)
+
+
+def _recomputing(
+    own: Callable[..., Any] | None, changes: _Changes, selective: bool, own_randomness: bool
+) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = own or MethodType(type(module).forward, module)
+        if not (torch.is_grad_enabled() and module.training):
+            return plain(*args, **kwargs)
+        return checkpoint(
+            functools.partial(plain, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=own_randomness,
+            context_fn=functools.partial(_contexts, module, changes, selective),
+        )
+
+    return forward
+
+
+def _contexts(module: nn.Module, changes: _Changes, selective: bool) -> Contexts:
+    """What the first and the second time of computing happen in."""
+    first, second = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
+    state = torch.default_generator.get_state()
+    before = changes.values(module)
+    return _both(changes.noticed(module, before), first), _both(_as_before(module, before, state), second)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _Changes:
+    """Buffers that a module's forward changes, such as running statistics: backward must not change them again."""
+
+    def __init__(self) -> None:
+        self._names: set[str] | None = None
+
+    def values(self, module: nn.Module) -> dict[str, Tensor]:
+        """Copies of these buffers; of all of them while it is not known which are changed."""
+        wanted = self._names
+        return {name: b.clone() for name, b in module.named_buffers() if wanted is None or name in wanted}
+
+    @contextmanager
+    def noticed(self, module: nn.Module, before: dict[str, Tensor]) -> Iterator[None]:
+        """Finds out which ones are changed, the first time; by value, since batch_norm changes them unseen."""
+        yield
+        if self._names is None:
+            now = dict(module.named_buffers())
+            self._names = {name for name, old in before.items() if not torch.equal(now.get(name, old), old)}
+            for name in set(before) - self._names:
+                del before[name]
+
+
+@contextmanager
+def _as_before(module: nn.Module, before: dict[str, Tensor], state: Tensor) -> Iterator[None]:
+    """Other buffers in the place of those that the forward changed, and the CPU's generator as it was then."""
+    generator = torch.default_generator
+    now, after = dict(module.named_buffers()), generator.get_state()
+    _put(module, {name: value.clone() for name, value in before.items()})
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        _put(module, {name: now[name] for name in before})
+        generator.set_state(after)
+
+
+def _put(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner)._buffers[last] = buffer
+
+
+_KEPT = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+"""Operations that take long for the bytes that they make."""
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operation.namespace == "aten" and operation._opname in _KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

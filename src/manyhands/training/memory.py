@@ -1,0 +1,421 @@
+"""Memory: a limit for a run, and what held it when a step did not fit: an account, and what would fit instead."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import math
+import re
+import resource
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import ManyhandsError, OutOfMemory, SettingsError, StrategyError, Task
+from ..data import Batch, first_dim, split
+from ..strategies import activation_bytes, keep_all, recompute
+from .hand import Hand
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIGNS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "not enough memory")
+M_MMAP_THRESHOLD = -3
+MAPPED_FROM, MAPPED_AT_LAST = 1 << 17, 1 << 25
+"""Where glibc's threshold begins, and where it ends up by itself."""
+NUM_NAMED = 5
+"""Modules that an account names."""
+ROOM = 0.7
+"""The share of the memory that a step may be planned to take: backward and a checkpoint need some too."""
+
+
+# -- a limit -----------------------------------------------------------------------------------------------------------
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes from a text.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(4096)
+    (1610612736, 200000000, 4096)
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
+    number = float(found[1]) if found else 0.0
+    if found is None or isinstance(text, bool) or (found[3] and not found[2]) or number <= 0:
+        raise SettingsError(
+            "memory is a number of bytes above zero", got=repr(text), remedy='write it as "8GiB", "500MB" or 4096'
+        )
+    unit = found[2].lower()
+    return int(number * (_BINARY[unit] if found[3] else _UNITS[unit]))
+
+
+def size_text(count: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> size_text(3 * 2**30), size_text(1536), size_text(10)
+    ('3.0 GiB', '1.5 KiB', '10 B')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = min(len(units) - 1, int(math.log2(max(1.0, count))) // 10)
+    return f"{count:.0f} B" if power == 0 else f"{count / 2 ** (10 * power):.1f} {units[power]}"
+
+
+@contextlib.contextmanager
+def limited(device: torch.device, memory: int | None) -> Iterator[None]:
+    """Lets this process take no more than so many bytes on its device, besides what it had before."""
+    if memory is None:
+        yield
+    elif device.type == "cuda":
+        with _limited_cuda(device, memory):
+            yield
+    else:
+        with _limited_cpu(memory):
+            yield
+
+
+@contextlib.contextmanager
+def _limited_cpu(memory: int) -> Iterator[None]:
+    # Every optimizer imports it, and it is not the run's own memory.
+    importlib.import_module("torch._dynamo")
+    _map_from(MAPPED_FROM)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _data_bytes() + memory
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        _map_from(MAPPED_AT_LAST)
+
+
+def _map_from(size: int) -> None:
+    """Has the C library give blocks from this size on back as soon as they are freed, so that a limit counts what is
+    held and not what was; its own threshold moves up to the size of tensors, and they then leave holes behind.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, size)
+
+
+class _HeapState(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "free", "top")
+    )
+
+
+def _holes() -> int:
+    """Bytes that the C library has from the system and nobody uses; 0 where it does not say."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallinfo2.restype = _HeapState
+    return int(library.mallinfo2().free)
+
+
+@contextlib.contextmanager
+def _limited_cuda(device: torch.device, memory: int) -> Iterator[None]:
+    total = torch.cuda.get_device_properties(device).total_memory
+    if memory > total:
+        raise SettingsError(
+            f"{device} has {size_text(total)}", got=f"memory={size_text(memory)}", remedy="pass less, or nothing"
+        )
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, memory / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _data_bytes() -> int:
+    """What the kernel counts as this process's data, without holes, which are used again first."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 - _holes()
+
+
+def headroom(device: torch.device) -> int:
+    """Bytes that this process could still take on its device."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return min(free + reserved, allowed) - allocated
+    available = int(psutil.virtual_memory().available)
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return available if limit < 0 else min(available, limit - _data_bytes())
+
+
+# -- an account --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a step holds, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: dict[str, int] = field(default_factory=dict)
+    """By the module that made them, the largest first; empty where they could not be measured."""
+    rows: int = 0
+    """Samples of the micro-batch they are for."""
+
+    @property
+    def fixed(self) -> int:
+        """What does not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.fixed + sum(self.activations.values())
+
+    def lines(self) -> list[str]:
+        """A line for each part."""
+        parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
+        lines = [f"{name:<16} {size_text(size):>10}" for name, size in parts.items()]
+        if not self.activations:
+            return [*lines, "activations      could not be measured"]
+        whole = size_text(sum(self.activations.values()))
+        largest = list(self.activations.items())[:NUM_NAMED]
+        named = ", ".join(f"{name or 'outside of the network'} {size_text(size)}" for name, size in largest)
+        more = f", {len(self.activations) - NUM_NAMED} more" if len(self.activations) > NUM_NAMED else ""
+        return [*lines, f"{'activations':<16} {whole:>10} for {self.rows} rows: {named}{more}"]
+
+
+def account(hand: Hand, task: Task, batch: Batch) -> Account:
+    """What a step of this task holds on this replica; activations are measured on a few rows."""
+    model, optimizers = hand.model, hand.optimizers.values()
+    rows = max(1, *batch.sizes)
+    copies = 1 if hand.size == 1 else 2  # the gradient itself, and the buffer in which it travels
+    return Account(
+        parameters=_bytes([*model.parameters(), *model.buffers()]),
+        gradients=copies * _bytes([p for p in model.parameters() if p.requires_grad]),
+        optimizer=sum(map(_state_bytes, optimizers)),
+        activations=_activations(hand, task, batch, rows) or {},
+        rows=rows,
+    )
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _held_state(optimizer: Optimizer) -> int:
+    return _bytes([v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)])
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """The optimizer's state; before the first step what it is going to be, seen on one number."""
+    held = _held_state(optimizer)
+    if held:
+        return held
+    total, accepted = 0, inspect.signature(type(optimizer)).parameters
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key in accepted and key != "params"}
+        one = nn.Parameter(torch.zeros(8))
+        one.grad = torch.zeros(8)
+        with contextlib.suppress(Exception):
+            tried = type(optimizer)([one], **settings)
+            tried.step()
+            each = sum(v.numel() for v in tried.state[one].values() if isinstance(v, Tensor)) // 8
+            total += each * _bytes([p for p in group["params"] if p.requires_grad])
+    return total
+
+
+def _activations(
+    hand: Hand, task: Task, batch: Batch, rows: int, *, precision: str | None = None
+) -> dict[str, int] | None:
+    """Bytes by module for so many rows: measured on a few and on twice as many, and drawn out in a straight line."""
+    there = first_dim(batch.data)
+    few = min(2, max(1, there // 2))
+    if task.loss is None or there < 2 * few:
+        return None
+    try:
+        small, large = (
+            _measured(hand, task, split(batch.data, [n, there - n])[0] if n < there else batch.data, precision)
+            for n in (few, 2 * few)
+        )
+    except Exception:
+        # Whatever keeps it from being measured, the account of the rest is still worth having.
+        return None
+    drawn_out = {
+        name: max(0, round(small.get(name, 0) + (size - small.get(name, 0)) / few * (rows - few)))
+        for name, size in large.items()
+    }
+    return dict(sorted(drawn_out.items(), key=lambda pair: -pair[1]))
+
+
+def _measured(hand: Hand, task: Task, data: Any, precision: str | None) -> dict[str, int]:
+    assert task.loss is not None
+    loss = task.loss
+    scope = torch.autocast(hand.device.type, dtype=torch.bfloat16) if precision == "bf16" else hand.replica.scope()
+    with _without_peers(hand.world), _without_statistics(hand.model), scope:
+        return activation_bytes(hand.model, lambda: loss(hand.model, data))
+
+
+@contextlib.contextmanager
+def _without_peers(world: World) -> Iterator[None]:
+    """Nobody answers a collective now: the other replicas are in the middle of their step."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no collectives while memory is accounted for")
+
+    names = ("all_reduce", "start_all_reduce", "all_gather", "broadcast", "barrier", "gather_objects")
+    if world.size > 1:
+        vars(world).update(dict.fromkeys(names, refuse))
+    try:
+        yield
+    finally:
+        if world.size > 1:
+            for name in names:
+                del vars(world)[name]
+
+
+@contextlib.contextmanager
+def _without_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch statistics are neither summed over replicas nor changed."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+# -- what would fit ----------------------------------------------------------------------------------------------------
+
+
+def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
+    """What would make the step fit, with what it would then take; the best known first."""
+    if not held.activations:
+        return ["a smaller batch at a time: accumulate=2 or more", 'recompute="blocks"', 'precision="bf16"']
+    found = []
+    accumulate = _accumulate(hand, held, memory)
+    if accumulate is not None:
+        share = _total(held, {k: v * hand.spec.accumulate // accumulate for k, v in held.activations.items()})
+        found.append(_line(f"accumulate={accumulate}", share, memory))
+    if not hand.spec.recompute:
+        again = _recomputed(hand, task, batch, held)
+        if again is not None:
+            found.append(_line('recompute="blocks"', again, memory))
+    if hand.spec.precision == "fp32":
+        half = _activations(hand, task, batch, held.rows, precision="bf16")
+        if half is not None and sum(half.values()) < sum(held.activations.values()):
+            found.append(_line('precision="bf16"', _total(held, half), memory))
+    if held.fixed > ROOM * memory:
+        found.append("no batch: parameters, gradients and optimizer state alone are more than there is")
+    return found
+
+
+def _accumulate(hand: Hand, held: Account, memory: int) -> int | None:
+    """The smallest number of micro-batches with which the step fits; None where even single rows do not."""
+    now = hand.spec.accumulate
+    for parts in range(2, held.rows + 1):
+        if held.fixed + sum(held.activations.values()) / parts <= ROOM * memory:
+            return now * parts
+    return None
+
+
+def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account) -> int | None:
+    """The total with recompute="blocks": what stands between the blocks, and the largest of them while it is redone."""
+    try:
+        names = recompute(hand.model, "blocks", own_randomness=hand.randomness is None)
+    except StrategyError:
+        return None
+    try:
+        between = _activations(hand, task, batch, held.rows)
+    finally:
+        keep_all(hand.model)
+    if between is None:
+        return None
+    inside = (sum(size for name, size in held.activations.items() if _is_in(name, block)) for block in names)
+    return _total(held, between) + max(inside)
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+def _total(held: Account, activations: dict[str, int]) -> int:
+    return held.fixed + sum(activations.values())
+
+
+def _line(what: str, total: int, memory: int) -> str:
+    return f"{what:<20} about {size_text(total)}{'' if total <= ROOM * memory else ', which is still too much'}"
+
+
+# -- when it happens ---------------------------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, ManyhandsError)
+    return is_torchs and any(sign in str(error) for sign in _SIGNS)
+
+
+def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -> None:
+    """Raises OutOfMemory, with an account, where an allocation failed; what the step held is let go first."""
+    if not is_out_of_memory(error):
+        return
+    where = _where(error)
+    asked = re.search(r"allocate ([0-9.]+ ?\w+)", str(error))
+    _let_go(error, hand)
+    held = account(hand, task, batch)
+    _free(hand.device)
+    memory = headroom(hand.device) + held.parameters + sum(map(_held_state, hand.optimizers.values()))
+    wanted = f", where {_spelled(asked[1])} more were asked for" if asked else ""
+    head = f"step {hand.num_steps + 1} did not fit into the memory of {hand.device} on rank {hand.rank}{where}{wanted}"
+    options = remedies(hand, task, batch, held, memory)
+    _free(hand.device)
+    texts = [head, f"a step holds about {size_text(held.total)} of {size_text(memory)}:"]
+    texts += [f"  {line}" for line in held.lines()]
+    texts += ["what would help:", *(f"  {line}" for line in options)]
+    raise OutOfMemory("\n".join(texts)) from None
+
+
+def _spelled(amount: str) -> str:
+    return size_text(int(amount.split()[0])) if amount.split()[-1].startswith("byte") else amount
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the person's own code."""
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    return f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+
+
+def _let_go(error: BaseException, hand: Hand) -> None:
+    """Drops what the failed step left behind: the frames it was in, half of the gradients, the allocator's cache."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__context__
+    hand.forget_step()
+    _free(hand.device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,164 @@
+"""Recompute: the same training with less memory; what is chosen, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.cluster import NullWorld, World
+from manyhands.core import StrategyError
+from manyhands.store import CheckpointStore
+from manyhands.strategies import activation_bytes, keep_all, recompute
+from manyhands.training import Job, train
+from manyhands.training.loop import CHECKPOINTS
+
+from ..training.problems import problem
+from ..training.test_deterministic import Gpt
+from ..training.test_equality import keep
+
+WAYS = ("blocks", "selective", "*.mlp")
+
+
+class Residual(nn.Module):
+    """A block with BatchNorm and a buffer that its output depends on and that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.mlp = nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU())
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        y = x + self.mlp(F.relu(self.norm(self.conv(x)))) * scale * (1 + self.seen)
+        if self.training:
+            self.seen += 0.25
+        return y
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 6, 3, padding=1)
+        self.blocks = nn.ModuleList([Residual(), Residual()])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x.mean((2, 3)))
+
+
+def tasks() -> dict[str, mh.Task]:
+    return {
+        "cnn": problem("cnn", "adamw").replace(model=Cnn),
+        "gpt": problem("gpt", "adamw").replace(model=lambda: Gpt(0.2)),
+    }
+
+
+def trained(world: World, ways: list[str], folder: Path, deterministic: bool) -> dict[tuple[str, str], Any]:
+    """Losses and weights of every task in every way, in one set of ranks."""
+    results = {}
+    for way in ways:
+        for name, task in tasks().items():
+            losses: dict[str, list[float]] = {}
+            world.line.taps[:] = [partial(keep, into=losses)]
+            spec = mh.Mirrored(world.size, precision="fp64", recompute=way, deterministic=deterministic)
+            where = folder / f"{name}-{world.size}-{way.replace('*', 'all')}"
+            train(world, Job(task=task, spec=spec, folder=where, epochs=2))
+            world.barrier()
+            results[way, name] = (losses.get("loss"), CheckpointStore(where / CHECKPOINTS).load().model)
+    return results
+
+
+@pytest.mark.parametrize(("size", "deterministic"), [(1, False), (1, True), (2, False), (2, True)])
+def test_training_is_the_same(size: int, deterministic: bool, run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Dropout by either kind of generator, running statistics, a buffer that changes, tied weights, two replicas."""
+    work = partial(trained, ways=["", *WAYS], folder=tmp_path, deterministic=deterministic)
+    results = work(NullWorld()) if size == 1 else run_ranks(work, size)[0]
+    for (_, name), (losses, weights) in results.items():
+        expected, expected_weights = results["", name]
+        assert len(losses) == 6
+        np.testing.assert_allclose(losses, expected, rtol=1e-11)
+        assert weights.keys() == expected_weights.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(value, expected_weights[key], rtol=0, atol=1e-9, msg=f"{name} {key}")
+    assert results["", "cnn"][1]["blocks.0.norm.num_batches_tracked"] == 6
+
+
+def held(way: str, rows: int = 8) -> int:
+    """Bytes that a deep network keeps for backward, without its inputs and loss."""
+    net = nn.Sequential(*(_Mlp() for _ in range(6)))
+    inputs = torch.randn(rows, 32)
+    recompute(net, way)
+    kept = activation_bytes(net, lambda: net(inputs).sum())
+    return sum(size for name, size in kept.items() if name)
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(F.gelu(self.up(x))))
+
+
+def test_memory_that_is_held_until_backward() -> None:
+    """Plain: what gelu takes and tanh gives, and what stands between blocks; with blocks only the latter."""
+    row = 8 * 4
+    assert held("") == (6 * 2 * 128 + 5 * 32) * row
+    assert held("blocks") == 5 * 32 * row
+    assert held("blocks") < held("selective") < held("")
+    assert held("", 16) == 2 * held("", 8)
+
+
+def test_what_is_chosen() -> None:
+    assert recompute(Cnn(), "blocks") == ["blocks.0", "blocks.1"]
+    assert recompute(Cnn(), "selective") == ["blocks.0", "blocks.1"]
+    assert recompute(Cnn(), "*.mlp") == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert recompute(Cnn(), "blocks.*") == ["blocks.0", "blocks.1"], "the outermost ones, each once"
+    assert recompute(Cnn(), "") == []
+    nested = nn.Sequential(nn.Linear(1, 1), nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(3))))
+    assert recompute(nested, "blocks") == ["1.0", "1.1", "1.2"]
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    assert recompute(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "blocks") == ["layers.0", "layers.1"]
+
+
+def test_a_copy_computes_with_its_own_weights_and_it_comes_off_again() -> None:
+    net = Cnn()
+    recompute(net, "blocks")
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    x = torch.randn(3, 1, 4, 4)
+    assert twin(x).abs().max() == 0
+    twin(x).sum().backward()
+    assert all(p.grad is None for p in net.parameters())
+    keep_all(net)
+    assert all("forward" not in module.__dict__ for module in net.modules())
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("blocks", r"needs blocks that are repeated .* got 'blocks' for a Sequential with the modules 0, 1, 2"),
+        ("*.attention", r"must match the name of a module, but got '\*\.attention' .*; name them by a pattern"),
+    ],
+)
+def test_what_matches_nothing_is_refused(way: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=message):
+        mh.fit(problem("mlp"), mh.Single(recompute=way), on="cpu", folder=tmp_path, progress=False)
+    with pytest.raises(StrategyError, match="but got True"):
+        mh.Single(recompute=True)  # type: ignore[arg-type]

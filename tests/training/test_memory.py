@@ -1,0 +1,182 @@
+"""Memory: an account of a step in bytes, a limit, and a step that did not fit and says what would."""
+
+from __future__ import annotations
+
+import gc
+import re
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.cluster import NullWorld, World
+from manyhands.core import OutOfMemory, PeerLost, SettingsError, WorkerFailed
+from manyhands.data import Cursor, as_source
+from manyhands.training import Account, Hand, Job, account, parse_bytes, train
+from manyhands.training.memory import is_out_of_memory
+
+WIDTH, DEPTH, ROWS = 256, 12, 2048
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.gelu(self.norm(self.layer(x))))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+def task(rows: int = ROWS, **changes: Any) -> mh.Task:
+    made = mh.Task(
+        model=net,
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        data=(torch.zeros(2 * rows, WIDTH), torch.zeros(2 * rows)),
+        batch_size=rows,
+    )
+    return made.replace(**changes)
+
+
+def held(made: mh.Task, spec: mh.StrategySpec | None = None) -> Account:
+    hand = Hand(NullWorld(), spec or mh.Single())
+    hand.build(made)
+    feed = hand.make_feed(as_source(made.data), made.batch_size or 1, shuffle=False)
+    batch = next(iter(feed.epoch(Cursor())))
+    feed.close()
+    return account(hand, made, batch)
+
+
+def test_the_account_of_a_step() -> None:
+    """Per block and row: what gelu takes, what tanh gives, what the norm takes, and what stands before the block."""
+    found = held(task())
+    count = DEPTH * (WIDTH * WIDTH + 3 * WIDTH) + WIDTH + 1
+    buffers = DEPTH * (2 * WIDTH * 4 + 8)
+    assert found.parameters == count * 4 + buffers
+    assert found.gradients == count * 4
+    assert found.optimizer == 2 * count * 4
+    assert found.rows == ROWS
+    block = {name: size for name, size in found.activations.items() if name.startswith("3.") or name == "3"}
+    row = ROWS * WIDTH * 4
+    assert block == {"3": 2 * row, "3.layer": row, "3.norm": row}
+    assert found.total == found.fixed + sum(found.activations.values())
+    assert list(found.activations.values()) == sorted(found.activations.values(), reverse=True)
+
+
+def test_the_account_follows_accumulation_precision_and_recomputation() -> None:
+    whole = sum(held(task()).activations.values())
+    quarter = held(task(), mh.Single(accumulate=4))
+    assert quarter.rows == ROWS // 4
+    assert sum(quarter.activations.values()) == pytest.approx(whole / 4, rel=0.01)
+    assert sum(held(task(), mh.Single(recompute="blocks")).activations.values()) < whole / 3
+    assert sum(held(task(), mh.Single(precision="bf16")).activations.values()) < whole * 0.8
+    sgd = task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert held(sgd).optimizer == 0
+
+
+def tight(world: World, spec: mh.StrategySpec, folder: Path) -> str | int:
+    """Trains in 96 MiB, in a process of its own, whose memory has no holes from other tests."""
+    torch.set_num_threads(1)
+    job = Job(task=task(), spec=spec, folder=folder, epochs=1, memory=parse_bytes("96MiB"))
+    try:
+        return train(world, job).num_steps
+    except OutOfMemory as error:
+        return str(error)
+
+
+def test_what_is_advised_really_fits(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """108 MiB in 96: a real allocation fails, and the same limit is enough for what the error says."""
+
+    def run(spec: mh.StrategySpec) -> Any:
+        return run_ranks(partial(tight, spec=spec, folder=tmp_path / str(spec)), 1)[0]
+
+    text = run(mh.Single())
+    for line in (
+        r"^step 1 did not fit into the memory of cpu on rank 0, at .*test_memory.py:\d+, where .* more were asked for",
+        r"parameters +3\.\d MiB",
+        r"gradients +3\.\d MiB",
+        r"optimizer state +6\.\d MiB",
+        r"activations +9\d\.\d MiB for 2048 rows: \d+ 4\.0 MiB",
+        r'recompute="blocks" +about 4\d\.\d MiB$',
+    ):
+        assert re.search(line, text, re.MULTILINE), text
+    advised = re.search(r"accumulate=(\d+) +about \d+\.\d MiB$", text, re.MULTILINE)
+    assert advised is not None, text
+    assert run(mh.Single(accumulate=int(advised[1]))) == 2
+    assert run(mh.Single(recompute="blocks")) == 2
+
+
+def test_the_process_stays_usable(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(OutOfMemory, match="step 1 did not fit into the memory of cpu") as caught:
+        mh.fit(task(4 * ROWS), mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    _require_nothing_left(caught)
+    assert mh.fit(task(8), mh.Single(), on="cpu", folder=tmp_path, progress=False).num_steps == 2
+
+
+def _require_nothing_left(caught: Any) -> None:
+    """Nothing of the failed step is alive, although its error still is."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    assert not [tuple(t.shape) for t in tensors if t.dim() == 2 and len(t) == 4 * ROWS and t.grad_fn is not None]
+    assert caught.value is not None
+
+
+def test_a_replica_that_runs_out_is_heard(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"on rank [01](.|\n)*accumulate=\d+ .*about") as caught:
+        mh.fit(task(8 * ROWS), "mirrored", on="cpu*2", folder=tmp_path, progress=False, memory="96MiB")
+    assert isinstance(caught.value.__cause__, WorkerFailed)
+
+
+def test_a_step_of_ones_own_is_accounted_for_as_far_as_it_can_be(tmp_path: Path) -> None:
+    def step(hand: mh.Hand, batch: Any) -> None:
+        hand.minimize(lambda part: loss(hand.model, part))
+
+    made = task(4 * ROWS, loss=None, step=step)
+    with pytest.raises(OutOfMemory, match=r"activations +could not be measured\nwhat would help:\n  a smaller batch"):
+        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            raise RuntimeError("something else")
+        return loss(model, batch)
+
+    with pytest.raises(RuntimeError, match="^something else$"):
+        mh.fit(task(8, loss=broken), mh.Single(), on="cpu", folder=tmp_path, progress=False)
+    assert not is_out_of_memory(PeerLost("all_reduce", "x.py:1", "rank 1 died: can't allocate memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError())
+
+
+@pytest.mark.parametrize("memory", ["much", "-1GiB", "0", "8GiX", "GiB", "8 i", True, 0, -5])
+def test_nonsense_limits_are_refused(memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match='number of bytes above zero, but got .*; write it as "8GiB"'):
+        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GiB", 8 * 2**30), ("8gb", 8 * 10**9), ("500 MB", 5 * 10**8), ("1.5k", 1500), ("7", 7), (7, 7), ("2Ti", 2**41)],
+)
+def test_sizes_are_read(text: str | int, count: int) -> None:
+    assert parse_bytes(text) == count
