@@ -38,7 +38,7 @@ def padding(batches):
 
 
 class TestBucketed:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(drawn=st.data())
     def test_changes_of_layout_repeat_and_skip_nothing(self, drawn):
         batch_size, epoch = drawn.draw(st.integers(1, 9)), drawn.draw(st.integers(0, 3))

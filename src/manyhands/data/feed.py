@@ -60,7 +60,7 @@ class Feed:
         """Where the consumer's time went."""
         self._adaptation = Adaptation(self._most_workers(), settled=not self._may_adapt(workers))
         self._last = (0.0, 0.0)
-        """Seconds that the last batch was waited for, and worked on."""
+        """Seconds that the last batch that is done with was waited for, and worked on."""
         self._open: list[Iterator[Batch]] = []
         self._resident: Resident | None = None
 
