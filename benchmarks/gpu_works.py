@@ -23,6 +23,8 @@ class GpuWork:
     bf16: bool
     steps: int
     """Steps that are measured in a block."""
+    settle: int = 200
+    """Steps in which `fit` has tried all ways of executing a step."""
     flops: float = 0.0
     """Floating-point operations of a step, where a share of the device's peak is wanted."""
 
@@ -145,14 +147,6 @@ WORKS: dict[str, GpuWork] = {
         bf16=True,
         steps=60,
     ),
-    "resnet18_small_stem": GpuWork(
-        name="ResNet-18 with a small stem, 32x32, b128, bf16",
-        model=partial(resnet18, small_stem=True),
-        data=_classes(50_000, 3, 32, 32),
-        batch_size=128,
-        bf16=True,
-        steps=40,
-    ),
     "gpt_small": GpuWork(
         name="GPT d256 L4 T128 b32, bf16",
         model=lambda: Gpt(256, 256, 4, 4, 128),
@@ -164,11 +158,20 @@ WORKS: dict[str, GpuWork] = {
     "gpt2": GpuWork(
         name="GPT-2 124M T1024 b32, bf16",
         model=lambda: Gpt(50304, 768, 12, 12, 1024),
-        data=_texts(2_000, 1024, 50257),
+        data=_texts(8_000, 1024, 50257),
         batch_size=32,
         bf16=True,
         steps=12,
+        settle=130,
         flops=gpt_flops(32, 1024, 768, 12, 50304),
+    ),
+    "resnet18_small_stem": GpuWork(
+        name="ResNet-18 with a small stem, 32x32, b128, bf16",
+        model=partial(resnet18, small_stem=True),
+        data=_classes(50_000, 3, 32, 32),
+        batch_size=128,
+        bf16=True,
+        steps=40,
     ),
 }
 

@@ -87,13 +87,18 @@ class Report:
                 self.noise[case] = round(max(abs(again.ratio - 1), again.doubt(len(times[name]))), 4)
         return rows
 
-    def finish(self) -> None:
-        """Prints the table, writes the files, and prints the result as the last line."""
+    def save(self) -> str:
+        """Writes the files with what there is so far; returns the result as one line."""
         RESULTS.mkdir(exist_ok=True)
         stem = f"{self.name}.quick" if self.quick else self.name
         line = json.dumps(self.to_dict())
         (RESULTS / f"{stem}.json").write_text(line + "\n")
         (RESULTS / f"{stem}.svg").write_text(plot(self.name, self.rows))
+        return line
+
+    def finish(self) -> None:
+        """Writes the files, prints the table, and prints the result as the last line."""
+        line = self.save()
         console = Console(width=110)
         console.print(self._table())
         for name, check in self.checks.items():

@@ -90,6 +90,7 @@ def warm_up(step: int, total: int) -> float:
         pytest.param(task(Cnn, data=data(1, 6, 6), optimizer=momentum), id="batch statistics"),
         pytest.param(task(lambda: nn.Sequential(nn.Dropout(0.3), mlp())), id="dropout"),
         pytest.param(task(valid=data(12), metrics={"seen": lambda out, batch: 1.0}), id="validation in between"),
+        pytest.param(task(ema=0.9, valid=data(12), clip=0.5), id="a moving average"),
         pytest.param(task(optimizer=momentum, schedule=warm_up), id="sgd"),
         pytest.param(
             task(optimizer=lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3), schedule=warm_up), id="rmsprop"
@@ -104,6 +105,27 @@ def test_a_recorded_run_equals_a_plain_one(work: mh.Task, tmp_path: Path) -> Non
 
 def test_accumulation_is_in_the_recording(tmp_path: Path) -> None:
     assert "one CUDA graph" in notices(same(task(), tmp_path, accumulate=3))
+
+
+def blocks() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(12, 5))
+
+
+def test_layout_free_numbers_are_drawn_anew_by_every_replay(tmp_path: Path) -> None:
+    run = same(task(blocks), tmp_path, deterministic=True)
+    assert "one CUDA graph" in notices(run)
+    split = fit(task(blocks), tmp_path, on="cuda:0*2", deterministic=True)
+    assert "two CUDA graphs" in notices(split)
+    cpu = mh.fit(task(blocks), mh.Single(deterministic=True), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    np.testing.assert_allclose(split.losses, run.losses, rtol=1e-4)
+    np.testing.assert_allclose(cpu.losses, run.losses, rtol=1e-3)
+
+
+def test_recomputation_is_in_the_recording_or_told(tmp_path: Path) -> None:
+    run = same(task(blocks), tmp_path, deterministic=True, recompute="blocks")
+    assert "one CUDA graph" in notices(run)
+    same(task(blocks), tmp_path, recompute="blocks")
 
 
 def test_the_last_batch_of_an_epoch_is_recorded_in_time(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def fits(num_bytes: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
-    return num_bytes <= min(total // SHARE, free // 4)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+    return num_bytes <= min(allowed // SHARE, free // 4)
 
 
 def _rows(arrays: Any, index: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ REPORT_SECONDS = 0.5
 MAX_SKIPPED = 20
 """Steps in a row without a finite gradient after which a run that skips them ends all the same."""
 _GOOD = "\0good"
+WORTH_A_WORD = 1.0
+"""Seconds of waiting for data from which a person hears of it."""
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 STRAYED = (
@@ -85,6 +88,8 @@ def train(world: World, job: Job) -> Outcome:
         finally:
             loop.reporter.flush()
             hand.close()
+            del loop, hand
+            _tidy(world.device)
 
 
 def check_schedule(task: Task, num_steps: int | None) -> None:
@@ -111,21 +116,28 @@ class _Loop:
         self.factor: float | None = None
 
     def run(self) -> Outcome:
-        job, hand = self.job, self.hand
         train_feed, valid_feed = self.prepare()
-        for callback in job.callbacks:
-            callback.on_start(hand)
-        self.reporter.start(train_feed)
-        stepper = Stepper(hand, self.task, self.total)
+        with contextlib.ExitStack() as held:
+            for feed in filter(None, (train_feed, valid_feed)):
+                held.callback(feed.close)
+            for callback in self.job.callbacks:
+                callback.on_start(self.hand)
+            self.reporter.start(train_feed)
+            stepper = Stepper(self.hand, self.task, self.total)
+            held.callback(stepper.close)
+            self.train(train_feed, valid_feed, stepper)
+            self.end()
+        breakdown, num_samples = self.reporter.breakdown(), self.reporter.num_samples
+        return Outcome(self.hand.num_steps, self.metrics, self.stopped, breakdown, num_samples)
+
+    def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
+        """Steps and epochs to the end of the run."""
+        job, hand = self.job, self.hand
         while hand.epoch < job.epochs and not self.is_over:
             epoch = hand.epoch
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
-                try:
-                    stepper.take(batch)
-                except (RuntimeError, MemoryError) as error:
-                    explain_memory(error, hand, self.task, batch)
-                    raise
+                self.take_step(batch, stepper)
                 self.look(batch)
                 for callback in job.callbacks:
                     callback.on_step(hand)
@@ -138,14 +150,17 @@ class _Loop:
             else:
                 self.tell_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
-        stepper.close()
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
-        self.end()
-        train_feed.close()
-        if valid_feed is not None:
-            valid_feed.close()
-        return Outcome(hand.num_steps, self.metrics, self.stopped, self.reporter.breakdown(), self.reporter.num_samples)
+
+    def take_step(self, batch: Batch, stepper: Stepper) -> None:
+        """One step; what ran out of memory is explained."""
+        try:
+            stepper.take(batch)
+        except (RuntimeError, MemoryError) as error:
+            stepper.close()
+            explain_memory(error, self.hand, self.task, batch)
+            raise
 
     @property
     def is_over(self) -> bool:
@@ -293,7 +308,7 @@ class _Loop:
 
     def tell_limit(self, feed: Feed) -> None:
         """Says once what holds the steps up besides computing them."""
-        if feed.limit not in ("compute", self.limit):
+        if feed.waited > WORTH_A_WORD and feed.limit not in ("compute", self.limit):
             self.limit = feed.limit
             self.hand.notice(feed.said())
 
@@ -465,6 +480,13 @@ def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> lis
         flat = [value.double() for value in flat]
     numbers = iter(torch.stack(flat).tolist() if flat else ())
     return [{name: next(numbers) for name in values} for values in named]
+
+
+def _tidy(device: torch.device) -> None:
+    """Gives a GPU's memory back, which networks and recordings would hold until their rings of references are found."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

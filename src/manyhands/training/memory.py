@@ -133,7 +133,9 @@ def _limited_cuda(device: torch.device, memory: int) -> Iterator[None]:
             f"{device} has {size_text(total)}", got=f"memory={size_text(memory)}", remedy="pass less, or nothing"
         )
     before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(before, memory / total), device)
+    torch.cuda.empty_cache()
+    wanted = memory + torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, wanted / total), device)
     try:
         yield
     finally:
