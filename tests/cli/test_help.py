@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
-import os
 import subprocess
 import sys
 from importlib.metadata import version
