@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +48,13 @@ class Stepper:
         if self._ways is None:
             take_step(self._hand, self._task, batch)
             return
+        began = time.perf_counter()
         shape = shape_of_batch(batch)
         taken = self._recorder.take(batch, shape) if self._recorder is not None else ""
         if not taken:
             take_step(self._hand, self._task, batch, self._ways.loss_for(shape))
-        if self._ways.tick(shape, taken == "replayed") and self._recorder is not None:
+        seconds = time.perf_counter() - began
+        if self._ways.tick(shape, taken == "replayed", seconds) and self._recorder is not None:
             self._recorder.forget()
 
     def look_again(self) -> None:

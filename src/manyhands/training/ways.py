@@ -7,8 +7,8 @@ step is compiled. Nothing is tried in a run that is too short to win back what t
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Hashable
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ class Ways:
         self._count = self._num_windows = 0
         self._is_steady = True
         """Whether all batches of the window had the usual shape and, on a GPU, ran from a recording."""
-        self._marks: list[Any] = []
+        self._marks: list[torch.cuda.Event] = []
+        self._steps: list[float] = []
+        """Seconds on the host of each step of the window."""
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only that is compiled: a last, smaller one would be compiled all over."""
@@ -69,7 +71,7 @@ class Ways:
         """Whether the loss for this shape is a compiled one."""
         return self.loss_for(shape) is not self._task_loss
 
-    def tick(self, shape: Hashable, replayed: bool) -> bool:
+    def tick(self, shape: Hashable, replayed: bool, seconds: float) -> bool:
         """A step was taken, from a recording or not; True if the steps to come are executed in another way."""
         if self._is_settled:
             return False
@@ -77,8 +79,10 @@ class Ways:
         first, last = WINDOWS[self._kind]
         if first < self._count <= last:
             self._is_steady = self._is_steady and shape == self._usual and (replayed or self._kind != "cuda")
-        if self._count in (first, last):
-            self._marks.append(self._mark())
+            self._steps.append(seconds)
+        if self._kind == "cuda" and self._count in (first, last):
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         return self._count > last and self._decide()
 
     def settle(self) -> None:
@@ -94,24 +98,18 @@ class Ways:
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
-    def _mark(self) -> Any:
-        if self._kind != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _measured(self) -> float:
         """Seconds of a step in this way, on the slowest replica; infinite where it was not steady."""
-        start, end = self._marks
-        first, last = WINDOWS[self._kind]
+        seconds = median(self._steps)
         if self._kind == "cuda":
+            start, end = self._marks
             end.synchronize()
-            seconds = start.elapsed_time(end) / 1000
-        else:
-            seconds = end - start
-        mine = seconds / (last - first) if self._is_steady else math.inf
-        return float(max(self._hand.world.gather_objects(mine)))
+            seconds = start.elapsed_time(end) / 1000 / len(self._steps)
+        return float(max(self._hand.world.gather_objects(seconds if self._is_steady else math.inf)))
+
+    def _start_window(self) -> None:
+        self._count, self._is_steady = 0, True
+        self._marks, self._steps = [], []
 
     def _decide(self) -> bool:
         """Keeps or leaves the way that was measured, and tries the next one that may pay."""
@@ -119,7 +117,7 @@ class Ways:
         if math.isinf(taken) and self._num_windows < MAX_WINDOWS:
             # An epoch ended within: look once more.
             self._num_windows += 1
-            self._count, self._marks, self._is_steady = 0, [], True
+            self._start_window()
             return False
         self._num_windows = 0
         self.seconds[before] = taken
@@ -135,7 +133,7 @@ class Ways:
             self._end()
         else:
             self._enter(following)
-        self._count, self._marks, self._is_steady = 0, [], True
+        self._start_window()
         return self._way != before
 
     def _candidates(self) -> list[str]:
