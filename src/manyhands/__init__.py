@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cluster import Device, devices, doctor
-    from .core import Mirrored, Predictor, Single, StrategySpec, Task, mean
+    from .core import Mirrored, Predictor, Sharded, Single, StrategySpec, Task, mean
     from .data import bucketed, files
     from .store import load, weights
     from .training import Callback, Hand, Patience, Run, Sink, hand
@@ -37,6 +37,7 @@ __all__ = [
     "doctor",
     "Single",
     "Mirrored",
+    "Sharded",
     "StrategySpec",
     "Run",
     "Hand",
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "core": ["Task", "mean", "Single", "Mirrored", "StrategySpec", "Predictor"],
+    "core": ["Task", "mean", "Single", "Mirrored", "Sharded", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices", "doctor"],
     "store": ["load", "weights"],
     "data": ["files", "bucketed"],

@@ -271,11 +271,11 @@ def settle(
     make_policy(spec.sync)
     world = current_world()
     if world is not None:
-        return spec.with_replicas(world.size), [world.seat.device] * world.size, []
+        return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = resolve(on, spec.num_devices)
     if spec.replicas is None and len(devices) == 1 and strategy is not None:
         notices.append(f'there is one device ({devices[0]}), so one replica; on="{devices[0].name}*2" makes two')
-    return spec.with_replicas(len(devices)), devices, notices
+    return spec.with_devices(len(devices)), devices, notices
 
 
 def _start(

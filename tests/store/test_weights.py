@@ -33,7 +33,7 @@ def loaded(source: Weights) -> tuple[nn.Module, list[str]]:
     model = Net()
     found = open_weights(source.source)
     matched = match(found.shapes, model, source)
-    matched.put(found.load()[0], model)
+    model.load_state_dict(matched.renamed(found.load()[0]), strict=False)
     return model, matched.notices
 
 
@@ -131,7 +131,7 @@ def test_a_network_inside_of_another_is_found() -> None:
     outer = nn.ModuleDict({"inner": Net()})
     found = open_weights(state())
     matched = match(found.shapes, outer, weights(state()))
-    matched.put(found.load()[0], outer)
+    outer.load_state_dict(matched.renamed(found.load()[0]), strict=False)
     assert holds(outer["inner"], state())
     assert matched.notices == ["names of a state dict of 9 tensors were taken under 'inner.'"]
 
@@ -147,7 +147,7 @@ def test_a_tied_weight_may_be_stored_once() -> None:
     model["last"].weight = model["first"].weight
     tensors = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "last.weight"}
     source = weights(tensors)
-    match(open_weights(tensors).shapes, model, source).put(tensors, model)
+    model.load_state_dict(match(open_weights(tensors).shapes, model, source).renamed(tensors), strict=False)
     assert torch.equal(model["last"].weight, tensors["first.weight"])
     del tensors["first.weight"]
     with pytest.raises(CheckpointError, match=r"2 missing \(first.weight, last.weight\)"):

@@ -117,7 +117,7 @@ def losses_of(world: World, spec: mh.StrategySpec, folder: Path) -> dict[str, di
     for name, task in tasks().items():
         world.line.taps[:] = [partial(keep, into=results.setdefault(name, {}))]
         where = folder / f"{name}-{world.size}-{spec.accumulate}"
-        train(world, Job(task=task, spec=spec.with_replicas(world.size), folder=where, epochs=2))
+        train(world, Job(task=task, spec=spec.with_devices(world.size), folder=where, epochs=2))
         world.barrier()
     return results
 

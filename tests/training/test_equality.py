@@ -32,7 +32,7 @@ def trained(world: World, tasks: dict[str, mh.Task], spec: mh.StrategySpec, fold
         losses: dict[str, list[float]] = {}
         world.line.taps[:] = [partial(keep, into=losses)]
         where = folder / f"{name}-{world.size}-{spec.precision}-{spec.accumulate}"
-        train(world, Job(task=task, spec=spec.with_replicas(world.size), folder=where, epochs=EPOCHS))
+        train(world, Job(task=task, spec=spec.with_devices(world.size), folder=where, epochs=EPOCHS))
         world.barrier()
         results[name] = (losses, CheckpointStore(where / CHECKPOINTS).load().model)
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import socket
@@ -90,6 +91,9 @@ class TorchWorld(World):
         with self._naming("mesh"):
             return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
+    def along(self, axes: Mapping[str, int], axis: str) -> World:
+        return _Along(self, self.mesh(axes).get_group(axis))
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -120,6 +124,45 @@ class TorchWorld(World):
             if not who and not _is_connection_error(error):
                 raise
             raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
+
+
+class _Along(World):
+    """Some ranks of a world, which goes on to own the connections and hears of lost peers."""
+
+    def __init__(self, whole: TorchWorld, group: dist.ProcessGroup) -> None:
+        seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
+        super().__init__(seat, whole.line)
+        self._whole, self._group = whole, group
+
+    @property
+    def is_recordable(self) -> bool:
+        return self._whole.is_recordable
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        with self._whole._naming("all_reduce"):
+            return _TorchPending(self._whole, dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._whole._naming("all_gather"):
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.stack(parts)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        with self._whole._naming("broadcast"):
+            dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self._whole._naming("gather"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        raise NotImplementedError("a mesh is made of the whole world")
+
+    def close(self) -> None:
+        """The whole world closes its groups."""
 
 
 class _TorchPending(Pending):

@@ -94,6 +94,11 @@ class World(ABC):
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """A device mesh over all ranks, one dimension per axis, for torch's own parallel parts."""
 
+    def along(self, axes: Mapping[str, int], axis: str) -> World:
+        """The ranks that differ from this one along one axis of a mesh only, as a world of their own."""
+        assert self.size == 1, "only a world of one rank is the same along every axis"
+        return self
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Combines a tensor over the ranks, in place."""
         self.start_all_reduce(tensor, op).wait()

@@ -21,6 +21,7 @@ ALIASES = {
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 PRECISIONS = ("fp32", "bf16", "fp64")
+SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
 
 
@@ -28,7 +29,7 @@ CAPTURES = ("auto", "graph", "compile", "off")
 class StrategySpec:
     """How a network is split over devices.
 
-    `replicas=None` means as many as there are devices for. Every other axis is a count, 1 by default.
+    `None` for replicas or shards means as many as there are devices for. Every other axis is a count, 1 by default.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
     StrategySpec(replicas=4, accumulate=2)
@@ -37,11 +38,15 @@ class StrategySpec:
     """
 
     replicas: int | None = 1
-    shards: int = 1
+    shards: int | None = 1
+    """Ranks that hold one network in parts; each of them takes its part of every batch too."""
     tensor: int = 1
     stages: int = 1
     context: int = 1
     expert: int = 1
+    sharding: str = "full"
+    """What is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients" (parameters stay
+    whole between forward and backward)."""
     sync: str = "allreduce"
     """How replicas agree: the name of a policy in `manyhands.sync`."""
     batch_stats: str = "sync"
@@ -59,9 +64,11 @@ class StrategySpec:
     def __post_init__(self) -> None:
         for axis in AXES:
             count = getattr(self, axis)
-            if axis == "replicas" and count is None:
+            if axis in ("replicas", "shards") and count is None:
                 continue
             _require_count(axis, count)
+        if self.replicas is None and self.shards is None:
+            raise StrategyError("one of replicas and shards must be a number", got="all for both", remedy="pass one")
         _require_count("accumulate", self.accumulate)
         if not isinstance(self.deterministic, bool):
             raise StrategyError(
@@ -75,6 +82,7 @@ class StrategySpec:
             )
         _require_one_of("precision", self.precision, PRECISIONS)
         _require_one_of("capture", self.capture, CAPTURES)
+        _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
         for axis in ("context", "expert"):
             if getattr(self, axis) != 1:
@@ -87,13 +95,27 @@ class StrategySpec:
     @property
     def num_devices(self) -> int | None:
         """How many devices it needs; None when it takes all there are."""
-        if self.replicas is None:
+        if self.replicas is None or self.shards is None:
             return None
         return self.replicas * self.shards * self.tensor * self.stages
 
-    def with_replicas(self, replicas: int) -> StrategySpec:
-        """The same with a definite number of replicas."""
-        return dataclasses.replace(self, replicas=replicas)
+    def with_devices(self, count: int) -> StrategySpec:
+        """The same with definite numbers of replicas and shards, for so many devices.
+
+        >>> StrategySpec(replicas=None, shards=2).with_devices(6)
+        StrategySpec(replicas=3, shards=2)
+        """
+        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * self.stages
+        if self.num_devices is None and count % others == 0 and count >= others:
+            left = count // others
+            return dataclasses.replace(self, replicas=self.replicas or left, shards=self.shards or left)
+        if self.num_devices == count:
+            return self
+        raise StrategyError(
+            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices",
+            got=f"{count}",
+            remedy="change one of its numbers, or name as many devices with on=",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON-ready data."""
@@ -183,7 +205,44 @@ def Mirrored(
     )
 
 
-NAMED: dict[str, dict[str, Any]] = {"single": {"replicas": 1}, "mirrored": {"replicas": None}}
+def Sharded(
+    shards: int | None = None,
+    *,
+    replicas: int | None = 1,
+    sharding: str = "full",
+    sync: str = "allreduce",
+    batch_stats: str = "sync",
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """One network in parts: every rank holds a part of each parameter, gradient and optimizer state.
+
+    `sharding="gradients"` keeps whole parameters between forward and backward, which costs memory and saves traffic.
+    With `replicas` several such groups train side by side (shard inside a host, replicate across).
+
+    >>> Sharded(4, replicas=2)
+    StrategySpec(replicas=2, shards=4)
+    """
+    return StrategySpec(
+        replicas=replicas,
+        shards=shards,
+        sharding=sharding,
+        sync=sync,
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "single": {"replicas": 1},
+    "mirrored": {"replicas": None},
+    "sharded": {"shards": None},
+}
 """Strategies by the one word that people change."""
 
 
@@ -215,7 +274,7 @@ def _named(word: str) -> dict[str, Any]:
 
 def _setting(key: str, text: str) -> tuple[str, Any]:
     name = ALIASES.get(key, key)
-    if name == "replicas" and text in ("all", "auto"):
+    if name in ("replicas", "shards") and text in ("all", "auto"):
         return name, None
     if name in (*AXES, "accumulate"):
         try:

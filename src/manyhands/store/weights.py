@@ -84,9 +84,9 @@ class Match:
     """The network's names, and those in the source."""
     notices: list[str]
 
-    def put(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Copies the values into the network."""
-        model.load_state_dict({name: tensors[theirs] for name, theirs in self.names.items()}, strict=False)
+    def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values by the network's own names."""
+        return {name: tensors[theirs] for name, theirs in self.names.items()}
 
 
 def open_weights(source: Path | Mapping[str, Tensor]) -> Found:

@@ -77,7 +77,7 @@ class MirroredReplica(Replica):
         named = dict(self._comparable())
         if not named:
             return []
-        hashes = torch.stack([_hash(tensor) for tensor in named.values()])
+        hashes = torch.stack([hash_of(tensor) for tensor in named.values()])
         gathered = self.world.all_gather(hashes)
         usual = gathered.mode(dim=0).values
         found = []
@@ -107,7 +107,7 @@ def mirror(model: nn.Module, world: World) -> None:
         world.broadcast(tensor.data)
 
 
-def _hash(tensor: Tensor) -> Tensor:
+def hash_of(tensor: Tensor) -> Tensor:
     """A 64-bit sum over the tensor's bits that a single flipped one changes."""
     data = tensor.detach().contiguous().view(-1)
     if data.numel() == 0:

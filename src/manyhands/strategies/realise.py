@@ -14,6 +14,7 @@ from ..core import StrategyError, StrategySpec, TaskError
 from .mirrored import MirroredReplica, mirror
 from .recompute import recompute
 from .replica import Replica
+from .sharded import ShardedReplica, shard
 
 MAIN = ""
 """The key of the only optimizer, where a task has just one."""
@@ -35,17 +36,20 @@ def realise(
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     mirror(model, world)
+    if spec.shards != 1:
+        inner = shard(model, spec, world)
+        return ShardedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)), inner)
     return MirroredReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
 
 
 def require_built(spec: StrategySpec) -> None:
     """Refuses axes that this version cannot split along."""
-    for axis in ("shards", "tensor", "stages"):
+    for axis in ("tensor", "stages"):
         if getattr(spec, axis) != 1:
             raise StrategyError(
-                f"this version splits along replicas only, so {axis} must be 1",
+                f"this version splits along replicas and shards only, so {axis} must be 1",
                 got=getattr(spec, axis),
-                remedy="use mh.Mirrored()",
+                remedy="use mh.Mirrored() or mh.Sharded()",
             )
 
 

@@ -37,7 +37,7 @@ def recompute(model: nn.Module, what: str, *, own_randomness: bool = True) -> li
     """
     if not what:
         return []
-    chosen = _blocks(model) if what in (BLOCKS, SELECTIVE) else _matching(model, what)
+    chosen = blocks_of(model) if what in (BLOCKS, SELECTIVE) else _matching(model, what)
     if not chosen:
         raise StrategyError(
             "recompute needs blocks that are repeated in a ModuleList or a Sequential"
@@ -59,7 +59,7 @@ def keep_all(model: nn.Module) -> None:
             del module.forward
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules with parts of their own of which a container has several of one class."""
     found: dict[str, nn.Module] = {}
     for name, container in model.named_modules():

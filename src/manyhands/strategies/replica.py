@@ -96,6 +96,23 @@ class Replica:
     def lay_out_anew(self) -> None:
         """Follows parameters that lie otherwise in memory than before."""
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a parameter, a gradient or an optimizer's slot, on every rank that calls it together."""
+        return tensor
+
+    def part_for(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor, laid out like a parameter."""
+        return whole
+
+    def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Puts whole tensors into the network, by the names of the plain module."""
+        self.model.load_state_dict(self.parts(whole), strict=strict)
+
+    def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole tensors of the network, by name."""
+        held = self.model.state_dict()
+        return {name: self.part_for(value, held[name]) if name in held else value for name, value in whole.items()}
+
     def align_buffers(self) -> None:
         """Gives every replica the first one's buffers."""
 

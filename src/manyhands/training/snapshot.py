@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from ..core import CheckpointError, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
@@ -15,12 +18,14 @@ if TYPE_CHECKING:
 def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
     """The network, optimizers, cursor, random states of all ranks, and whatever else the caller keeps."""
     replica = hand.replica
+    # Whole tensors, by the names of the plain module: any other layout can go on from them.
+    whole = _mapped(replica.whole)
     gathered = hand.world.gather_objects(random_state(hand.device))
     random = {f"rank{rank}.{name}": value for rank, states in enumerate(gathered) for name, value in states.items()}
     return Checkpoint(
         step=hand.num_steps,
-        model=hand.model.state_dict(),
-        optimizers={key: optimizer_state(o, replica.names) for key, o in replica.optimizers.items()},
+        model=whole(hand.model.state_dict()),
+        optimizers={key: whole(optimizer_state(o, replica.names)) for key, o in replica.optimizers.items()},
         state={
             "cursors": [cursor.to_dict() for cursor in hand.cursors],
             "size": hand.size,
@@ -28,7 +33,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
             "state": state,
         },
         random=random,
-        averages={} if hand.averages is None else hand.averages.state_dict(),
+        averages={} if hand.averages is None else whole(hand.averages.state_dict()),
     )
 
 
@@ -42,13 +47,22 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
             got=sorted(replica.optimizers),
             remedy="resume with the task that wrote it",
         )
-    hand.model.load_state_dict(checkpoint.model)
+    parameters = {name: parameter for parameter, name in replica.names.items()}
+    replica.load(checkpoint.model)
     if hand.averages is not None:
         if not checkpoint.averages:
             hand.notice("the checkpoint has no averaged weights: their average starts from its weights")
-        hand.averages.load(checkpoint.averaged)
+        hand.averages.load(replica.parts(checkpoint.averaged))
     for key, optimizer in replica.optimizers.items():
-        load_optimizer_state(optimizer, replica.names, checkpoint.optimizers[key])
+        saved = checkpoint.optimizers[key]
+        slots = {
+            name: {
+                slot: replica.part_for(value, parameters[name]) if isinstance(value, Tensor) else value
+                for slot, value in values.items()
+            }
+            for name, values in saved["state"].items()
+        }
+        load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
     hand.num_steps = checkpoint.step
     hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
     prefix = f"rank{hand.rank}."
@@ -59,3 +73,14 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         seed_all(mix(checkpoint.step, hand.rank))
     state: dict[str, Any] = checkpoint.state["state"]
     return state
+
+
+def _mapped(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """A function of tensors on all tensors of nested dicts, in one order on every rank."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        return {key: apply(child) for key, child in value.items()} if isinstance(value, dict) else value
+
+    return apply

@@ -27,10 +27,10 @@ def start_from(hand: Hand, source: Weights) -> None:
     found = open_weights(source.source)
     matched = match(found.shapes, hand.model, source)
     tensors, averages = found.load()
-    matched.put({**tensors, **averages}, hand.model)
+    hand.replica.load(matched.renamed({**tensors, **averages}), strict=False)
     if hand.averages is not None:
         hand.averages.restart()
-        matched.put(tensors, hand.model)
+        hand.replica.load(matched.renamed(tensors), strict=False)
     for text in matched.notices:
         hand.notice(text)
     hand.notice(f"starts from {source}")

@@ -1,0 +1,148 @@
+"""Sharded: one network in parts. Every rank holds a part of each parameter, its gradient and its optimizer state.
+
+torch's `fully_shard` cuts and gathers on the inner axis; the outer replica axis and its policy stay ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import StrategyError, StrategySpec
+from ..sync import make_policy
+from .batch_stats import BatchStats
+from .mirrored import hash_of
+from .recompute import blocks_of
+from .replica import Replica
+
+
+def shard(model: nn.Module, spec: StrategySpec, world: World) -> DeviceMesh:
+    """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time."""
+    axes = axes_of(spec)
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+    mesh = world.mesh(axes)["shards"]
+    again = spec.sharding == "full"
+    for block in blocks_of(model).values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again)
+    return mesh
+
+
+def axes_of(spec: StrategySpec) -> dict[str, int]:
+    """The mesh of a spec: groups that replicate each other, and the ranks of a group."""
+    assert spec.replicas is not None
+    assert spec.shards is not None
+    return {"replicas": spec.replicas, "shards": spec.shards}
+
+
+class ShardedReplica(Replica):
+    """A rank's part of a network."""
+
+    def __init__(
+        self,
+        spec: StrategySpec,
+        world: World,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(spec, world, model, optimizers)
+        if len(optimizers) > 1:
+            raise StrategyError(
+                "a task with several optimizers cannot be sharded: its parts are called one by one",
+                got=", ".join(optimizers),
+                remedy="use mh.Mirrored()",
+            )
+        self._mesh = mesh
+        self._policy = make_policy(spec.sync)
+        self._outer = world.along(axes_of(spec), "replicas")
+        self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
+
+    @property
+    def is_recordable(self) -> bool:
+        return False
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def ghost(self, is_ghost: bool) -> None:
+        if self._stats is not None:
+            self._stats.is_ghost = is_ghost
+
+    def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        # Gradients are averaged over the group; ours are parts of a sum.
+        super().backward(objective * self._mesh.size(), key, last=last)
+
+    def finish(self, key: str, count: Tensor | None) -> None:
+        gradients = list(self._gradients(key))
+        if self._outer.size > 1 and gradients:
+            self._add_over_replicas(gradients)
+        if count is not None:
+            torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+
+    def _add_over_replicas(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self._policy.start(self._outer, flat).wait()
+        sizes = [gradient.numel() for gradient in gradients]
+        parts = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
+        torch._foreach_copy_(gradients, parts)
+
+    def _gradients(self, key: str) -> Iterator[Tensor]:
+        """This rank's parts of the gradients of one optimizer."""
+        for parameter in self.groups[key].values():
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+
+    def clip(self, key: str, max_norm: float) -> Tensor:
+        return self.whole(super().clip(key, max_norm))
+
+    def is_finite(self, key: str) -> Tensor:
+        fine = [gradient.isfinite().all() for gradient in self._gradients(key)]
+        flag = torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool, device=self.world.device)
+        number = flag.to(torch.int64)
+        self.world.all_reduce(number, "min")
+        return number > 0
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def part_for(self, whole: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
+            return whole
+        moved = whole.to(like.device, like.dtype)
+        return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+    def align_buffers(self) -> None:
+        for buffer in self.model.buffers():
+            self.world.broadcast(buffer)
+
+    def differences(self) -> list[str]:
+        """Compares the parts of ranks that should hold the same."""
+        named = {name: _local(tensor.detach()) for name, tensor in self.model.named_parameters()}
+        found = []
+        if named and self._outer.size > 1:
+            gathered = self._outer.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
+            same = (gathered == gathered[0]).all(0).tolist()
+            found = [name for name, is_same in zip(named, same, strict=True) if not is_same]
+        every = self.world.gather_objects(found)
+        return [f"{name} (over the replicas)" for name in dict.fromkeys(name for names in every for name in names)]
+
+    def close(self) -> None:
+        if self._stats is not None:
+            self._stats.close()
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

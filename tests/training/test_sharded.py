@@ -1,0 +1,124 @@
+"""One network in parts equals one network whole: losses, weights, checkpoints that any other layout goes on from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.cluster import NullWorld, World
+from manyhands.core import StrategyError
+from manyhands.training import Hand
+
+from .problems import problem
+from .test_equality import trained
+
+CASES = [(name, optimizer) for name in ("mlp", "cnn", "gpt") for optimizer in ("sgd", "adamw")]
+
+
+def tasks() -> dict[str, mh.Task]:
+    return {f"{name}-{optimizer}": problem(name, optimizer) for name, optimizer in CASES}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    return {
+        (precision, accumulate): trained(
+            NullWorld(),
+            tasks(),
+            mh.Single(precision=precision, accumulate=accumulate),
+            tmp_path_factory.mktemp("alone"),
+        )
+        for precision, accumulate in (("fp64", 1), ("fp64", 3), ("fp32", 1))
+    }
+
+
+SPECS = {
+    "2 shards": (2, {"precision": "fp64"}),
+    "3 shards, accumulated": (3, {"precision": "fp64", "accumulate": 3}),
+    "2 by 2": (4, {"shards": 2, "replicas": 2, "precision": "fp64"}),
+    "gradients": (2, {"sharding": "gradients", "precision": "fp64"}),
+    "fp32": (2, {"precision": "fp32"}),
+}
+
+
+@pytest.mark.parametrize(("size", "settings"), SPECS.values(), ids=list(SPECS))
+def test_sharded_equals_one_device(
+    size: int, settings: dict[str, Any], alone: Any, run_ranks: Any, tmp_path: Path
+) -> None:
+    spec = mh.Sharded(**settings)
+    results = run_ranks(partial(trained, tasks=tasks(), spec=spec, folder=tmp_path), size)[0]
+    for name, (losses, weights) in alone[spec.precision, spec.accumulate].items():
+        found, found_weights = results[name]
+        np.testing.assert_allclose(found["loss"], losses["loss"], rtol=1e-5 if spec.precision == "fp32" else 1e-9)
+        if spec.precision == "fp64":
+            for key, value in weights.items():
+                torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
+
+
+def held(world: World) -> tuple[int, int]:
+    """Bytes of parameters and optimizer state that a rank holds, and that the whole network has."""
+    task = problem("gpt", "adamw")
+    hand = Hand(world, mh.Sharded().with_devices(world.size))
+    hand.build(task)
+    whole = sum(p.numel() * p.element_size() for p in hand.model.parameters())
+    mine = sum(p.to_local().numel() * p.element_size() for p in hand.model.parameters())
+    hand.close()
+    return mine, whole
+
+
+def test_a_rank_holds_its_part_only(run_ranks: Any) -> None:
+    parts = run_ranks(held, 2)
+    assert all(mine < 0.6 * whole for mine, whole in parts)
+
+
+def test_a_checkpoint_goes_on_under_any_other_layout(tmp_path: Path) -> None:
+    task = problem("gpt", "adamw", rows=64).replace(ema=0.9)
+    settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60}
+    layouts = {
+        "single": (mh.Single(precision="fp64"), "cpu"),
+        "mirrored": (mh.Mirrored(precision="fp64"), "cpu*2"),
+        "sharded": (mh.Sharded(precision="fp64"), "cpu*2"),
+        "hybrid": (mh.Sharded(2, replicas=2, precision="fp64"), "cpu*4"),
+    }
+    whole = mh.fit(task, layouts["single"][0], on="cpu", epochs=2, name="whole", **settings)
+    for first, then in (("sharded", "single"), ("single", "sharded"), ("hybrid", "mirrored"), ("mirrored", "hybrid")):
+        name = f"{first}-{then}"
+        mh.fit(task, layouts[first][0], on=layouts[first][1], steps=3, name=name, **settings)
+        run = mh.fit(task, layouts[then][0], on=layouts[then][1], epochs=2, name=name, resume=True, **settings)
+        np.testing.assert_allclose(run.losses, whole.losses, rtol=1e-9)
+        for averaged in (True, False):
+            for key, value in whole.state_dict(averaged=averaged).items():
+                torch.testing.assert_close(run.state_dict(averaged=averaged)[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def test_check_and_validation_under_shards(tmp_path: Path) -> None:
+    task = problem("cnn", "adamw")
+    assert mh.check(task, mh.Sharded(), on="cpu*2")
+    task = task.replace(valid=task.data, metrics={"top": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()})
+    single = mh.fit(task, mh.Single(precision="fp64"), on="cpu", folder=tmp_path, progress=False)
+    split = mh.fit(task, "sharded,precision=fp64", on="cpu*3", folder=tmp_path, progress=False)
+    assert split.metrics == pytest.approx(single.metrics, rel=1e-6)
+    weights = tmp_path / "weights.safetensors"
+    single.export(weights, weights_only=True)
+    again = mh.fit(task, mh.Sharded(), on="cpu*2", steps=1, start_from=weights, folder=tmp_path, progress=False)
+    alone = mh.fit(task, mh.Single(), on="cpu", steps=1, start_from=weights, folder=tmp_path, progress=False)
+    np.testing.assert_allclose(again.losses, alone.losses, rtol=1e-5)
+
+
+def test_numbers_that_do_not_fit_are_told() -> None:
+    with pytest.raises(StrategyError, match="takes a multiple of 3 devices, but got 4"):
+        mh.Sharded(replicas=3).with_devices(4)
+    with pytest.raises(StrategyError, match="takes 6 devices, but got 4"):
+        mh.Sharded(3, replicas=2).with_devices(4)
+    with pytest.raises(StrategyError, match="one of replicas and shards"):
+        mh.Sharded(replicas=None)
+    with pytest.raises(StrategyError, match="sharding must be one of"):
+        mh.Sharded(sharding="some")
+    with pytest.raises(StrategyError, match="a task with several optimizers"):
+        mh.fit(problem("gan"), mh.Sharded(), on="cpu*2", progress=False)
