@@ -6,7 +6,6 @@ from .mirrored import MirroredReplica
 from .realise import MAIN, optimizers_of, realise, require_built
 from .recompute import keep_all, recompute
 from .replica import Replica
-from .sharded import ShardedReplica
 from .skipping import keep_where
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "MAIN",
     "Replica",
     "MirroredReplica",
-    "ShardedReplica",
     "BatchStats",
     "keep_where",
     "recompute",

@@ -14,7 +14,6 @@ from ..core import StrategyError, StrategySpec, TaskError
 from .mirrored import MirroredReplica, mirror
 from .recompute import recompute
 from .replica import Replica
-from .sharded import ShardedReplica, shard
 
 MAIN = ""
 """The key of the only optimizer, where a task has just one."""
@@ -37,6 +36,9 @@ def realise(
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     mirror(model, world)
     if spec.shards != 1:
+        # torch's own part takes a while to import, and few need it.
+        from .sharded import ShardedReplica, shard
+
         inner = shard(model, spec, world)
         return ShardedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)), inner)
     return MirroredReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
