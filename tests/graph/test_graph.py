@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ counter = {"steps": 0}
 
 class Config:
     scale = 1.0
+    clip = 1.0
 
 
 config = Config()
@@ -50,10 +52,12 @@ class Net(nn.Module):
         return self.layer(x) / self.temperature
 
 
-def watch(loss: Any = plain) -> tuple[Net, torch.optim.Optimizer, Watch]:
-    net = Net()
+def watch(loss: Any = plain, net: Net | None = None) -> tuple[Net, torch.optim.Optimizer, Watch]:
+    net = net or Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    return net, optimizer, Watch(net, loss, [optimizer])
+    plain(net, torch.zeros(1, 2)).backward()
+    optimizer.step()
+    return net, optimizer, Watch(net, loss, [optimizer], lambda: {"clip": config.clip})
 
 
 def test_nothing_changes_by_itself() -> None:
@@ -96,6 +100,98 @@ def test_lists_counters_of_functions_and_objects_are_seen_closely() -> None:
     _, _, seen = watch(with_config)
     config.scale = 3.0
     assert seen.changed() == "config.scale"
+
+
+def test_private_and_inner_values_are_seen() -> None:
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self._t, self.inner, self.number = 0, Config(), np.int64(3)
+
+    for change, name in (
+        (lambda net: setattr(net, "_t", 1), "Deep._t"),
+        (lambda net: setattr(net.inner, "scale", 9.0), "Deep.inner.scale"),
+        (lambda net: setattr(net, "number", np.int64(4)), "Deep.number"),
+    ):
+        net, _, seen = watch(net=Deep())
+        change(net)
+        assert seen.changed() == name
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * self.weight
+
+
+class Called:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        return model(batch).sum()
+
+
+def test_losses_of_every_kind_are_looked_into() -> None:
+    criterion = Criterion()
+    net, _, seen = watch(lambda model, batch: criterion(model(batch)))
+    criterion.weight = 2.0
+    assert not seen.is_same()
+    assert seen.changed() == "Criterion.weight"
+    called = Called()
+    net, _, seen = watch(called)
+    called(net, torch.zeros(1, 2))
+    assert seen.changed() == "Called.steps"
+    settings = {"beta": 1.0}
+    _, _, seen = watch(partial(plain_with, settings=settings))
+    settings["beta"] = 2.0
+    assert seen.changed() == "settings['beta']"
+    temperature = torch.tensor(1.0)
+    _, _, seen = watch(lambda model, batch: model(batch).sum() * float(temperature))
+    temperature.fill_(2.0)
+    assert seen.changed() == "temperature"
+
+
+def plain_with(model: nn.Module, batch: Any, settings: dict[str, float]) -> Tensor:
+    return model(batch).sum() * settings["beta"]
+
+
+def test_tensors_that_are_replaced_are_seen() -> None:
+    net, optimizer, seen = watch()
+    net.layer.weight.data = net.layer.weight.data.clamp(-1, 1)
+    assert not seen.is_same()
+    assert seen.changed() == "layer.weight (its place in memory)"
+    optimizer.state.clear()
+    assert not seen.is_same()
+    assert "optimizer 0: momentum_buffer" in seen.changed()
+    net, _, seen = watch()
+    net.register_buffer("table", torch.zeros(3))
+    seen.changed()
+    net.table = torch.zeros(5)
+    assert not seen.is_same()
+    assert seen.changed() == "table (its place in memory)"
+
+
+def test_settings_of_others_are_seen() -> None:
+    _, _, seen = watch()
+    config.clip = 0.5
+    assert not seen.is_same()
+    assert seen.changed() == "clip"
+
+
+def test_hooks_on_parameters_are_seen() -> None:
+    net, _, seen = watch()
+    handle = net.layer.weight.register_hook(lambda gradient: gradient)
+    assert seen.hooked() == "layer.weight"
+    handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert seen.hooked() == "every module"
+    handle.remove()
+    assert seen.hooked() == ""
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import World
+from manyhands.cluster import NullWorld, World
 from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
-from manyhands.training import Hand, ways
+from manyhands.graph import CannotRecord
+from manyhands.training import Hand, recorder, stepping, ways
 from manyhands.training.recorder import Recorder
 from manyhands.training.stepping import Stepper, take_step
 from manyhands.training.ways import Ways
@@ -52,12 +55,12 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
     hand = Hand(world, mh.StrategySpec(replicas=world.size))
     hand.build(task)
     assert task.loss is not None
-    recorder = Recorder(hand, task.loss, Ways(hand, task.loss, None), None) if deferred else None
+    in_phases = Recorder(hand, task.loss, Ways(hand, task.loss, None), None) if deferred else None
     losses = []
     for number, batch in enumerate(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True))):
-        if recorder is not None:
-            with recorder._in_parts(is_deferred=True, is_settled=number > 0):
-                for phase in recorder._phases(batch, 0, is_deferred=True):
+        if in_phases is not None:
+            with in_phases._in_parts(is_deferred=True, usage=hand.replica.usage("") if number else None):
+                for phase in in_phases._phases(batch, 0, is_deferred=True):
                     phase.run()
         else:
             take_step(hand, task, batch)
@@ -187,8 +190,19 @@ def test_a_step_without_a_finite_gradient_is_left_out(on: str, tmp_path: Path) -
 
 
 def test_without_leave_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(LossNotFinite, match="samples 16, 17"):
-        mh.fit(spoiled(), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    for on in ("cpu", "cpu*3"):
+        with pytest.raises(LossNotFinite, match="the data itself is not finite: look at sample 20"):
+            mh.fit(spoiled(), on=on, epochs=2, folder=tmp_path, progress=False)
+
+
+def test_a_run_that_goes_on_with_other_settings_says_so(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, "progress": False, "name": "run"}
+    mh.fit(work(mlp).replace(ema=0.9), mh.Single(accumulate=2), steps=3, deterministic=True, **settings)
+    run = mh.fit(work(mlp), steps=6, resume=True, **settings)
+    told = " ".join(notices(run))
+    assert "goes on with deterministic=False; it had True" in told
+    assert "goes on with accumulate=1; it had 2" in told
+    assert "without the average of its weights" in told
 
 
 def test_many_steps_in_a_row_that_are_left_out_stop_the_run(tmp_path: Path) -> None:
@@ -203,3 +217,98 @@ def test_bad_settings_are_told() -> None:
         spoiled(not_finite="ignore")
     with pytest.raises(StrategyError, match="capture must be one of"):
         mh.Single(capture="yes")
+
+
+# -- the recorder, up to where a GPU would be needed ------------------------------------------------------------------
+
+
+def stepped(task: mh.Task, num_steps: int, *, change: Any = None, **spec: Any) -> list[float]:
+    """The losses of some steps through a recorder, with something done between them."""
+    hand = Hand(NullWorld(), mh.StrategySpec(**spec))
+    hand.build(task)
+    stepper = Stepper(hand, task, 1000)
+    losses = []
+    for batch in itertools.islice(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True)), num_steps):
+        stepper.take(batch)
+        losses.append(float(hand.losses[""]))
+        if change is not None:
+            change(hand)
+    stepper.close()
+    hand.close()
+    return losses
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a recorder work on the CPU; what it records is up to the test."""
+
+    def as_tensors(optimizer: torch.optim.Optimizer) -> str:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"])
+        return ""
+
+    monkeypatch.setattr(stepping, "RECORDING", ("cpu",))
+    monkeypatch.setattr(recorder, "make_capturable", as_tensors)
+    monkeypatch.setattr(recorder, "rehearsing", contextlib.nullcontext)
+
+
+def set_rate(hand: Hand) -> None:
+    hand.optimizers[""].param_groups[0]["lr"] = 0.001 * hand.num_steps
+
+
+def test_a_rate_that_is_a_number_becomes_a_tensor_before_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: None
+) -> None:
+    seen: list[type] = []
+
+    class Note:
+        def __init__(self, phases: Any, pool: Any) -> None:
+            seen.append(type(hands[0].optimizers[""].param_groups[0]["lr"]))
+            raise CannotRecord("enough was seen")
+
+    hands: list[Hand] = []
+
+    def change(hand: Hand) -> None:
+        hands[:] = [hand]
+        set_rate(hand)
+
+    monkeypatch.setattr(recorder, "Recording", Note)
+    found = stepped(work(mlp), 8, change=change)
+    assert seen == [Tensor]
+    monkeypatch.setattr(stepping, "RECORDING", ())
+    np.testing.assert_allclose(found, stepped(work(mlp), 8, change=set_rate), rtol=1e-5)
+
+
+def test_a_rehearsal_that_breaks_off_leaves_the_numbers_that_are_drawn_alone(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: None
+) -> None:
+    task = work(lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(12), mlp()))
+
+    @contextlib.contextmanager
+    def breaking() -> Any:
+        yield
+        raise CannotRecord("it waits")
+
+    monkeypatch.setattr(recorder, "rehearsing", breaking)
+    broken = stepped(task, 8, deterministic=True)
+    monkeypatch.setattr(stepping, "RECORDING", ())
+    # A learning rate in a tensor is rounded to fp32, and nothing else may differ.
+    np.testing.assert_allclose(broken, stepped(task, 8, deterministic=True), rtol=1e-6)
+
+
+def test_a_compiler_that_fails_in_backward_is_told_and_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise torch._dynamo.exc.TorchDynamoException("no compiler for backward")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: Fails.apply(function(*args)))
+    monkeypatch.setattr(ways, "_stop_compilers", lambda: None)
+    plain = mh.fit(work(mlp), mh.Single(capture="off"), on="cpu", folder=tmp_path, progress=False)
+    run = mh.fit(work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, progress=False)
+    assert run.losses == plain.losses
+    assert "no compiler for backward" in notices(run)[0]

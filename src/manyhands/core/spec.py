@@ -81,6 +81,12 @@ class StrategySpec:
                 remedy='write recompute="blocks"',
             )
         _require_one_of("precision", self.precision, PRECISIONS)
+        if self.deterministic and self.capture == "compile":
+            raise StrategyError(
+                "a deterministic step cannot be compiled: its numbers come from Python",
+                got='deterministic with capture="compile"',
+                remedy='leave one of them away; capture="graph" works with it',
+            )
         _require_one_of("capture", self.capture, CAPTURES)
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))

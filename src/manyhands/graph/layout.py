@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 
 def has_convolutions(model: nn.Module) -> bool:
-    """Whether the layout of pictures matters to a network.
+    """Whether another layout of pictures may matter to a network: it has convolutions, all laid out as usual.
 
     >>> has_convolutions(nn.Conv2d(3, 8, 3)), has_convolutions(nn.Linear(3, 8))
     (True, False)
     """
-    return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    found = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.ConvTranspose2d)]
+    return bool(found) and all(p.is_contiguous() for p in model.parameters() if p.dim() == 4)
 
 
 def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last: bool) -> None:

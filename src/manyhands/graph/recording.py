@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -66,8 +67,6 @@ def rehearsing() -> Iterator[None]:
 
 
 def _set_sync_mode(mode: int | str) -> None:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype, each time it is set
         torch.cuda.set_sync_debug_mode(mode)

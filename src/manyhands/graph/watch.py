@@ -1,4 +1,4 @@
-"""Watch: values in Python that a step depends on. A recording would go on with those of its first time."""
+"""Watch: what in Python a step depends on. A recording would go on with what it saw at its first time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set, tuple)
 _RATES = ("lr", "initial_lr")
 """These are tensors, or put back to be: a recording reads them anew."""
-MAX_FUNCTIONS = 100
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has by itself: its parts, parameters, buffers and hooks, which are looked at by their own rules."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+MAX_FUNCTIONS = 100
+MAX_ITEMS = 64
+"""Containers and tensors on the host up to this size are looked into, longer ones by their length alone."""
+
+Facts = Iterator[tuple[str, Any]]
 
 
 class Watch:
-    """Looks at numbers, flags and lengths that a network, a loss function and optimizers hold.
+    """Looks at numbers, flags and lengths that a network, a loss function and optimizers hold, and where tensors lie.
+
+    `settings` gives further values by name.
 
     >>> class Net(nn.Module):
     ...     calls = 0
@@ -36,42 +47,44 @@ class Watch:
     'Net.calls'
     """
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any], optimizers: Iterable[Optimizer]) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        optimizers: Iterable[Optimizer],
+        settings: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._optimizers, self._settings = list(optimizers), settings
         forwards = {type(module).forward for module in model.modules() if _is_theirs(type(module))}
         self._functions = _reached([function, *forwards])
-        self._seen = self._values()
+        # A criterion with a state of its own is as much part of the step as the network.
+        criteria = [value for f in self._functions for _, value in _names_of(f) if isinstance(value, nn.Module)]
+        self._models = list(dict.fromkeys([model, *criteria]))
+        self._seen = self._facts()
         self._drawn = _drawn()
         self._hold()
 
     def changed(self) -> str:
         """The first value that is not what it was at the last look, by name; "" where none is."""
-        before, self._seen = self._seen, self._values()
+        before, self._seen = self._seen, self._facts()
         self._hold()
         if self._seen == before:
             return ""
-        names = [name for name in {**before, **self._seen} if before.get(name, "") != self._seen.get(name, "")]
+        missing = object()
+        names = [n for n in {**before, **self._seen} if before.get(n, missing) != self._seen.get(n, missing)]
         return names[0]
 
     def is_same(self) -> bool:
-        """A quick look, for every step: the flags and numbers of modules, parameters and optimizers."""
+        """A quick look, for every step: numbers and flags of modules and optimizers, and where tensors lie."""
         for values, size, held in self._held:
             if len(values) != size:
                 return False
             for key, value in held:
                 if values.get(key) is not value:
                     return False
-        return [p.requires_grad for p in self._parameters] == self._flags
-
-    def _hold(self) -> None:
-        owners = [vars(module) for module in self._model.modules()]
-        owners += [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._held = [
-            (owner, len(owner), [(k, v) for k, v in owner.items() if isinstance(v, _SCALARS) and k not in _RATES])
-            for owner in owners
-        ]
-        self._parameters = list(self._model.parameters())
-        self._flags = [p.requires_grad for p in self._parameters]
+        if [p.requires_grad for p in self._parameters] != self._flags or dict(self._settings()) != self._set:
+            return False
+        return self._places() == self._lying
 
     def drew(self) -> str:
         """Which generator on the host gave numbers since the last look; "" if none."""
@@ -79,43 +92,109 @@ class Watch:
         return next((name for name in before if before[name] != self._drawn[name]), "")
 
     def hooked(self) -> str:
-        """A module with a hook of the person's own, which a recording would not run; "" if there is none."""
-        for name, module in self._model.named_modules():
-            hooks = [hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values()]
-            if any(_is_theirs(hook) for hook in hooks):
-                return name or type(module).__name__
-        return ""
+        """What has a hook of the person's own, which a recording would not run; "" if nothing has."""
+        for model in self._models:
+            for name, module in model.named_modules():
+                if _has_hook(module, _HOOKS):
+                    return name or type(module).__name__
+            for name, parameter in model.named_parameters():
+                if _has_hook(parameter, _PARAMETER_HOOKS):
+                    return name
+        return "every module" if _has_hook(torch_module, _GLOBAL_HOOKS) else ""
 
-    def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, module in self._model.named_modules():
-            prefix = f"{type(module).__name__}{f' {name!r}' if name else ''}."
-            for key, value in vars(module).items():
-                if not key.startswith("_"):
-                    values.update(_facts(prefix + key, value))
-        values.update((f"{n}.requires_grad", p.requires_grad) for n, p in self._model.named_parameters())
+    def _hold(self) -> None:
+        """Keeps what the quick look compares with."""
+        owners = [vars(module) for model in self._models for module in model.modules()]
+        owners += [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._held = [
+            (owner, len(owner), [(k, v) for k, v in owner.items() if isinstance(v, _SCALARS) and k not in _RATES])
+            for owner in owners
+        ]
+        self._parameters = [p for model in self._models for p in model.parameters()]
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._set = dict(self._settings())
+        self._lying = self._places()
+
+    def _places(self) -> list[int]:
+        """Where the tensors lie that a recording reads and writes."""
+        return [tensor.data_ptr() for _, tensor in self._tensors()]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self._models:
+            yield from model.named_parameters()
+            yield from model.named_buffers()
+        for number, optimizer in enumerate(self._optimizers):
+            for index, state in enumerate(optimizer.state.values()):
+                for key, slot in state.items():
+                    if isinstance(slot, Tensor):
+                        yield f"optimizer {number}: {key} of parameter {index}", slot
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        seen: set[int] = set()
+        for model in self._models:
+            for name, module in model.named_modules():
+                prefix = f"{type(module).__name__}{f' {name!r}' if name else ''}."
+                for key, value in vars(module).items():
+                    if key not in _OWN:
+                        facts.update(_look(prefix + key, value, seen))
+            facts.update((f"{n}.requires_grad", p.requires_grad) for n, p in model.named_parameters())
         for function in self._functions:
             for name, value in _names_of(function):
-                values.update(_facts(name, value, deep=True))
+                facts.update(_look(name, value, seen))
         for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key not in ("params", *_RATES):
-                        values.update(_facts(f"optimizer {number}, group {index}: {key}", value))
-        return values
+                        facts.update(_look(f"optimizer {number}, group {index}: {key}", value, seen))
+        facts.update((f"{name} (its place in memory)", tensor.data_ptr()) for name, tensor in self._tensors())
+        facts.update(self._settings())
+        return facts
 
 
-def _facts(name: str, value: Any, *, deep: bool = False) -> Iterator[tuple[str, Any]]:
-    """What can be compared cheaply: scalars, lengths, and the scalars of a small object."""
+def _look(name: str, value: Any, seen: set[int]) -> Facts:
+    """What can be compared cheaply: scalars, lengths, places of tensors, and the same one level down in an object."""
     if isinstance(value, _SCALARS):
         yield name, value
+    elif isinstance(value, Tensor):
+        yield from _tensor_facts(name, value)
     elif isinstance(value, _CONTAINERS):
-        yield f"{name} (its length)", len(value)
-        items = value.items() if isinstance(value, dict) else enumerate(value) if len(value) <= 64 else ()
-        if not isinstance(value, set):
-            yield from ((f"{name}[{key!r}]", item) for key, item in items if isinstance(item, _SCALARS))
-    elif deep and not isinstance(value, (nn.Module, torch.Tensor, types.ModuleType)) and hasattr(value, "__dict__"):
-        yield from ((f"{name}.{key}", item) for key, item in vars(value).items() if isinstance(item, _SCALARS))
+        yield from _container_facts(name, value)
+    elif _is_plain_object(value) and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in list(vars(value).items()):
+            if isinstance(item, _SCALARS):
+                yield f"{name}.{key}", item
+            elif isinstance(item, Tensor):
+                yield from _tensor_facts(f"{name}.{key}", item)
+            elif isinstance(item, _CONTAINERS):
+                yield from _container_facts(f"{name}.{key}", item)
+
+
+def _tensor_facts(name: str, tensor: Tensor) -> Facts:
+    """A tensor on the host may be read as a number, so its value counts; one on a device by where it lies."""
+    if isinstance(tensor, nn.Parameter):
+        return
+    if tensor.device.type == "cpu" and tensor.numel() <= MAX_ITEMS and not tensor.is_sparse:
+        yield name, tensor.detach().tolist()
+    elif tensor.layout is torch.strided:
+        yield f"{name} (its place in memory)", tensor.data_ptr()
+
+
+def _container_facts(name: str, value: Any) -> Facts:
+    yield f"{name} (its length)", len(value)
+    if isinstance(value, set) or len(value) > MAX_ITEMS:
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, _SCALARS):
+            yield f"{name}[{key!r}]", item
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of the person's own kind, with attributes that may change."""
+    if isinstance(value, (nn.Module, Optimizer, types.ModuleType, types.FunctionType, types.MethodType)):
+        return False
+    return hasattr(value, "__dict__") and (not isinstance(value, type) or _is_theirs(value))
 
 
 def _reached(functions: list[Any]) -> list[Any]:
@@ -136,27 +215,42 @@ def _is_theirs(value: Any) -> bool:
     return home.split(".")[0] not in ("torch", "manyhands", "builtins", "numpy", "random", "math")
 
 
+def _has_hook(owner: Any, kinds: Iterable[str]) -> bool:
+    return any(_is_theirs(hook) for kind in kinds for hook in (getattr(owner, kind, None) or {}).values())
+
+
 def _names_of(function: Any, *, calls: bool = False) -> Iterator[tuple[str, Any]]:
-    """The values that a function reaches by closure, global name, or as a method of an object; or what it calls."""
-    function = getattr(function, "func", function)
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not calls:
-        yield "self", owner
+    """The values that a function reaches by closure, global name, as a method or a partial; or what it calls."""
+    reached: list[tuple[str, Any]] = []
+    if hasattr(function, "func") and hasattr(function, "keywords"):
+        reached += [(f"argument {i}", value) for i, value in enumerate(function.args)]
+        reached += list(function.keywords.items())
+        function = function.func
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__") and callable(function):
+        reached.append((type(function).__name__, function))
+        function = type(function).__call__
+    if (owner := getattr(function, "__self__", None)) is not None:
+        reached.append((type(owner).__name__, owner))
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    scope: Mapping[str, Any] = getattr(function, "__globals__", {})
-    reached = [(name, scope[name]) for name in _global_names(code) if name in scope]
-    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
-        try:
-            reached.append((name, cell.cell_contents))
-        except ValueError:  # a variable that is not set yet
-            continue
+    if code is not None:
+        scope: Mapping[str, Any] = getattr(function, "__globals__", {})
+        reached += [(name, scope[name]) for name in _global_names(code) if name in scope]
+        reached += _closed_over(function, code)
     for name, value in reached:
         is_call = isinstance(value, types.FunctionType | types.MethodType)
         if is_call == calls and (not callable(value) or _is_theirs(value)):
             yield name, value
+
+
+def _closed_over(function: Any, code: types.CodeType) -> list[tuple[str, Any]]:
+    found = []
+    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # a variable that is not set yet
+            continue
+    return found
 
 
 def _global_names(code: types.CodeType) -> set[str]:

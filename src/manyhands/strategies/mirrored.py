@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +50,11 @@ class MirroredReplica(Replica):
         for buckets in self._buckets.values():
             buckets.deferred = is_deferred
 
-    def settle(self, is_settled: bool) -> None:
-        for buckets in self._buckets.values():
-            buckets.settled = is_settled
+    def usage(self, key: str) -> Any:
+        return self._buckets[key].usage
+
+    def settle(self, key: str, usage: Any) -> None:
+        self._buckets[key].settle(usage)
 
     def pack(self, key: str) -> None:
         self._buckets[key].pack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,12 @@ class Replica:
     def defer(self, is_deferred: bool) -> None:
         """Whether gradients wait for `pack` and `exchange` instead of being summed during backward."""
 
-    def settle(self, is_settled: bool) -> None:
-        """Whether the parameters in use are those of the step before."""
+    def usage(self, key: str) -> Any:
+        """Which parameters the last step used, as `settle` takes it."""
+        return None
+
+    def settle(self, key: str, usage: Any) -> None:
+        """Takes it for known which parameters are used, so that nobody need look; None looks again."""
 
     def pack(self, key: str) -> None:
         """Lays deferred gradients out for their exchange."""

@@ -13,14 +13,14 @@ from ..graph import CAPTURABLE, skips_on_device
 
 def step_where(optimizer: Optimizer, flag: Tensor) -> None:
     """Takes an optimizer's step if the flag is set; otherwise parameters and state stay as they are."""
-    if flag.device.type == "cpu" or type(optimizer) not in CAPTURABLE or not optimizer.state:
-        if flag:
-            optimizer.step()
-    elif skips_on_device(optimizer):
+    if flag.device.type != "cpu" and skips_on_device(optimizer):
         # The fused updates read these two, which torch's own gradient scaler sets.
         optimizer.found_inf, optimizer.grad_scale = (~flag).float(), None  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    elif flag.device.type == "cpu" or type(optimizer) not in CAPTURABLE or not optimizer.state:
+        if flag:
+            optimizer.step()
     else:
         held = list(_tensors(optimizer))
         before = [tensor.clone() for tensor in held]

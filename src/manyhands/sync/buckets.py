@@ -33,8 +33,8 @@ class Buckets:
         self._hooks: list[RemovableHandle] = []
         self.deferred = False
         """Whether the sums wait until all gradients are there: `pack`, `exchange`, `finish` instead of overlapping."""
-        self.settled = False
-        """Whether the parameters in use are those of the step before, so that nobody need look."""
+        self._settled = False
+        """Whether the parameters in use are known, so that nobody need look."""
         self._make()
 
     def _make(self) -> None:
@@ -76,6 +76,17 @@ class Buckets:
         for bucket in self._buckets:
             bucket.ready.clear()
 
+    @property
+    def usage(self) -> list[list[bool]]:
+        """Which parameters some replica used in the last step, by bucket."""
+        return [list(bucket.is_used) for bucket in self._buckets]
+
+    def settle(self, usage: list[list[bool]] | None) -> None:
+        """Takes it for known which parameters are used; None: looks again in every step."""
+        self._settled = usage is not None
+        for bucket, is_used in zip(self._buckets, usage or (), strict=False):
+            bucket.is_used = list(is_used)
+
     def pack(self) -> None:
         """Copies all gradients into their buckets."""
         for bucket in self._buckets:
@@ -93,7 +104,7 @@ class Buckets:
             self._launch()
         self._armed = False
         for bucket in self._buckets:
-            bucket.finish(self.settled)
+            bucket.finish(self._settled)
 
     def divide(self, count: Tensor) -> None:
         """Divides the summed gradients by what was counted."""
@@ -140,7 +151,7 @@ class _Bucket:
         self._views = [_as(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
         self.pending = Pending()
-        self._is_used = [True] * len(sizes)
+        self.is_used = [True] * len(sizes)
         """Which parameters some replica used, as of the last look."""
 
     @property
@@ -172,8 +183,8 @@ class _Bucket:
         self.pending = Pending()
         if not settled:
             # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
-            self._is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
-        for parameter, view, is_used in zip(self.parameters, self._views, self._is_used, strict=True):
+            self.is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
+        for parameter, view, is_used in zip(self.parameters, self._views, self.is_used, strict=True):
             if is_used:
                 parameter.grad = view
 

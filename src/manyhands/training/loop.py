@@ -431,10 +431,12 @@ class _Reporter:
         batch = self._hand.batch
         if batch is None or step != self._hand.num_steps:
             return "lower the learning rate, set clip=1.0, or look at the data"
-        ids = ", ".join(map(str, batch.ids[:8])) + (" …" if len(batch.ids) > 8 else "")
-        if not all(tensor.isfinite().all() for tensor in tensors(batch.data) if tensor.is_floating_point()):
-            return f"the batch itself holds values that are not finite: look at samples {ids}"
-        return f"lower the learning rate, set clip=1.0, or look at samples {ids}"
+        # The loss is that of all replicas, so all of them come here together.
+        parts = self._hand.world.gather_objects((_not_finite(batch), batch.ids.tolist()))
+        guilty, ids = ([sample for part in parts for sample in part[which]] for which in (0, 1))
+        if guilty:
+            return f"the data itself is not finite: look at {_some(guilty)}"
+        return f"lower the learning rate, set clip=1.0, or look at {_some(ids)}"
 
     def flush(self) -> None:
         """Sends the losses since the last time, and where this replica's time went."""
@@ -467,6 +469,20 @@ class _Reporter:
         synced = self._hand.world.waited - self._synced_before
         known = {"input": waited, "sync": synced, **self._hand.seconds}
         return {"total": total, "compute": max(0.0, total - sum(known.values())), **known}
+
+
+def _not_finite(batch: Batch) -> list[int]:
+    """The samples of a batch that hold values which are not finite."""
+    bad = torch.zeros(max(1, batch.num_samples), dtype=torch.bool)
+    for tensor in tensors(batch.data):
+        if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(bad):
+            bad |= ~tensor.detach().flatten(1).isfinite().all(1).cpu() if tensor.dim() > 1 else ~tensor.isfinite().cpu()
+    return [int(batch.ids[row]) for row in bad.nonzero().flatten().tolist() if row < len(batch.ids)]
+
+
+def _some(samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
+    return f"sample{'s' * (len(samples) != 1)} {shown}"
 
 
 def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> list[dict[str, float]]:

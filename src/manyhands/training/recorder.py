@@ -52,6 +52,8 @@ class _Made:
     losses: dict[str, Tensor]
     good: Tensor | None
     is_compiled: bool
+    usage: Any
+    """Which parameters it uses."""
 
 
 class Recorder:
@@ -67,7 +69,10 @@ class Recorder:
         self._has_given_up = False
         self._pool = _pool()
         reasons = [make_capturable(optimizer) for optimizer in hand.optimizers.values()]
-        self._rates = [(group, group["lr"]) for o in hand.optimizers.values() for group in o.param_groups]
+        self._rates = [group["lr"] for group in self._groups()]
+        """The tensors that recordings read learning rates from."""
+        self._usage: dict[Hashable, Any] = {}
+        """Which parameters a shape of batch uses, by its rehearsal."""
         self._is_whole = not any(reasons)
         """Whether the update stands in the recording too."""
         if not hand.replica.is_recordable:
@@ -93,7 +98,7 @@ class Recorder:
     def look_again(self) -> None:
         """A quick look whether what the recordings took for constant still is."""
         if self._made and self._watch is not None and not self._watch.is_same():
-            self._look_closely()
+            self._record_anew(self._watch.changed() or "something in the network")
 
     def forget(self) -> None:
         """Lets go of the recordings, and of the memory that they hold."""
@@ -102,10 +107,16 @@ class Recorder:
         self._num_replays = 0
         self._pool = _pool()
 
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._hand.optimizers.values():
+            yield from optimizer.param_groups
+
     # -- on the way to a recording --------------------------------------------------------------------------------
 
     def _approach(self, shape: Hashable, batch: Batch) -> str:
         """Plain steps, then one under the conditions of a recording, then the recording."""
+        if shape not in self._seen and len(self._seen) > 2 * MAX_SHAPES:
+            return ""
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
         if len(self._seen) > MAX_SHAPES and not self._made:
             self._give_up(f"batches come in more than {MAX_SHAPES} shapes")
@@ -121,24 +132,29 @@ class Recorder:
     def _rehearse(self, batch: Batch, shape: Hashable) -> str:
         """A real step under the conditions of a recording; "" if it breaks one, with nothing changed."""
         hand = self._hand
-        watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values())
+        self._hold_rates()
+        watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
         hooked = watch.hooked()
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")
             return ""
         state = _Keepsake(hand)
         try:
-            # Sums wait for the end here, because a rehearsal that breaks off must not have begun some.
+            # Sums wait for the end here, because a rehearsal that breaks off must not have begun some; where layers
+            # have collectives of their own it does not break off, and only the recording, which runs none, may fail.
             with self._in_parts(is_deferred=hand.size > 1):
                 phases = self._phases(batch, shape, is_deferred=hand.size > 1)
-                with nullcontext() if self._ways.compiles(shape) else rehearsing():
+                is_strict = not self._ways.compiles(shape) and (hand.size == 1 or hand.replica.is_local)
+                with rehearsing() if is_strict else nullcontext():
                     phases[0].run()
                 for phase in phases[1:]:
                     phase.run()
         except CannotRecord as reason:
             state.restore()
+            hand.take(batch)
             self._give_up(str(reason))
             return ""
+        self._usage[shape] = hand.replica.usage(MAIN)
         changed = watch.changed()
         drew = watch.drew() if hand.randomness is None else hand.randomness.drew_on_host()
         if changed:
@@ -177,24 +193,31 @@ class Recorder:
         return [Phase(forth_and_back), *middle, Phase(update, recorded=self._is_whole)]
 
     @contextmanager
-    def _in_parts(self, *, is_deferred: bool, is_settled: bool = False) -> Iterator[None]:
+    def _in_parts(self, *, is_deferred: bool, usage: Any = None) -> Iterator[None]:
         replica = self._hand.replica
         replica.defer(is_deferred)
-        replica.settle(is_settled)
+        replica.settle(MAIN, usage)
         try:
             yield
         finally:
             replica.defer(False)
-            replica.settle(False)
+            replica.settle(MAIN, None)
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings of the hand that a recording takes for constant."""
+        hand = self._hand
+        decay = None if hand.averages is None else hand.averages.decay
+        return {"hand.clip": hand.clip, "hand.skips": hand.skips, "the decay of the average": decay}
 
     def _record(self, shape: Hashable, batch: Batch) -> str:
         hand, statics = self._hand, Statics(_input(batch), map_leaves, tensors)
+        self._hold_rates()
         standing = _standing(batch, statics)
         hand.take(standing)
         num_steps, state = hand.num_steps, _Keepsake(hand)
         is_deferred = not hand.world.is_recordable
         try:
-            with self._in_parts(is_deferred=is_deferred, is_settled=True):
+            with self._in_parts(is_deferred=is_deferred, usage=self._usage.get(shape)):
                 recording = Recording(self._phases(standing, shape, is_deferred=is_deferred), self._pool)
         except CannotRecord as reason:
             hand.num_steps = num_steps
@@ -206,7 +229,13 @@ class Recorder:
         if not self._made:
             self._announce(recording, self._ways.compiles(shape))
         made = _Made(
-            statics, recording, hand.recorded_tally(), dict(hand.losses), hand.good, self._ways.compiles(shape)
+            statics=statics,
+            recording=recording,
+            tally=hand.recorded_tally(),
+            losses=dict(hand.losses),
+            good=hand.good,
+            is_compiled=self._ways.compiles(shape),
+            usage=self._usage.get(shape),
         )
         self._made[shape] = made
         hand.take(batch)
@@ -225,7 +254,7 @@ class Recorder:
             made.recording.replay()
         else:
             hand.reopen(made.tally)
-            with self._in_parts(is_deferred=not hand.world.is_recordable, is_settled=True):
+            with self._in_parts(is_deferred=not hand.world.is_recordable, usage=made.usage):
                 made.recording.replay()
             made.losses, made.good = dict(hand.losses), hand.good
         hand.num_steps = num_steps + 1
@@ -237,7 +266,7 @@ class Recorder:
 
     def _hold_rates(self) -> None:
         """A recording reads these very tensors; a person may have put a number in their place."""
-        for group, rate in self._rates:
+        for group, rate in zip(self._groups(), self._rates, strict=False):
             if group["lr"] is not rate and isinstance(rate, Tensor):
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
@@ -246,8 +275,10 @@ class Recorder:
 
     def _look_closely(self) -> None:
         changed = self._watch.changed() if self._made and self._watch is not None else ""
-        if not changed:
-            return
+        if changed:
+            self._record_anew(changed)
+
+    def _record_anew(self, changed: str) -> None:
         self._num_changes += 1
         self.forget()
         if self._num_changes > MAX_CHANGES:

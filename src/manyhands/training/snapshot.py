@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..core import CheckpointError, mix, random_state, restore_random_state, seed_all
+from ..core import CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
 from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
 
@@ -49,6 +49,8 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         )
     parameters = {name: parameter for parameter, name in replica.names.items()}
     replica.load(checkpoint.model)
+    for text in _changes(checkpoint, hand):
+        hand.notice(text)
     if hand.averages is not None:
         if not checkpoint.averages:
             hand.notice("the checkpoint has no averaged weights: their average starts from its weights")
@@ -73,6 +75,17 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         seed_all(mix(checkpoint.step, hand.rank))
     state: dict[str, Any] = checkpoint.state["state"]
     return state
+
+
+def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:
+    """What is not as it was when the checkpoint was written, besides the number of devices."""
+    before, now = checkpoint.state["spec"], hand.spec.to_dict()
+    for name in ("precision", "deterministic", "accumulate", "batch_stats", "sync", "recompute"):
+        default = getattr(StrategySpec(), name)
+        if before.get(name, default) != now.get(name, default):
+            yield f"the run goes on with {name}={now.get(name, default)}; it had {before.get(name, default)}"
+    if checkpoint.averages and hand.averages is None:
+        yield "the run goes on without the average of its weights, because the task has no ema now"
 
 
 def _mapped(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..core import Task
@@ -12,6 +12,9 @@ from ..strategies import MAIN
 from .hand import Hand
 from .recorder import Recorder, compute, shape_of_batch
 from .ways import Ways
+
+RECORDING = ("cuda",)
+"""Kinds of devices on which steps can be recorded."""
 
 
 def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], Any] | None = None) -> None:
@@ -36,7 +39,7 @@ class Stepper:
         self._hand, self._task = hand, task
         self._ways: Ways | None = None
         self._recorder: Recorder | None = None
-        records = hand.device.type == "cuda" and hand.spec.capture != "off"
+        records = hand.device.type in RECORDING and hand.spec.capture != "off"
         if task.loss is not None:
             self._ways = Ways(hand, task.loss, total)
             self._recorder = Recorder(hand, task.loss, self._ways, total) if records else None
@@ -50,12 +53,23 @@ class Stepper:
             return
         began = time.perf_counter()
         shape = shape_of_batch(batch)
-        taken = self._recorder.take(batch, shape) if self._recorder is not None else ""
-        if not taken:
-            take_step(self._hand, self._task, batch, self._ways.loss_for(shape))
+        try:
+            taken = self._take(batch, shape, self._ways)
+        except Exception as error:
+            if not self._ways.gave_up_compiling(error):
+                raise
+            self._hand.forget_step()
+            self._hand.take(batch)
+            taken = self._take(batch, shape, self._ways)
         seconds = time.perf_counter() - began
         if self._ways.tick(shape, taken == "replayed", seconds) and self._recorder is not None:
             self._recorder.forget()
+
+    def _take(self, batch: Batch, shape: Hashable, ways: Ways) -> str:
+        taken = self._recorder.take(batch, shape) if self._recorder is not None else ""
+        if not taken:
+            take_step(self._hand, self._task, batch, ways.loss_for(shape))
+        return taken
 
     def look_again(self) -> None:
         """Somebody's code has run between two steps: what a recording took for constant may have changed."""

@@ -1,7 +1,8 @@
 """Ways to execute one and the same step: tried one after another while training goes on, measured, the fastest kept.
 
-All of them compute the same; what differs is where numbers lie in memory, how many threads compute, and whether the
-step is compiled. Nothing is tried in a run that is too short to win back what the trial costs.
+All of them compute the same up to rounding; what differs is where numbers lie in memory, how many threads compute, and
+whether the step is compiled. bf16 that was asked for on a CPU gives way to fp32 where it is slower. Nothing is tried in
+a run that is too short to win back what the trial costs.
 """
 
 from __future__ import annotations
@@ -193,19 +194,17 @@ class Ways:
     def _compile(self) -> None:
         self._compiled = True
         plain = self._task_loss
-        compiled = torch.compile(lambda model, batch: plain(model, batch), dynamic=False)
+        self.loss = torch.compile(lambda model, batch: plain(model, batch), dynamic=False)
 
-        def loss(model: Any, batch: Any) -> Any:
-            try:
-                return compiled(model, batch)
-            except Exception as error:
-                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
-                    raise
-                self._hand.notice(f"the step could not be compiled: {_first_line(error)}")
-                self.loss = plain
-                return plain(model, batch)
-
-        self.loss = loss
+    def gave_up_compiling(self, error: Exception) -> bool:
+        """Whether this is a compiler's failure, forward or backward; if so the step goes on as written."""
+        home = type(error).__module__
+        if not self._compiled or not home.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
+            return False
+        self._hand.notice(f"the step could not be compiled: {_first_line(error)}")
+        self.loss, self._way = self._task_loss, self._best
+        self.settle()
+        return True
 
 
 def _first_line(error: Exception) -> str:
