@@ -15,7 +15,7 @@ from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
 from manyhands.training import Hand
 
-from .problems import problem
+from .problems import generator, problem
 from .test_equality import trained
 
 CASES = [(name, optimizer) for name in ("mlp", "cnn", "gpt") for optimizer in ("sgd", "adamw")]
@@ -122,3 +122,53 @@ def test_numbers_that_do_not_fit_are_told() -> None:
         mh.Sharded(sharding="some")
     with pytest.raises(StrategyError, match="a task with several optimizers"):
         mh.fit(problem("gan"), mh.Sharded(), on="cpu*2", progress=False)
+
+
+def hugging_face() -> dict[str, mh.Task]:
+    """Real architectures with random weights: tied embeddings, an encoder and a decoder, pictures."""
+    import transformers as hf
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5}
+    gpt2 = hf.GPT2Config(
+        vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    t5 = hf.T5Config(
+        vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(1, 99, (16, 12), generator=generator(0))
+    labels = torch.randint(0, 5, (16,), generator=generator(1))
+    pictures = torch.randn(16, 3, 16, 16, generator=generator(2))
+    networks = {
+        "gpt2": (partial(hf.GPT2LMHeadModel, gpt2), {"input_ids": ids, "labels": ids}),
+        "bert": (
+            partial(hf.BertForSequenceClassification, hf.BertConfig(vocab_size=100, **small, **quiet)),
+            {"input_ids": ids, "labels": labels},
+        ),
+        "vit": (
+            partial(hf.ViTForImageClassification, hf.ViTConfig(image_size=16, patch_size=8, **small, **quiet)),
+            {"pixel_values": pictures, "labels": labels},
+        ),
+        "t5": (partial(hf.T5ForConditionalGeneration, t5), {"input_ids": ids, "labels": ids}),
+    }
+    return {
+        name: mh.Task(
+            model=model,
+            loss=lambda model, batch: model(**batch).loss,
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+            data=data,
+            batch_size=8,
+        )
+        for name, (model, data) in networks.items()
+    }
+
+
+def test_hugging_face_models_go_through_unchanged(run_ranks: Any, tmp_path: Path) -> None:
+    spec = mh.Sharded(precision="fp64")
+    whole = trained(NullWorld(), hugging_face(), mh.Single(precision="fp64"), tmp_path / "whole")
+    parts = run_ranks(lambda world: trained(world, hugging_face(), spec, tmp_path / "parts"), 2)[0]
+    for name, (losses, _) in whole.items():
+        # GPT-2 computes its loss in fp32, whatever its weights are.
+        np.testing.assert_allclose(parts[name][0]["loss"], losses["loss"], rtol=1e-6, err_msg=name)
