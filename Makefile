@@ -3,37 +3,43 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 export OMP_NUM_THREADS ?= 1
 # Debian packages that tests need (network hosts, a browser), installed when we are root and apt is there.
 DEBIAN := iproute2
 
 .PHONY: demo test lint types unit bench setup system clean
 
-demo: setup
+demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: system lint types unit
 
-lint: setup
+lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: setup
+types: $(TOOLS)
 	$(BIN)/mypy
 
-unit: setup
+unit: $(TOOLS)
 	$(BIN)/python -m pytest
 
-bench: setup
+bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.feed
 
-setup: $(READY)
+setup: $(TOOLS)
 
 $(READY): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "manyhands needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[demo]'
+	touch $@
+
+# What tests, lint and types need besides: the tools, and every optional package that is tested with.
+$(TOOLS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[dev]'
 	touch $@
 
