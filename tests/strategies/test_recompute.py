@@ -19,7 +19,7 @@ import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
 from manyhands.store import CheckpointStore
-from manyhands.strategies import activation_bytes, keep_all, recompute
+from manyhands.strategies import keep_all, kept_bytes, lives, recompute
 from manyhands.strategies.recompute import SMALL
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
@@ -103,7 +103,7 @@ def held(way: str, rows: int = 8) -> int:
     net = nn.Sequential(*(_Mlp() for _ in range(6)))
     inputs = torch.randn(rows, 32)
     recompute(net, way)
-    kept = activation_bytes(net, lambda: net(inputs).sum())
+    kept = kept_bytes(lives(net, lambda: net(inputs).sum()))
     return sum(size for name, size in kept.items() if name)
 
 
