@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -206,6 +207,44 @@ def test_attention_equals_torchs_where_almost_nothing_is_dropped() -> None:
         with draws_of([0, 1]).drawing():
             found = F.scaled_dot_product_attention(q, keys, keys, dropout_p=1e-12, **settings)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["a mask of flags", "a mask that is added"])
+def test_a_row_that_attends_to_nothing_is_zero(added: bool) -> None:
+    """As torch's own attention has it; padding is masked so."""
+    flags = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    flags[0, 0, 1] = False
+    mask = torch.zeros(flags.shape).masked_fill(~flags, -torch.inf) if added else flags
+    q = torch.randn(2, 1, 3, 4, generator=generator()).requires_grad_()
+    with draws_of([0, 1]).drawing():
+        found = F.scaled_dot_product_attention(q, q, q, mask, dropout_p=1e-12)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q, mask))
+    assert found[0, 0, 1].tolist() == [0.0] * 4
+    found.square().sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("draw", "dtype"),
+    [
+        (partial(torch.bernoulli, torch.full((ROWS, 9), 0.5)), torch.float32),
+        (partial(torch.normal, torch.zeros(ROWS, 9), torch.ones(ROWS, 9)), torch.float32),
+        (partial(torch.normal, 0.0, 1.0, (ROWS, 9)), torch.float32),
+        (partial(torch.multinomial, torch.ones(ROWS, 12), 9), torch.int64),
+        (partial(torch.multinomial, torch.ones(ROWS, 4), 9, True), torch.int64),
+        (partial(torch.rand, ROWS, 9), torch.float32),
+        (partial(torch.randperm, 9), torch.int64),
+    ],
+    ids=["bernoulli", "normal", "normal of a size", "multinomial", "multinomial, put back", "rand", "randperm"],
+)
+def test_a_tensor_that_is_given_is_filled(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    with draws_of(range(ROWS)).drawing():
+        expected = draw()
+    given = torch.empty(0, dtype=dtype)
+    with draws_of(range(ROWS)).drawing():
+        assert draw(out=given) is given
+    assert torch.equal(given, expected)
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -75,7 +75,7 @@ def test_the_account_of_a_step() -> None:
     block = {name: size for name, size in found.activations.items() if name.startswith("3.") or name == "3"}
     row = ROWS * WIDTH * 4
     assert block == {"3": 2 * row, "3.layer": row, "3.norm": row}
-    assert found.total == found.fixed + sum(found.activations.values())
+    assert found.total == found.fixed + sum(found.activations.values()) + found.working
     assert list(found.activations.values()) == sorted(found.activations.values(), reverse=True)
 
 
@@ -90,10 +90,10 @@ def test_the_account_follows_accumulation_precision_and_recomputation() -> None:
     assert held(sgd).optimizer == 0
 
 
-def tight(world: World, spec: mh.StrategySpec, folder: Path) -> str | int:
+def tight(world: World, spec: mh.StrategySpec, folder: Path, made: Callable[[], mh.Task] = task) -> str | int:
     """Trains in 96 MiB, in a process of its own, whose memory has no holes from other tests."""
     torch.set_num_threads(1)
-    job = Job(task=task(), spec=spec, folder=folder, epochs=1, memory=parse_bytes("96MiB"))
+    job = Job(task=made(), spec=spec, folder=folder, epochs=1, memory=parse_bytes("96MiB"))
     try:
         return train(world, job).num_steps
     except OutOfMemory as error:
@@ -120,6 +120,30 @@ def test_what_is_advised_really_fits(run_ranks: Callable[..., Any], tmp_path: Pa
     assert advised is not None, text
     assert run(mh.Single(accumulate=int(advised[1]))) == 2
     assert run(mh.Single(recompute="blocks")) == 2
+
+
+def wide() -> mh.Task:
+    """Forward keeps one wide tensor, makes two, and backward has three at a time."""
+    rows = 16 * ROWS
+    return task(
+        model=lambda: nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 1)),
+        data=(torch.zeros(rows, 16), torch.zeros(rows)),
+        batch_size=rows,
+    )
+
+
+def test_what_is_there_only_while_a_step_runs_is_counted(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    wide_tensor = 16 * ROWS * 1024 * 4
+    found = held(wide())
+    assert found.activations["1"] == wide_tensor
+    assert found.working == pytest.approx(2 * wide_tensor, rel=0.01)
+
+    def run(spec: mh.StrategySpec) -> Any:
+        return run_ranks(partial(tight, spec=spec, folder=tmp_path / str(spec), made=wide), 1)[0]
+
+    advised = re.search(r"accumulate=(\d+) +about \d+\.\d MiB$", run(mh.Single()), re.MULTILINE)
+    assert advised is not None
+    assert run(mh.Single(accumulate=int(advised[1]))) == 1
 
 
 def test_the_process_stays_usable(tmp_path: Path) -> None:

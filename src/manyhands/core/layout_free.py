@@ -4,12 +4,13 @@ A counter-based hash takes the place of the generators while a network and its l
 depends on which sample it is and not on where it is computed, so the answer is the same on any number of replicas,
 under accumulation, when a run is resumed on other devices, and when a block's forward is computed again in backward.
 
-**Which dim holds the samples** is read off the shape that is drawn, given the rows that the network sees: the first
-dim if it has as many entries; in three or more dims the second (time first, then batch); the first dim if it is a
-multiple (rows and heads, or rows and places, in one dim); else any dim with exactly so many. Where none fits, and for
-parameters, the numbers do not depend on the sample: they are the same on every replica and in every micro-batch. A
-replica that borrowed a row draws whatever it likes, because that row weighs nothing. An element is known by its
-coordinates beside the sample, so padding a batch to another length does not change what the other places draw.
+**Which dim holds the samples** is learned before work starts, by computing with two numbers of rows (`learn`). What was
+not seen then is taken by its size, given the rows that the network sees: the first dim if it has as many entries; in
+three or more dims the second (time first, then batch); the first dim if it is a multiple (rows and heads, or rows and
+places, in one dim); else any dim with exactly so many. A split changes that number, so this may err, and `guess` tells
+of it. Where no dim holds samples, and for parameters, the numbers are the same on every replica and in every
+micro-batch. A replica that borrowed a row draws whatever it likes, because that row weighs nothing. An element is known
+by its coordinates beside the sample, so padding a batch to another length does not change what the other places draw.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .randomness import mix
+from .sample_dims import SampleDims, Sizes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +39,8 @@ _LAST = 0x846CA68B - 2**32
 KEPT_PLACES, KEPT_SHAPES = 1 << 14, 64
 NUM_WATCHED = 6
 """Scopes that are looked at for draws that were not caught: forward and backward of the first steps."""
+NUM_LOOKS = 4
+"""Times that draws are looked at beforehand: branches may be taken at random."""
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Bits of a uniform number: as many as stay below 1 in its dtype."""
 
@@ -71,6 +75,10 @@ class LayoutFree(TorchFunctionMode):
         """Random operations that were answered."""
         self.strayed = False
         """Whether an operation was seen that draws from torch's own generators in spite of this."""
+        self.guess = ""
+        """The first draw of which only the size told what it is for, in words; empty while there is none."""
+        self._dims = SampleDims()
+        self._trace: dict[int, Sizes] | None = None
         self._num_watched = 0
         self._shared = 0
         self._known_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -124,6 +132,32 @@ class LayoutFree(TorchFunctionMode):
         if count not in self._buffers:
             self._buffers[count] = torch.empty(count, dtype=torch.int64, device=self._device)
         return self._buffers[count].copy_(self._host, non_blocking=True)
+
+    def learn(self, compute: Callable[[int], Any], few: int, more: int) -> None:
+        """Finds out which dim of every draw holds the samples; `compute` does with so many rows what a step does."""
+        counts = self.num_draws, self._num_watched
+        dims = SampleDims()
+        try:
+            for look in range(NUM_LOOKS):
+                first, second = (self._traced(compute, rows, look) for rows in (few, more))
+                dims.add(few, first, more, second)
+                if not first:
+                    break
+        finally:
+            self._trace = None
+            self.num_draws, self._num_watched = counts
+        self._dims = dims
+
+    def _traced(self, compute: Callable[[int], Any], rows: int, look: int) -> dict[int, Sizes]:
+        """The shapes that are drawn with so many rows, by the number of the call."""
+        self.load(0, look, np.arange(rows))
+        self.begin()
+        self.select(0, rows)
+        trace: dict[int, Sizes] = {}
+        self._trace = trace
+        with self.drawing():
+            compute(rows)
+        return trace
 
     # -- where it holds -------------------------------------------------------------------------------------------
 
@@ -208,8 +242,7 @@ class LayoutFree(TorchFunctionMode):
         call = generator.initial_seed()
         generator.manual_seed(call + 1)
         self.num_draws += 1
-        seen = shape[:1] if self._only_first else shape
-        dim = None if shared or isinstance(owner, nn.Parameter) else batch_dim(seen, self._rows)
+        dim = None if shared or isinstance(owner, nn.Parameter) else self._dim_of(call, tuple(shape))
         part = slice(-1, None) if dim is None else self._part
         keys = (self._keys if device == self._keys.device else self._host.to(device))[part]
         rows = len(keys)
@@ -219,7 +252,20 @@ class LayoutFree(TorchFunctionMode):
         drawn = _scramble(self._places(tuple(inner), device), keys * (mix(call) | 1))
         if not dim:
             return drawn.view(list(shape))
-        return drawn.view(rows, *inner).squeeze(dim + 1).movedim(0, dim)
+        return drawn.view(rows, *inner).movedim(0, dim).reshape(list(shape))
+
+    def _dim_of(self, call: int, shape: Sizes) -> int | None:
+        """The dim that holds the samples of a draw, as it was seen; else by its size."""
+        if self._trace is not None:
+            self._trace[call] = shape
+        seen = self._dims.find(call, shape, self._rows)
+        if seen is not None or not shape:
+            return None if seen is None else seen.dim
+        dim = batch_dim(shape[:1] if self._only_first else shape, self._rows)
+        if self._trace is None and not self.guess:
+            what = "the whole batch" if dim is None else f"samples in dim {dim}"
+            self.guess = f"random numbers of shape {shape} are taken for those of {what}"
+        return dim
 
     def _places(self, inner: tuple[int, ...], device: torch.device) -> Tensor:
         """A code for every element of a sample; those of small shapes are kept, which makes small draws cheaper."""
@@ -275,7 +321,7 @@ class LayoutFree(TorchFunctionMode):
 
 
 def batch_dim(shape: Shape, rows: int) -> int | None:
-    """The dim along which a drawn tensor holds the samples; None where there is none.
+    """The dim along which a drawn tensor seems to hold the samples, by its size; None where there is none.
 
     >>> batch_dim((4, 3), 4), batch_dim((9, 4, 3), 4), batch_dim((8, 3), 4), batch_dim((5, 4), 4), batch_dim((5,), 4)
     (0, 1, 0, 1, None)

@@ -212,8 +212,14 @@ def _attention(
         weights = weights.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         weights = weights + attn_mask
-    weights = torch.softmax(weights, -1)
+    weights = torch.softmax(weights, -1) if attn_mask is None else _safe_softmax(weights)
     return _dropout(draws, weights, dropout_p).to(value.dtype) @ value
+
+
+def _safe_softmax(weights: Tensor) -> Tensor:
+    """Zeros in a row that may look at nothing, as torch's own attention has them; its gradient is zero too."""
+    empty = (weights == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
 
 
 def _recurrent(operation: Callable[..., Any], num_states: int) -> Replacement:
@@ -290,6 +296,11 @@ def _inplace(fill: Callable[..., Tensor]) -> Replacement:
 
 def _initial(fill: Callable[..., Tensor], draws: LayoutFree, tensor: Tensor, *args: float) -> Tensor:
     return _filled(fill(draws, tensor, *args, owner=tensor), tensor)
+
+
+def _given(values: Tensor, out: Tensor | None) -> Tensor:
+    """Values in the tensor that was given for them, if one was."""
+    return values if out is None else _filled(values, out.resize_(values.shape))
 
 
 def _filled(values: Tensor, empty: Tensor) -> Tensor:
@@ -378,27 +389,39 @@ def _integers(draws: LayoutFree, *args: Any, **kwargs: Any) -> Tensor:
     return _factory(_fill_integers)(draws, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _normal(draws: LayoutFree, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+def _normal(
+    draws: LayoutFree, mean: Any, std: Any = 1.0, size: Any = None, *, out: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     """torch.normal, of numbers with a size or of tensors."""
     if size is not None:
-        return _factory(_fill_normal)(draws, mean, std, size, **kwargs)  # type: ignore[no-any-return]
+        return _factory(_fill_normal)(draws, mean, std, size, out=out, **kwargs)  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(*(value.shape for value in (mean, std) if isinstance(value, Tensor)))
     like: Tensor = mean if isinstance(mean, Tensor) else std
-    return draws.normal(shape, like.device, _real(like.dtype)).mul(std).add(mean)
+    return _given(draws.normal(shape, like.device, _real(like.dtype)).mul(std).add(mean), out)
 
 
-def _bernoulli(draws: LayoutFree, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+def _bernoulli(
+    draws: LayoutFree, input: Tensor, p: float | None = None, *, generator: None = None, out: Tensor | None = None
+) -> Tensor:
     chance = input if p is None else p
-    return _fill_bernoulli(draws, input, chance, owner=input).to(input.dtype)
+    return _given(_fill_bernoulli(draws, input, chance, owner=input).to(input.dtype), out)
 
 
-def _multinomial(draws: LayoutFree, input: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
+def _multinomial(
+    draws: LayoutFree,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     if not replacement:
         race = draws.exponential(input.shape, input.device, _real(input.dtype))
-        return (input / race).topk(num_samples, -1).indices
+        return _given((input / race).topk(num_samples, -1).indices, out)
     sums = input.double().cumsum(-1)
     drawn = draws.uniform((*input.shape[:-1], num_samples), input.device, torch.float64) * sums[..., -1:]
-    return torch.searchsorted(sums, drawn, right=True).clamp_(max=input.shape[-1] - 1)
+    return _given(torch.searchsorted(sums, drawn, right=True).clamp_(max=input.shape[-1] - 1), out)
 
 
 def _permutation(draws: LayoutFree, n: int, **kwargs: Any) -> Tensor:

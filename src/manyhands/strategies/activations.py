@@ -1,10 +1,12 @@
-"""Activations: what a forward keeps for backward, in bytes, by the module that made it."""
+"""Activations: what a forward keeps for backward, by the module that made it, and what both hold at the most."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,23 +17,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def activation_bytes(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
-    """Bytes that are still held when `forward` has returned, by the name of the module in which they were made.
+@dataclass
+class Life:
+    """A storage that a forward or a backward made, from one operation to another."""
 
-    What is computed outside of the model is under the empty name. The result itself is held too, since backward
-    starts from it.
+    name: str
+    """The module in which it was made."""
+    size: int
+    born: int
+    died: int | None = None
+    is_kept: bool = False
+    """Whether it was there when forward had returned."""
+    in_backward: bool = False
+
+
+def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
+    """Every storage that is made by `forward` and by the backward from what it returns, in order.
+
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> inputs = torch.zeros(16, 2)
+    >>> [(life.name, life.size) for life in lives(net, lambda: net(inputs).sum()) if not life.in_backward]
+    [('0', 512), ('1', 512), ('2', 64), ('', 4)]
+    """
+    watch = _Watch({module: name for name, module in model.named_modules()})
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with watch.modules(), watch:
+        loss = forward()
+        watch.begin_backward()
+        # The gradients are let go as if they had been added to those there are.
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+    return watch.lives
+
+
+def kept_bytes(found: list[Life]) -> dict[str, int]:
+    """Bytes that were there when forward had returned, by the name of the module in which they were made.
+
+    What is computed outside of the model is under the empty name. The result itself is there too, since backward starts
+    from it.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> inputs = torch.zeros(16, 2)
-    >>> activation_bytes(net, lambda: net(inputs).sum())
+    >>> kept_bytes(lives(net, lambda: net(inputs).sum()))
     {'1': 512, '': 4}
     """
-    watch = _Watch({module: name for name, module in model.named_modules()})
-    with watch.modules(), watch:
-        result = forward()
-        held = watch.held()
-    del result
-    return held
+    total: Counter[str] = Counter()
+    for life in found:
+        if life.is_kept:
+            total[life.name] += life.size
+    return dict(total)
+
+
+def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows: int) -> int:
+    """The most bytes that are there at a time for so many rows, from what was made for few and for many of them.
+
+    What backward makes in a size that does not depend on the rows is a gradient of parameters, and not counted here.
+    """
+    if [life.name for life in small] != [life.name for life in large]:
+        few, small = 0, [replace(life, size=0) for life in large]
+    changes: Counter[int] = Counter()
+    for one, other in zip(small, large, strict=True):
+        if not other.in_backward or other.size != one.size:
+            size = max(0, round(one.size + (other.size - one.size) / (many - few) * (rows - few)))
+            changes[2 * other.born] += size
+            if other.died is not None:
+                changes[2 * other.died - 1] -= size
+    return max(accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
 class _Watch(TorchDispatchMode):
@@ -41,7 +91,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._inside: list[str] = [""]
-        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, Life]] = {}
+        self.lives: list[Life] = []
+        self._time = 0
+        self._in_backward = False
 
     @contextmanager
     def modules(self) -> Iterator[None]:
@@ -72,16 +125,24 @@ class _Watch(TorchDispatchMode):
         key = _key(tensor)
         known = self._made.get(key)
         if key and (known is None or known[0].expired()):
+            self._look()
             storage = tensor.untyped_storage()
-            self._made[key] = (StorageWeakRef(storage), storage.nbytes(), self._inside[-1])
+            life = Life(self._inside[-1], storage.nbytes(), self._time, in_backward=self._in_backward)
+            self._made[key] = (StorageWeakRef(storage), life)
+            self.lives.append(life)
 
-    def held(self) -> dict[str, int]:
-        """Bytes of what is still alive."""
-        total: Counter[str] = Counter()
-        for reference, size, name in self._made.values():
-            if not reference.expired():
-                total[name] += size
-        return dict(total)
+    def _look(self) -> None:
+        """Notes what is gone since the last storage was made."""
+        self._time += 1
+        for key in [key for key, (reference, _) in self._made.items() if reference.expired()]:
+            self._made.pop(key)[1].died = self._time
+
+    def begin_backward(self) -> None:
+        """Forward has returned."""
+        self._look()
+        for _, life in self._made.values():
+            life.is_kept = True
+        self._in_backward = True
 
 
 def _key(tensor: Tensor) -> int:

@@ -20,6 +20,9 @@ from ..core import StrategyError
 
 BLOCKS, SELECTIVE = "blocks", "selective"
 _MARK = "recomputes"
+"""The attribute of a wrapped forward that holds what the module had in its place, None where that was its class's."""
+SMALL = 1 << 16
+"""Elements up to which a buffer is kept as it was before every forward, whether or not it was ever changed."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -55,8 +58,11 @@ def keep_all(model: nn.Module) -> None:
     """Takes `recompute` off again."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if getattr(forward, _MARK, False):
+        if hasattr(forward, _MARK):
             del module.forward
+            own = getattr(forward, _MARK)
+            if own is not None:
+                module.forward = own
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -93,8 +99,9 @@ def _some_names(model: nn.Module) -> str:
 
 
 def _wrap(module: nn.Module, selective: bool, own_randomness: bool) -> None:
-    forward = _recomputing(module.__dict__.get("forward"), _Changes(), selective, own_randomness)
-    setattr(forward, _MARK, True)
+    own = module.__dict__.get("forward")
+    forward = _recomputing(own, _Changes(), selective, own_randomness)
+    setattr(forward, _MARK, own)
     # A bound method, so that a copy of the module computes with the copy's own parameters.
     module.forward = MethodType(forward, module)
 
@@ -132,38 +139,47 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _Changes:
-    """Buffers that a module's forward changes, such as running statistics: backward must not change them again."""
+    """Buffers that a module's forward changes, such as running statistics: backward must find them as they were.
+
+    A layer may begin to change one at any time, so small ones are all kept. Large ones are mostly constant tables, and
+    are kept once they were seen to change.
+    """
 
     def __init__(self) -> None:
-        self._names: set[str] | None = None
+        self._large: set[str] | None = None
 
     def values(self, module: nn.Module) -> dict[str, Tensor]:
-        """Copies of these buffers; of all of them while it is not known which are changed."""
-        wanted = self._names
-        return {name: b.clone() for name, b in module.named_buffers() if wanted is None or name in wanted}
+        """Copies of these buffers; of all of them while it is not known which large ones are changed."""
+        large = self._large
+        return {n: b.clone() for n, b in module.named_buffers() if large is None or b.numel() <= SMALL or n in large}
 
     @contextmanager
     def noticed(self, module: nn.Module, before: dict[str, Tensor]) -> Iterator[None]:
-        """Finds out which ones are changed, the first time; by value, since batch_norm changes them unseen."""
+        """Finds out which large ones are changed: the first time by value, later by what torch counts of it."""
+        versions = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
         yield
-        if self._names is None:
-            now = dict(module.named_buffers())
-            self._names = {name for name, old in before.items() if not torch.equal(now.get(name, old), old)}
-            for name in set(before) - self._names:
+        now = {name: buffer for name, buffer in module.named_buffers() if buffer.numel() > SMALL}
+        if self._large is None:
+            self._large = {name for name in now if name in before and not torch.equal(now[name], before[name])}
+            for name in now.keys() & before.keys() - self._large:
                 del before[name]
+        for name, buffer in now.items():
+            old, version = versions.get(name, (buffer, buffer._version))
+            if buffer is not old or buffer._version != version:
+                self._large.add(name)
 
 
 @contextmanager
 def _as_before(module: nn.Module, before: dict[str, Tensor], state: Tensor) -> Iterator[None]:
-    """Other buffers in the place of those that the forward changed, and the CPU's generator as it was then."""
+    """Copies in the place of all buffers, those that the forward changed as they were, and the CPU's generator too."""
     generator = torch.default_generator
     now, after = dict(module.named_buffers()), generator.get_state()
-    _put(module, {name: value.clone() for name, value in before.items()})
+    _put(module, {name: before.get(name, buffer).clone() for name, buffer in now.items()})
     generator.set_state(state)
     try:
         yield
     finally:
-        _put(module, {name: now[name] for name in before})
+        _put(module, now)
         generator.set_state(after)
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..cluster import World
 from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from .draws import learn_draws
 from .evaluation import evaluating
 from .hand import Hand
 from .stepping import take_step
@@ -85,6 +86,7 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
     if task.loss is not None:
         with evaluating(hand.model):
             notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
+        learn_draws(hand, task, feed.peek(NUM_SAMPLES))
     seed_all(mix(task.seed, world.rank, salt))
     take_step(hand, task, next(iter(hand.one_epoch(feed))))
     record = StepRecord(

@@ -20,6 +20,7 @@ from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, 
 from ..data import Batch, Feed, as_source, check_source, tensors
 from ..store import Weights
 from .callbacks import Callback
+from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import explain_memory, limited
@@ -111,6 +112,7 @@ class _Loop:
         self.out_of_patience = ""
         self.measured_at = 0
         self.compared = False
+        self.told_guess = False
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.factor: float | None = None
@@ -210,6 +212,7 @@ class _Loop:
                     hand.notice(notice)
             for notice in try_metrics(task, model, batch, hand.world):
                 hand.notice(notice)
+        learn_draws(hand, task, batch)
         if task.metrics and task.valid is None:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
@@ -267,6 +270,9 @@ class _Loop:
             and hand.randomness.strayed
         ):
             hand.notice(STRAYED)
+        if hand.randomness is not None and hand.randomness.guess and not self.told_guess:
+            self.told_guess = True
+            hand.notice(guess_notice(hand.randomness))
 
     def compare(self) -> None:
         """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""

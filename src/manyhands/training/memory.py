@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import ManyhandsError, OutOfMemory, SettingsError, StrategyError, Task
+from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
 from ..data import Batch, first_dim, split
-from ..strategies import activation_bytes, keep_all, recompute
+from ..strategies import Life, keep_all, kept_bytes, largest_sum, lives, recompute
 from .hand import Hand
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -37,7 +37,7 @@ MAPPED_FROM, MAPPED_AT_LAST = 1 << 17, 1 << 25
 NUM_NAMED = 5
 """Modules that an account names."""
 ROOM = 0.7
-"""The share of the memory that a step may be planned to take: backward and a checkpoint need some too."""
+"""The share of the memory that a step may be planned to take: batches to come and a checkpoint need some too."""
 
 
 # -- a limit -----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,9 @@ class Account:
     gradients: int
     optimizer: int
     activations: dict[str, int] = field(default_factory=dict)
-    """By the module that made them, the largest first; empty where they could not be measured."""
+    """What forward keeps for backward, by the module that made it, the largest first; empty if not measured."""
+    working: int = 0
+    """What is there besides while forward and backward run, at the most."""
     rows: int = 0
     """Samples of the micro-batch they are for."""
 
@@ -183,9 +185,14 @@ class Account:
         return self.parameters + self.gradients + self.optimizer
 
     @property
+    def peak(self) -> int:
+        """What forward and backward hold at the most."""
+        return sum(self.activations.values()) + self.working
+
+    @property
     def total(self) -> int:
         """All of it."""
-        return self.fixed + sum(self.activations.values())
+        return self.fixed + self.peak
 
     def lines(self) -> list[str]:
         """A line for each part."""
@@ -197,7 +204,8 @@ class Account:
         largest = list(self.activations.items())[:NUM_NAMED]
         named = ", ".join(f"{name or 'outside of the network'} {size_text(size)}" for name, size in largest)
         more = f", {len(self.activations) - NUM_NAMED} more" if len(self.activations) > NUM_NAMED else ""
-        return [*lines, f"{'activations':<16} {whole:>10} for {self.rows} rows: {named}{more}"]
+        lines.append(f"{'activations':<16} {whole:>10} for {self.rows} rows: {named}{more}")
+        return [*lines, f"{'working memory':<16} {size_text(self.working):>10} besides, while forward and backward run"]
 
 
 def account(hand: Hand, task: Task, batch: Batch) -> Account:
@@ -205,11 +213,13 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
     model, optimizers = hand.model, hand.optimizers.values()
     rows = max(1, *batch.sizes)
     copies = 1 if hand.size == 1 else 2  # the gradient itself, and the buffer in which it travels
+    activations, peak = _activations(hand, task, batch, rows) or ({}, 0)
     return Account(
         parameters=_bytes([*model.parameters(), *model.buffers()]),
         gradients=copies * _bytes([p for p in model.parameters() if p.requires_grad]),
         optimizer=sum(map(_state_bytes, optimizers)),
-        activations=_activations(hand, task, batch, rows) or {},
+        activations=activations,
+        working=max(0, peak - sum(activations.values())),
         rows=rows,
     )
 
@@ -242,8 +252,11 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 def _activations(
     hand: Hand, task: Task, batch: Batch, rows: int, *, precision: str | None = None
-) -> dict[str, int] | None:
-    """Bytes by module for so many rows: measured on a few and on twice as many, and drawn out in a straight line."""
+) -> tuple[dict[str, int], int] | None:
+    """Bytes that forward keeps, by module, and what it and backward hold at the most, for so many rows.
+
+    Measured on a few and on twice as many, and drawn out in a straight line.
+    """
     there = first_dim(batch.data)
     few = min(2, max(1, there // 2))
     if task.loss is None or there < 2 * few:
@@ -256,19 +269,28 @@ def _activations(
     except Exception:
         # Whatever keeps it from being measured, the account of the rest is still worth having.
         return None
+    before, after = map(kept_bytes, (small, large))
     drawn_out = {
-        name: max(0, round(small.get(name, 0) + (size - small.get(name, 0)) / few * (rows - few)))
-        for name, size in large.items()
+        name: max(0, round(before.get(name, 0) + (size - before.get(name, 0)) / few * (rows - few)))
+        for name, size in after.items()
     }
-    return dict(sorted(drawn_out.items(), key=lambda pair: -pair[1]))
+    # A gradient of parameters stands beside the sum that it is added to.
+    gradient = max((_bytes([p]) for p in hand.model.parameters() if p.requires_grad), default=0)
+    peak = largest_sum(few, small, 2 * few, large, rows) + gradient
+    return dict(sorted(drawn_out.items(), key=lambda pair: -pair[1])), peak
 
 
-def _measured(hand: Hand, task: Task, data: Any, precision: str | None) -> dict[str, int]:
+def _measured(hand: Hand, task: Task, data: Any, precision: str | None) -> list[Life]:
     assert task.loss is not None
     loss = task.loss
+
+    def forward() -> Tensor:
+        value = loss(hand.model, data)
+        return value.total if isinstance(value, Mean) else value
+
     scope = torch.autocast(hand.device.type, dtype=torch.bfloat16) if precision == "bf16" else hand.replica.scope()
     with _without_peers(hand.world), _without_statistics(hand.model), scope:
-        return activation_bytes(hand.model, lambda: loss(hand.model, data))
+        return lives(hand.model, forward)
 
 
 @contextlib.contextmanager
@@ -312,16 +334,16 @@ def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -
     found = []
     accumulate = _accumulate(hand, held, memory)
     if accumulate is not None:
-        share = _total(held, {k: v * hand.spec.accumulate // accumulate for k, v in held.activations.items()})
-        found.append(_line(f"accumulate={accumulate}", share, memory))
+        share = held.peak * hand.spec.accumulate // accumulate
+        found.append(_line(f"accumulate={accumulate}", held.fixed + share, memory))
     if not hand.spec.recompute:
         again = _recomputed(hand, task, batch, held)
         if again is not None:
             found.append(_line('recompute="blocks"', again, memory))
     if hand.spec.precision == "fp32":
         half = _activations(hand, task, batch, held.rows, precision="bf16")
-        if half is not None and sum(half.values()) < sum(held.activations.values()):
-            found.append(_line('precision="bf16"', _total(held, half), memory))
+        if half is not None and half[1] < held.peak:
+            found.append(_line('precision="bf16"', held.fixed + half[1], memory))
     if held.fixed > ROOM * memory:
         found.append("no batch: parameters, gradients and optimizer state alone are more than there is")
     return found
@@ -331,33 +353,22 @@ def _accumulate(hand: Hand, held: Account, memory: int) -> int | None:
     """The smallest number of micro-batches with which the step fits; None where even single rows do not."""
     now = hand.spec.accumulate
     for parts in range(2, held.rows + 1):
-        if held.fixed + sum(held.activations.values()) / parts <= ROOM * memory:
+        if held.fixed + held.peak / parts <= ROOM * memory:
             return now * parts
     return None
 
 
 def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account) -> int | None:
-    """The total with recompute="blocks": what stands between the blocks, and the largest of them while it is redone."""
+    """The total with recompute="blocks"; None where there are no blocks, or it cannot be measured."""
     try:
-        names = recompute(hand.model, "blocks", own_randomness=hand.randomness is None)
+        recompute(hand.model, "blocks", own_randomness=hand.randomness is None)
     except StrategyError:
         return None
     try:
-        between = _activations(hand, task, batch, held.rows)
+        again = _activations(hand, task, batch, held.rows)
     finally:
         keep_all(hand.model)
-    if between is None:
-        return None
-    inside = (sum(size for name, size in held.activations.items() if _is_in(name, block)) for block in names)
-    return _total(held, between) + max(inside)
-
-
-def _is_in(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
-
-
-def _total(held: Account, activations: dict[str, int]) -> int:
-    return held.fixed + sum(activations.values())
+    return None if again is None else held.fixed + again[1]
 
 
 def _line(what: str, total: int, memory: int) -> str:

@@ -1,0 +1,85 @@
+"""Which dim of a draw holds the samples: seen by computing the same with two numbers of rows, not guessed from sizes.
+
+What a replica sees of a shape does not tell: 8 rows, or 8 places of a table. With 3 rows and with 5 it does: the dim
+that goes from 3 to 5 (or from 12 to 20) holds the samples, and a shape that stays as it is belongs to none of them.
+Draws are known by their number, and by their shape where another branch was taken and numbers have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A draw: the dim that holds the samples, None where there is none, and its shape for one row."""
+
+    dim: int | None
+    shape: Sizes
+
+    def at(self, rows: int) -> Sizes:
+        """The shape for so many rows."""
+        return tuple(size * rows if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def resembles(self, shape: Sizes, rows: int) -> bool:
+        """Whether this can be the same draw in a batch of another length."""
+        if len(shape) != len(self.shape) or self.dim is None:
+            return len(shape) == len(self.shape)
+        unit = self.shape[self.dim]
+        return shape[self.dim] == rows if unit == 1 else shape[self.dim] % rows == 0
+
+    def shares_a_size(self, shape: Sizes) -> bool:
+        """Whether a dim besides that of the samples has the size that it had."""
+        pairs = zip(self.shape, shape, strict=True)
+        return any(old == new for dim, (old, new) in enumerate(pairs) if dim != self.dim)
+
+
+class SampleDims:
+    """What was seen of every draw.
+
+    >>> dims = SampleDims()
+    >>> dims.add(3, {0: (3, 7), 1: (7, 4), 2: (1,)}, 5, {0: (5, 7), 1: (7, 4), 2: (1,)})
+    >>> dims.find(0, (7, 7), 7).dim, dims.find(1, (7, 4), 7).dim, dims.find(2, (1,), 1).dim, dims.find(3, (9, 9), 1)
+    (0, None, None, None)
+    """
+
+    def __init__(self) -> None:
+        self._numbered: dict[int, Seen | None] = {}
+        self._kinds: set[Seen] = set()
+
+    def add(self, few: int, first: Mapping[int, Sizes], more: int, second: Mapping[int, Sizes]) -> None:
+        """The shapes of draws, by their numbers, with few rows and with more."""
+        for call in first.keys() & second.keys():
+            seen = _seen(few, first[call], more, second[call])
+            if seen is not None:
+                self._kinds.add(seen)
+            # A number under which different draws come tells nothing.
+            self._numbered[call] = seen if self._numbered.get(call, seen) == seen else None
+
+    def find(self, call: int, shape: Sizes, rows: int) -> Seen | None:
+        """What is known of a draw; None where it was not seen."""
+        numbered = self._numbered.get(call)
+        if numbered is not None and numbered.at(rows) == shape:
+            return numbered
+        if numbered is not None and not numbered.resembles(shape, rows):
+            numbered = None
+        if numbered is not None and numbered.shares_a_size(shape):
+            return numbered
+        alike = [kind for kind in self._kinds if kind.at(rows) == shape]
+        return alike[0] if len({kind.dim for kind in alike}) == 1 else numbered
+
+
+def _seen(few: int, first: Sizes, more: int, second: Sizes) -> Seen | None:
+    """What two shapes of one draw tell; None where they do not."""
+    if len(first) != len(second):
+        return None
+    moved = [dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not moved:
+        return Seen(None, first)
+    dim, unit = moved[0], first[moved[0]] // few
+    if len(moved) > 1 or unit == 0 or (first[dim], second[dim]) != (unit * few, unit * more):
+        return None
+    return Seen(dim, (*first[:dim], unit, *first[dim + 1 :]))

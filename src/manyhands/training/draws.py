@@ -1,0 +1,52 @@
+"""Draws: which random numbers belong to single samples, found out on a few of them before work starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core import LayoutFree, Task, UsageError, random_state, restore_random_state
+from ..data import first_dim, split
+from .hand import Hand
+
+MOST_ROWS = 5
+
+
+def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
+    """Computes the loss in training mode with two numbers of rows, the same on every layout.
+
+    Buffers and generators are put back. What cannot be computed so is left to the size of each draw, which is told.
+    """
+    if hand.randomness is None or task.loss is None:
+        return
+    rows = first_dim(batch)
+    more = min(MOST_ROWS, rows)
+    few = max(1, more - 2)
+    if few == more:
+        return
+    loss, states = task.loss, random_state(hand.device)
+    buffers = [(buffer, buffer.clone()) for buffer in hand.model.buffers()]
+
+    def compute(count: int) -> None:
+        with hand.replica.scope():
+            loss(hand.model, split(batch, [count, rows - count])[0] if count < rows else batch)
+
+    try:
+        hand.randomness.learn(compute, few, more)
+    except UsageError:
+        raise
+    except Exception:
+        # A slip of the person's own comes again in the first step; a loss that needs more rows than these does not.
+        return
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        restore_random_state(states, hand.device)
+
+
+def guess_notice(randomness: LayoutFree) -> str:
+    """What to tell where only the size of a draw said what it is."""
+    why = "only their size tells so, because it could not be tried beforehand"
+    return f"{randomness.guess}: {why}, so they may differ from one number of replicas to another"
