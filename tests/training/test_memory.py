@@ -200,7 +200,21 @@ def test_nonsense_limits_are_refused(memory: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8GiB", 8 * 2**30), ("8gb", 8 * 10**9), ("500 MB", 5 * 10**8), ("1.5k", 1500), ("7", 7), (7, 7), ("2Ti", 2**41)],
+    [
+        ("8GiB", 8 * 2**30),
+        ("8gb", 8 * 10**9),
+        ("500 MB", 5 * 10**8),
+        ("20000k", 2 * 10**7),
+        (2**25, 2**25),
+        ("2Ti", 2**41),
+    ],
 )
 def test_sizes_are_read(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("memory", ["8", 1.5, "1KB"])
+def test_a_limit_that_nothing_fits_into_is_refused(memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="at least 16.0 MiB, but got .* write the unit too"):
+        mh.fit(task(8), on="cpu", folder=tmp_path / "runs", memory=memory)
+    assert not (tmp_path / "runs").exists()

@@ -23,7 +23,7 @@ from .callbacks import Callback
 from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
-from .memory import explain_memory, limited
+from .memory import Guard, explain_memory, limited
 from .patience import Patience, Watch, check_patience
 from .start import start_from
 from .stepping import Stepper
@@ -84,7 +84,7 @@ def train(world: World, job: Job) -> Outcome:
         hand = Hand(world, job.spec)
         loop = _Loop(hand, job)
         try:
-            with limited(hand.device, job.memory):
+            with limited(hand.device, job.memory) as loop.guard:
                 return loop.run()
         finally:
             loop.reporter.flush()
@@ -107,6 +107,7 @@ class _Loop:
         self.metrics: dict[str, float] = {}
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
+        self.guard: Guard = contextlib.nullcontext
         self.stopped = False
         self.watch = Watch(job.stop)
         self.out_of_patience = ""
@@ -157,12 +158,13 @@ class _Loop:
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """One step; what ran out of memory is explained."""
-        try:
-            stepper.take(batch)
-        except (RuntimeError, MemoryError) as error:
-            stepper.close()
-            explain_memory(error, self.hand, self.task, batch)
-            raise
+        with self.guard():
+            try:
+                stepper.take(batch)
+            except (RuntimeError, MemoryError) as error:
+                stepper.close()
+                explain_memory(error, self.hand, self.task, batch)
+                raise
 
     @property
     def is_over(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -11,7 +12,7 @@ import math
 import re
 import resource
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIGNS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "not enough memory")
 M_MMAP_THRESHOLD = -3
+LEAST = 16 << 20
+"""Less than this no step can do with."""
 MAPPED_FROM, MAPPED_AT_LAST = 1 << 17, 1 << 25
 """Where glibc's threshold begins, and where it ends up by itself."""
 NUM_NAMED = 5
@@ -46,17 +49,24 @@ ROOM = 0.7
 def parse_bytes(text: str | int) -> int:
     """A number of bytes from a text.
 
-    >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(4096)
-    (1610612736, 200000000, 4096)
+    >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(2**25)
+    (1610612736, 200000000, 33554432)
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
     number = float(found[1]) if found else 0.0
     if found is None or isinstance(text, bool) or (found[3] and not found[2]) or number <= 0:
         raise SettingsError(
-            "memory is a number of bytes above zero", got=repr(text), remedy='write it as "8GiB", "500MB" or 4096'
+            "memory is a number of bytes above zero", got=repr(text), remedy='write it as "8GiB" or "500MB"'
         )
     unit = found[2].lower()
-    return int(number * (_BINARY[unit] if found[3] else _UNITS[unit]))
+    count = int(number * (_BINARY[unit] if found[3] else _UNITS[unit]))
+    if count < LEAST:
+        raise SettingsError(
+            f"memory must be at least {size_text(LEAST)}",
+            got=f"{text!r}, which is {size_text(count)}",
+            remedy='write the unit too, such as "8GiB"',
+        )
+    return count
 
 
 def size_text(count: float) -> str:
@@ -70,32 +80,39 @@ def size_text(count: float) -> str:
     return f"{count:.0f} B" if power == 0 else f"{count / 2 ** (10 * power):.1f} {units[power]}"
 
 
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+"""What a step is taken in."""
+
+
 @contextlib.contextmanager
-def limited(device: torch.device, memory: int | None) -> Iterator[None]:
-    """Lets this process take no more than so many bytes on its device, besides what it had before."""
+def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
+    """Lets a run take no more than so many bytes on its device, besides what was there; gives what guards a step.
+
+    On a CPU the limit holds within steps only: a thread that writes a checkpoint must not fail for want of a stack.
+    """
     if memory is None:
-        yield
+        yield contextlib.nullcontext
     elif device.type == "cuda":
         with _limited_cuda(device, memory):
-            yield
+            yield contextlib.nullcontext
     else:
-        with _limited_cpu(memory):
-            yield
+        # Every optimizer imports it, and it is not the run's own memory.
+        importlib.import_module("torch._dynamo")
+        _map_from(MAPPED_FROM)
+        try:
+            yield functools.partial(_limited_cpu, _data_bytes() + memory)
+        finally:
+            _map_from(MAPPED_AT_LAST)
 
 
 @contextlib.contextmanager
-def _limited_cpu(memory: int) -> Iterator[None]:
-    # Every optimizer imports it, and it is not the run's own memory.
-    importlib.import_module("torch._dynamo")
-    _map_from(MAPPED_FROM)
+def _limited_cpu(wanted: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = _data_bytes() + memory
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        _map_from(MAPPED_AT_LAST)
 
 
 def _map_from(size: int) -> None:
