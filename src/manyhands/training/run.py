@@ -211,14 +211,18 @@ def _is_pretrained(part: Any) -> bool:
     return hasattr(part, "save_pretrained") and hasattr(part, "config")
 
 
-def as_weights(start_from: Any) -> Weights | None:
-    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict."""
+def as_weights(start_from: Any, folder: str | Path = "runs") -> Weights | None:
+    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict.
+
+    `folder` is where runs are kept: a run's mere name is no path, and its path is told.
+    """
     if start_from is None or isinstance(start_from, Weights):
         found = start_from
     elif isinstance(start_from, Run):
         found = weights(start_from.path)
     elif isinstance(start_from, (str, Path, Mapping)):
         found = weights(start_from)
+        _require_path(found.source, start_from, Path(folder))
     else:
         is_network = isinstance(start_from, nn.Module)
         raise CheckpointError(
@@ -229,6 +233,13 @@ def as_weights(start_from: Any) -> Weights | None:
     if found is not None and isinstance(found.source, Path) and (found.source / RECORD).exists():
         return Weights(found.source / CHECKPOINTS, found.strict, found.rename)
     return found
+
+
+def _require_path(source: Path | Mapping[str, Tensor], given: Any, folder: Path) -> None:
+    if isinstance(source, Path) and not source.exists() and (folder / given / RECORD).exists():
+        raise CheckpointError(
+            "start_from takes a path", got=f"{str(given)!r}, a run's name", remedy=f"pass {str(folder / given)!r}"
+        )
 
 
 def new_folder(folder: str | Path, name: str | None, default: str, resume: bool) -> Path:
