@@ -94,7 +94,7 @@ def fit(
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
     stop: Patience | Sequence[Patience] | None = None,
-    log_to: LogTo = (),
+    log_to: LogTo | None = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
@@ -119,6 +119,11 @@ def fit(
     - `memory`: what each replica may take on its device at most, such as "8GiB".
 
     Ctrl-C ends the run after the current step and returns it.
+
+    An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
+    its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
+    a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
+    "start", "log", "notice", "skipped", "waits", "checkpoint", "end" or "failed".
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -339,6 +344,8 @@ def _recording(
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
+        if progress is False and training.DROPPED in text:
+            print(text, file=sys.stderr, flush=True)
 
     tap = functools.partial(on_event, 0)
     try:
