@@ -61,6 +61,18 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
         mh.Task(**{**GOOD, **changes})
 
 
+def test_a_double_star_takes_any_name_and_is_none_itself() -> None:
+    def open_to_all(lr: float = 0.1, **kw: Any) -> mh.Task:
+        raise NotImplementedError
+
+    def closed(*args: Any, lr: float = 0.1) -> mh.Task:
+        raise NotImplementedError
+
+    assert typed(open_to_all, {"lr": "1", "width": "8", "kw": 3}) == {"lr": 1.0, "width": "8", "kw": 3}
+    with pytest.raises(SettingsError, match="the task has lr, but got 'args'"):
+        typed(closed, {"args": 1})
+
+
 def test_parameters_are_typed_by_the_signature() -> None:
     def task(
         lr: float = 1e-3, width: int = 8, deep: bool = False, name: str = "a", clip: float | None = None

@@ -53,6 +53,7 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
 
 Loss = Callable[[Any, Any], "Tensor | Mean"]
 Optimizers = Mapping[str, "Optimizer"]
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -217,24 +218,28 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
     >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
     >>> typed(task, {"lr": "3e-4", "width": "16"})
     {'lr': 0.0003, 'width': 16}
+
+    Names that a `**` parameter takes are passed on, as texts where it has no type.
     """
-    accepted = inspect.signature(task).parameters
-    for name, parameter in accepted.items():
-        variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        if parameter.default is inspect.Parameter.empty and not variadic and name not in params:
+    parameters = inspect.signature(task).parameters
+    own = {name: item for name, item in parameters.items() if item.kind not in _VARIADIC}
+    for name, parameter in own.items():
+        if parameter.default is inspect.Parameter.empty and name not in params:
             raise SettingsError(
                 "every parameter of a task function has a default",
                 got=f"{name} without one",
                 remedy=f"write {name}=...",
             )
+    passed_on = next((name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_KEYWORD), None)
     hints = typing.get_type_hints(task) if not inspect.isclass(task) else {}
     result = {}
     for name, value in params.items():
-        if name not in accepted:
-            known = ", ".join(accepted) or "no parameters"
+        if name not in own and passed_on is None:
+            known = ", ".join(own) or "no parameters"
             raise SettingsError(f"the task has {known}", got=repr(name), remedy="correct the name")
-        default = accepted[name].default
-        kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
+        parameter = own[name] if name in own else parameters[passed_on or name]
+        usual = str if parameter.default is inspect.Parameter.empty else type(parameter.default)
+        kind = hints.get(parameter.name, usual)
         result[name] = convert(name, value, kind)
     return result
 
