@@ -63,6 +63,30 @@ class Task:
     `loss(model, batch)` returns the mean over the batch's samples, or `mh.mean(total, count)`. Instead of it,
     `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
 
+    - `model`: makes the network, on the CPU; it is called once in every process;
+    - `optimizer`: makes the optimizer of a model, or a dict of them keyed by submodule;
+    - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
+      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that makes one;
+    - `loss`, `step`: what is minimised, one of the two;
+    - `valid`: data that is measured after every epoch, of the same kinds;
+    - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
+    - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
+    - `shuffle`: whether every epoch has an order of its own;
+    - `workers`: background processes that read the data, per replica; None chooses;
+    - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
+      the batch's first element;
+    - `metrics`: by name, measured on `valid`: a function `metric(outputs, batch)` on what `predict` gives, a mean over
+      samples or `mh.mean`; an object of torchmetrics, which gets (outputs, batch[1]); an object of one's own with
+      `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`; a function without arguments that
+      makes such an object; or a pair (object, function of (outputs, batch)) that says what else `update` gets, a tuple
+      or a dict of names;
+    - `clip`: largest norm of an optimizer's whole gradient; None for none;
+    - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
+    - `not_finite`: what a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on;
+    - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
+      `run.model()` and exports use the average, training goes on with the weights themselves;
+    - `seed`: of the first weights, the order of the data and random numbers.
+
     >>> import torch
     >>> task = Task(
     ...     model=lambda: torch.nn.Linear(4, 1),
@@ -76,38 +100,21 @@ class Task:
     """
 
     model: Callable[[], nn.Module]
-    """Makes the network, on the CPU; it is called once in every process."""
     optimizer: Callable[[Any], Optimizer | Optimizers]
-    """Makes the optimizer of a model, or a dict of them keyed by submodule."""
     data: Any
-    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face dataset,
-    `mh.files(...)`, `mh.bucketed(...)`, or a function of one."""
     loss: Loss | None = None
     step: Callable[[Any, Any], Mapping[str, Any] | None] | None = None
     valid: Any = None
     batch_size: int | None = None
-    """Global: the same on one device or a thousand. A DataLoader brings its own."""
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
     workers: int | None = None
-    """Background processes that read the data, per replica; None chooses."""
     predict: Callable[..., Any] | None = None
-    """`predict(model, *inputs)`; its parameter names are the Predictor's inputs. By default the model itself on
-    the batch's first element."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`. Or an object, or a function
-    without arguments that makes one: of torchmetrics, which gets (outputs, batch[1]), or one's own with
-    `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`. A pair (object, function of
-    (outputs, batch)) says what else `update` gets: a tuple, or a dict of names."""
     clip: float | None = None
-    """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
-    """`schedule(step, total)` multiplies the optimizer's own learning rate."""
     not_finite: str = "stop"
-    """What a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on."""
     ema: float | None = None
-    """Decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation, the run's
-    model and its exports use the average."""
     seed: int = 0
 
     def __post_init__(self) -> None:
