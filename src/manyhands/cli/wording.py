@@ -35,7 +35,7 @@ def reworded(text: str, names: list[str]) -> str:
         option = f"--{name.replace('_', '-')}"
         text = re.sub(rf"(?<![\w.-]){name}=True\b", option, text)
         text = re.sub(rf'(?<![\w.-]){name}="\.\.\."', f"{option} ...", text)
-        text = re.sub(rf"(?<![\w.-]){name}=(?=[\d\"'\[])", f"{option} ", text)
+        text = re.sub(rf"(?<![\w.-]){name}=(?=[\d\"'])", f"{option} ", text)
         if "_" in name:
             text = re.sub(rf"(?<![\w.-]){name}\b(?!=)", option, text)
     return text

@@ -48,5 +48,5 @@ def _made(asked: Any) -> Sink:
     raise SettingsError(
         f"log_to names {', '.join(SINKS)}, or holds an mh.Sink or a function of an event",
         got=got,
-        remedy=f"did you mean {close[0]!r}?" if close else 'pass for instance log_to=["csv"]',
+        remedy=f"did you mean {close[0]!r}?" if close else 'pass for instance log_to="csv"',
     )
