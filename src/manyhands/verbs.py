@@ -94,7 +94,7 @@ def fit(
     keep: int = 2,
     callbacks: Sequence[Callback] = (),
     stop: Patience | Sequence[Patience] | None = None,
-    log_to: LogTo = (),
+    log_to: LogTo | None = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
@@ -108,8 +108,9 @@ def fit(
     - `params`: the task function's own parameters;
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
-    - `start_from`: a run, a file of weights or a Hugging Face folder whose weights the network begins with: fresh
-      data, a new optimizer; `mh.weights(path, strict=False)` takes what fits;
+    - `start_from`: a run, a file of weights, an exported model's or a Hugging Face folder whose weights the
+      network begins with: fresh data, a new optimizer; a resumed run goes on from its checkpoint instead;
+      `mh.weights(path, strict=False)` takes what fits;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
     - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
@@ -118,6 +119,11 @@ def fit(
     - `memory`: what each replica may take on its device at most, such as "8GiB".
 
     Ctrl-C ends the run after the current step and returns it.
+
+    An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
+    its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
+    a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
+    "start", "log", "notice", "skipped", "waits", "checkpoint", "end" or "failed".
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -143,12 +149,14 @@ def fit(
     _check_data(made, steps)
     training.check_metrics(made, len(devices))
     training.check_patience(training.as_patience(stop), made)
-    source = training.as_weights(start_from)
+    source = training.as_weights(start_from, folder)
     if source is not None and not resume:
         training.check_start(made, source)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
+    if source is not None and resume and CheckpointStore(path / training.CHECKPOINTS).steps():
+        notices.append("start_from is for the beginning of a run; this one goes on from its checkpoint")
     job = Job(
         task=made,
         spec=spec,
@@ -336,6 +344,8 @@ def _recording(
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))
+        if progress is False and training.DROPPED in text:
+            print(text, file=sys.stderr, flush=True)
 
     tap = functools.partial(on_event, 0)
     try:

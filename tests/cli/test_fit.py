@@ -97,6 +97,13 @@ def test_an_argument_wins_over_the_file_and_the_file_over_the_environment(
         ([TARGET, "--on", "tpu"], "but got tpu"),
         ([TARGET, "--epochs", "0"], "epochs must be a whole number of at least 1"),
         ([TARGET, "--epochs", "few"], "valid int"),
+        (
+            [TARGET, "--save-every", "0"],
+            "--save-every must be a whole number of at least 1, but got 0; pass --save-every 1",
+        ),
+        ([TARGET, "--resume"], "resume needs the run's name, but got none; pass --name ..."),
+        ([TARGET, "--patience", "valid_los:3"], "but got 'valid_los'; did you mean valid_loss?"),
+        ([TARGET, "--patience", "valid_loss:3:up"], "the mode of Patience is auto, min or max, but got 'up'"),
         ([TARGET, "--config", "none.toml"], "must be readable"),
         ([TARGET, "--name", "a/b"], "a run's name has letters"),
         ([TARGET, "rows=8", "batch=16", "--on", "cpu*2"], "batch"),
@@ -200,3 +207,30 @@ def test_a_run_starts_from_another(invoke: Invoke) -> None:
     wrong = invoke("fit", TARGET, "width=4", "--on", "cpu", "--start-from", "runs/a")
     assert wrong.exit_code == 2
     assert "of another shape (layers.0.weight is (8, 4) and should be (4, 4)" in wrong.stderr.replace("\n", "")
+
+
+def test_a_run_that_exists_is_resumed_by_an_option(invoke: Invoke) -> None:
+    Path("runs/a").mkdir(parents=True)
+    result = invoke("fit", TARGET, "--on", "cpu", "--name", "a")
+    assert result.exit_code == 2
+    assert "got runs/a, which exists; pass --resume to go on, or another name" in result.stderr
+
+
+def test_what_is_better_of_a_metric_of_ones_own_is_asked_in_options(invoke: Invoke) -> None:
+    text = (
+        Path(TARGET).read_text().replace("valid=", 'metrics={"score": lambda outputs, batch: outputs.mean()}, valid=')
+    )
+    Path(TARGET).write_text(text)
+    result = invoke("fit", TARGET, "--on", "cpu", "--patience", "valid_score:3")
+    assert result.exit_code == 2
+    assert "write --patience valid_score:3:max or valid_score:3:min" in result.stderr
+    assert invoke("fit", TARGET, "--on", "cpu", "--patience", "valid_score:3:max").exit_code == 0
+
+
+def test_names_for_a_double_star_are_passed_on(invoke: Invoke) -> None:
+    Path("open_task.py").write_text(
+        "import small_task\n\ndef task(lr: float = 0.1, **kw: int):\n    return small_task.task(lr=lr, **kw)\n"
+    )
+    told = invoke("fit", "open_task.py", "lr=0.5", "width=3", "--on", "cpu", "--name", "a", "--json")
+    assert json.loads(told.stdout)["params"] == {"lr": 0.5, "width": 3}
+    assert Run("runs/a").state_dict()["layers.0.weight"].shape == (3, 4)

@@ -30,7 +30,8 @@ def test_the_environment_and_the_file_may_say_it_too(invoke: Invoke, monkeypatch
 
 
 def test_a_sink_that_does_not_exist_is_refused_before_the_run(invoke: Invoke) -> None:
-    result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "nope")
+    result = invoke("fit", "small_task.py", "--on", "cpu", "--name", "first", "--log-to", "tensorbord")
     assert result.exit_code == 2
-    assert "log_to names csv, tensorboard, wandb, mlflow" in result.stderr
+    assert "--log-to names csv, tensorboard, wandb, mlflow" in result.stderr
+    assert "but got 'tensorbord'; did you mean 'tensorboard'?" in result.stderr
     assert not Path("runs/first").exists()

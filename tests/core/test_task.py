@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,26 @@ GOOD: dict[str, Any] = {
 def test_mistakes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         mh.Task(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("kind", [mh.Task, mh.StrategySpec])
+def test_help_has_a_line_for_every_field(kind: type) -> None:
+    listed = [
+        name for names in re.findall(r"^- (`.+?`):", inspect.getdoc(kind) or "", re.M) for name in names.split(", ")
+    ]
+    assert sorted(listed) == sorted(f"`{field.name}`" for field in dataclasses.fields(kind))
+
+
+def test_a_double_star_takes_any_name_and_is_none_itself() -> None:
+    def open_to_all(lr: float = 0.1, **kw: Any) -> mh.Task:
+        raise NotImplementedError
+
+    def closed(*args: Any, lr: float = 0.1) -> mh.Task:
+        raise NotImplementedError
+
+    assert typed(open_to_all, {"lr": "1", "width": "8", "kw": 3}) == {"lr": 1.0, "width": "8", "kw": 3}
+    with pytest.raises(SettingsError, match="the task has lr, but got 'args'"):
+        typed(closed, {"args": 1})
 
 
 def test_parameters_are_typed_by_the_signature() -> None:

@@ -85,7 +85,7 @@ class TestBucketed:
     def test_brings_its_batch_size(self):
         source = as_source(mh.bucketed(TEXTS, 4, length="tokens"))
         assert check_source(source, None) == 4
-        with pytest.raises(DataError, match="must agree, but got 8 and 4"):
+        with pytest.raises(DataError, match="of its mh.bucketed must agree, but got 8 and 4"):
             check_source(source, 8)
 
     def test_lengths_are_measured_once_and_sent_along(self):
@@ -109,12 +109,30 @@ class TestBucketed:
             (lambda: mh.bucketed(TEXTS, 4, length=[1, 2]), r"one length for every sample.*2 lengths for 61 samples"),
             (lambda: mh.bucketed(lambda: iter(TEXTS), 4), r"read in any order, but got .*a stream"),
             (lambda: mh.bucketed(torch.zeros(5), 4), r"single samples, but got arrays; pass the lengths themselves"),
-            (lambda: mh.bucketed(TEXTS, 0), r"batch_size must be at least 1, but got 0"),
+            (lambda: mh.bucketed(TEXTS, 0), r"batch_size must be a whole number of at least 1, but got 0"),
+            (lambda: mh.bucketed(TEXTS, "8"), r"batch_size must be a whole number of at least 1, but got '8'"),
+            (lambda: mh.bucketed(TEXTS, 4, length="i"), r"whose values have a length, but got 'i' \(TypeError: object"),
         ],
     )
     def test_says_what_is_wrong(self, make, text):
         with pytest.raises(DataError, match=text):
             as_source(make())
+
+    def test_a_column_that_is_not_there_is_told_with_those_that_are(self, tmp_path):
+        class Texts:
+            __len__, __getitem__ = TEXTS.__len__, TEXTS.__getitem__
+
+        pq.write_table(pa.Table.from_pylist(TEXTS), tmp_path / "a.parquet")
+        text = "length names a column: tokens, i, but got 'tokns'; did you mean 'tokens'?"
+        with pytest.raises(DataError, match=text):
+            mh.bucketed(TEXTS, 4, length="tokns")
+        for data in (Texts(), mh.files(tmp_path / "a.parquet")):
+            with pytest.raises(DataError, match=text):
+                as_source(mh.bucketed(data, 4, length="tokns"))
+
+    def test_its_repr_is_short(self):
+        assert repr(mh.bucketed(TEXTS, 4)) == "bucketed(a list, 4, length=len, window=100)"
+        assert repr(mh.bucketed(TEXTS, 4, length=LENGTHS)) == "bucketed(a list, 4, length=61 numbers, window=100)"
 
     def test_fit_on_two_replicas_gives_the_same(self, tmp_path):
         def loss(model, batch):

@@ -101,6 +101,12 @@ def test_bucketed_by_a_column(data):
         assert sorted(labels(mh.bucketed(shown, 5, length="input_ids"))) == list(range(SIZE))
 
 
+def test_of_several_datasets_one_is_to_be_passed(data):
+    text = r"one dataset, but got a DatasetDict of test, train; pass data\['train'\]"
+    with pytest.raises(DataError, match=text):
+        as_source(datasets.DatasetDict(test=data, train=data))
+
+
 def test_a_missing_number_is_named():
     data = datasets.Dataset.from_dict({"label": [1, 2, None, 4]})
     with pytest.raises(DataError, match=r"sample of Dataset must be readable.*no value in 'label' at sample 2"):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from manyhands.core import CheckpointError
-from manyhands.store import Checkpoint, CheckpointStore, Weights, match, open_weights, weights
+from manyhands.store import Checkpoint, CheckpointStore, Weights, export, match, open_weights, weights
 
 
 class Net(nn.Module):
@@ -230,3 +230,48 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data[: len(data) // 2])
         with pytest.raises(CheckpointError, match=name):
             loaded(weights(tmp_path / name))
+
+
+def test_an_exported_model_is_a_start_by_its_newest_version(tmp_path: Path) -> None:
+    for width in (1.0, 2.0):
+        net = nn.Linear(2, 1)
+        nn.init.constant_(net.weight, width)
+        version = export(net, lambda model, x: model(x), {"x": torch.zeros(2, 2)}, tmp_path / "models")
+    for folder in (tmp_path / "models", version):
+        found = open_weights(weights(folder).source)
+        assert found.shapes == {"weight": (1, 2), "bias": (1,)}
+        assert found.load()[0]["weight"].tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "an empty file"),
+        (b"version https://git-lfs", "a file that begins with b'version https://'"),
+        (b"PK\x03\x04 and no more", "one that ends early, after 16 bytes"),
+        (b"\x80\x02}q\x00X", "a damaged one"),
+    ],
+)
+def test_a_damaged_file_is_told_in_our_own_words(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        open_weights(tmp_path / "w.pt")
+    assert str(error.value) == (
+        f"{tmp_path / 'w.pt'} must be a whole file of torch.save, but got {told}; copy or download it again"
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickled_network_is_refused_without_advice_to_trust_it(zipped: bool, tmp_path: Path) -> None:
+    torch.save(Net(), tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError) as error:
+        open_weights(tmp_path / "w.pt")
+    assert f"w.pt with {Net.__module__}.Net in it; where you trust it, save" in str(error.value)
+    assert "weights_only" not in str(error.value)
+    assert "safe_globals" not in str(error.value)
+
+
+def test_a_state_dict_holds_tensors() -> None:
+    with pytest.raises(CheckpointError, match="the values of a state dict are tensors, but got {'a': int}"):
+        open_weights({"a": 1})

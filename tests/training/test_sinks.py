@@ -351,3 +351,15 @@ def test_the_learning_rate_follows_its_schedule(tmp_path: Path) -> None:
         step: values["train/lr"] for entry in heard for step, values in numbers_of(entry, 0) if "train/lr" in values
     }
     assert rates[8] == 0.05 * 0.5**7
+
+
+def test_without_progress_a_dropped_sink_is_still_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, Faulty(raise_at="epoch"))
+    told = "log_to Faulty was dropped, the run does without it: OSError: the server is gone\n"
+    assert capfd.readouterr().err == told
+
+
+def test_no_sink_and_one_that_was_misspelled() -> None:
+    assert make_sinks(None) == []
+    with pytest.raises(SettingsError, match="but got 'tensorbord'; did you mean 'tensorboard'?"):
+        make_sinks("csv,tensorbord")

@@ -203,3 +203,18 @@ def test_a_wrapped_hugging_face_model_is_found(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="but got a Sequential with none; use run.export"):
         fit(task(), tmp_path / "runs").save_pretrained(tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_a_resumed_run_says_that_it_does_not_start_anew(tmp_path: Path) -> None:
+    before = fit(task(0), tmp_path / "a")
+    fit(task(1), tmp_path, name="b", start_from=before)
+    run = fit(task(1), tmp_path, name="b", start_from=before, epochs=2, resume=True)
+    told = "start_from is for the beginning of a run; this one goes on from its checkpoint"
+    assert notices(run).count(told) == 1
+    assert run.num_steps == 8
+
+
+def test_a_runs_name_is_no_path_and_its_path_is_told(tmp_path: Path) -> None:
+    fit(task(0), tmp_path, name="first")
+    with pytest.raises(CheckpointError, match=f"got 'first', a run's name; pass '{tmp_path}/first'"):
+        fit(task(1), tmp_path, start_from="first")

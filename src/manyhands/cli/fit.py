@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import Resolved, resolve_settings
+from ..core import Resolved, SettingsError, Task, as_task, resolve_settings
 from .interrupts import Interrupts
 from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
+from .wording import in_options
 
 if TYPE_CHECKING:
-    from ..training import Run
+    from ..training import Patience, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
-Patience = Annotated[
+PatienceText = Annotated[
     str | None,
     typer.Option(
         metavar="NAME:EPOCHS",
@@ -54,7 +55,8 @@ Patience = Annotated[
     ),
 ]
 StartFrom = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Begin with the weights of a run, a file or a Hugging Face folder.")
+    str | None,
+    typer.Option(metavar="PATH", help="Begin with the weights of a run, a file, an export or a Hugging Face folder."),
 ]
 LogTo = Annotated[
     str | None, typer.Option(metavar="NAMES", help="Log to tensorboard, wandb, mlflow or csv; commas between several.")
@@ -99,7 +101,7 @@ def fit(
     resume: Resume = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
-    patience: Patience = None,
+    patience: PatienceText = None,
     start_from: StartFrom = None,
     log_to: LogTo = None,
     deterministic: Deterministic = None,
@@ -126,12 +128,14 @@ def fit(
         task = load_task(target)
         from .. import verbs
 
-        run = verbs.fit(
-            task,
-            params=parse_params(words, settings.tables.get("task")),
-            progress=False if quiet else None,
-            **_arguments(settings.values),
-        )
+        with in_options(FitSettings):
+            values = parse_params(words, settings.tables.get("task"))
+            run = verbs.fit(
+                task,
+                params=values,
+                progress=False if quiet else None,
+                **_arguments(settings.values, lambda: as_task(task, values)),
+            )
     if json:
         print_json(as_dict(run, settings))
     else:
@@ -140,13 +144,27 @@ def fit(
         raise typer.Exit(interrupts.exit_code)
 
 
-def _arguments(settings: FitSettings) -> dict[str, Any]:
+def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any]:
     """The settings as `mh.fit` takes them."""
-    from ..training import Patience
-
     given = dataclasses.asdict(settings)
     patience = given.pop("patience")
-    return {**given, "stop": [Patience.parse(text) for text in patience.split(",")] if patience else None}
+    return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
+
+
+def _patience(text: str, make: Callable[[], Task]) -> Patience:
+    """Patience from its text. A name that is measured nowhere is told before the question what is better of it."""
+    from ..training import Patience, check_patience
+
+    name, _, epochs = text.partition(":")
+    try:
+        return Patience.parse(text)
+    except SettingsError:
+        if not (name and epochs.isdecimal() and int(epochs)):
+            raise
+    check_patience([Patience(name, int(epochs), "min")], make())
+    raise SettingsError(
+        "whether more is better must be known", got=repr(text), remedy=f"write --patience {text}:max or {text}:min"
+    )
 
 
 def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:

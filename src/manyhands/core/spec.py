@@ -29,7 +29,25 @@ CAPTURES = ("auto", "graph", "compile", "off")
 class StrategySpec:
     """How a network is split over devices.
 
-    `None` for replicas or shards means as many as there are devices for. Every other axis is a count, 1 by default.
+    `mh.Single()`, `mh.Mirrored()` and `mh.Sharded()` are short ways of writing one. Axes are counts of devices, 1 by
+    default; None for replicas or shards means as many as there are devices for.
+
+    - `replicas`: whole networks side by side, each with its part of every batch;
+    - `shards`: ranks that hold one network in parts; each of them takes its part of every batch too;
+    - `tensor`, `stages`, `context`, `expert`: axes of layers cut across devices, of pipelines, of long sequences and
+      of experts; those that are not built yet are refused;
+    - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients"
+      (parameters stay whole between forward and backward);
+    - `sync`: how replicas agree: the name of a policy, "allreduce" by default;
+    - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";
+    - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
+    - `accumulate`: micro-batches, one after another, that a batch is cut into;
+    - `capture`: how a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays,
+      "graph" only records, "compile" compiles from the start, "off" runs it as it is written;
+    - `recompute`: what backward computes again instead of keeping it: "" nothing, "blocks" those that are repeated in a
+      list or a sequence, "selective" the same but for matrix products, convolutions and attention, or a pattern of
+      module names such as "*.mlp";
+    - `deterministic`: whether random numbers are layout-free: the same on any number of replicas.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
     StrategySpec(replicas=4, accumulate=2)
@@ -39,27 +57,18 @@ class StrategySpec:
 
     replicas: int | None = 1
     shards: int | None = 1
-    """Ranks that hold one network in parts; each of them takes its part of every batch too."""
     tensor: int = 1
     stages: int = 1
     context: int = 1
     expert: int = 1
     sharding: str = "full"
-    """What is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients" (parameters stay
-    whole between forward and backward)."""
     sync: str = "allreduce"
-    """How replicas agree: the name of a policy in `manyhands.sync`."""
     batch_stats: str = "sync"
-    """Batch statistics: "sync" over the replicas, or "local"."""
     precision: str = "fp32"
     accumulate: int = 1
     capture: str = "auto"
-    """How a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays, "graph" only
-    records, "compile" compiles from the start, "off" runs it as it is written."""
     recompute: str = ""
-    """What backward computes again instead of keeping it: "blocks", "selective", or a pattern of module names."""
     deterministic: bool = False
-    """Whether random numbers are layout-free: the same on any number of replicas."""
 
     def __post_init__(self) -> None:
         for axis in AXES:

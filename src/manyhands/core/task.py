@@ -53,6 +53,7 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
 
 Loss = Callable[[Any, Any], "Tensor | Mean"]
 Optimizers = Mapping[str, "Optimizer"]
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,6 +62,30 @@ class Task:
 
     `loss(model, batch)` returns the mean over the batch's samples, or `mh.mean(total, count)`. Instead of it,
     `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
+
+    - `model`: makes the network, on the CPU; it is called once in every process;
+    - `optimizer`: makes the optimizer of a model, or a dict of them keyed by submodule;
+    - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
+      dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that makes one;
+    - `loss`, `step`: what is minimised, one of the two;
+    - `valid`: data that is measured after every epoch, of the same kinds;
+    - `batch_size`: global, the same on one device or a thousand; a DataLoader and `mh.bucketed` bring their own;
+    - `collate`: makes a batch of a list of samples; by default tensors are stacked and ragged fields padded;
+    - `shuffle`: whether every epoch has an order of its own;
+    - `workers`: background processes that read the data, per replica; None chooses;
+    - `predict`: `predict(model, *inputs)`, whose parameter names are the Predictor's inputs; by default the model on
+      the batch's first element;
+    - `metrics`: by name, measured on `valid`: a function `metric(outputs, batch)` on what `predict` gives, a mean over
+      samples or `mh.mean`; an object of torchmetrics, which gets (outputs, batch[1]); an object of one's own with
+      `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`; a function without arguments that
+      makes such an object; or a pair (object, function of (outputs, batch)) that says what else `update` gets, a tuple
+      or a dict of names;
+    - `clip`: largest norm of an optimizer's whole gradient; None for none;
+    - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
+    - `not_finite`: what a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on;
+    - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
+      `run.model()` and exports use the average, training goes on with the weights themselves;
+    - `seed`: of the first weights, the order of the data and random numbers.
 
     >>> import torch
     >>> task = Task(
@@ -75,38 +100,21 @@ class Task:
     """
 
     model: Callable[[], nn.Module]
-    """Makes the network, on the CPU; it is called once in every process."""
     optimizer: Callable[[Any], Optimizer | Optimizers]
-    """Makes the optimizer of a model, or a dict of them keyed by submodule."""
     data: Any
-    """Arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face dataset,
-    `mh.files(...)`, `mh.bucketed(...)`, or a function of one."""
     loss: Loss | None = None
     step: Callable[[Any, Any], Mapping[str, Any] | None] | None = None
     valid: Any = None
     batch_size: int | None = None
-    """Global: the same on one device or a thousand. A DataLoader brings its own."""
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
     workers: int | None = None
-    """Background processes that read the data, per replica; None chooses."""
     predict: Callable[..., Any] | None = None
-    """`predict(model, *inputs)`; its parameter names are the Predictor's inputs. By default the model itself on
-    the batch's first element."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """`metric(outputs, batch)` on what `predict` gives; a mean over samples, or `mh.mean`. Or an object, or a function
-    without arguments that makes one: of torchmetrics, which gets (outputs, batch[1]), or one's own with
-    `update(outputs, batch)`, `compute()` and, for several replicas, `merge(other)`. A pair (object, function of
-    (outputs, batch)) says what else `update` gets: a tuple, or a dict of names."""
     clip: float | None = None
-    """Largest norm of an optimizer's whole gradient."""
     schedule: Callable[[int, int], float] | None = None
-    """`schedule(step, total)` multiplies the optimizer's own learning rate."""
     not_finite: str = "stop"
-    """What a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on."""
     ema: float | None = None
-    """Decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation, the run's
-    model and its exports use the average."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -217,24 +225,28 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
     >>> def task(lr: float = 1e-3, width: int = 8) -> Task: ...
     >>> typed(task, {"lr": "3e-4", "width": "16"})
     {'lr': 0.0003, 'width': 16}
+
+    Names that a `**` parameter takes are passed on, as texts where it has no type.
     """
-    accepted = inspect.signature(task).parameters
-    for name, parameter in accepted.items():
-        variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        if parameter.default is inspect.Parameter.empty and not variadic and name not in params:
+    parameters = inspect.signature(task).parameters
+    own = {name: item for name, item in parameters.items() if item.kind not in _VARIADIC}
+    for name, parameter in own.items():
+        if parameter.default is inspect.Parameter.empty and name not in params:
             raise SettingsError(
                 "every parameter of a task function has a default",
                 got=f"{name} without one",
                 remedy=f"write {name}=...",
             )
+    passed_on = next((name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_KEYWORD), None)
     hints = typing.get_type_hints(task) if not inspect.isclass(task) else {}
     result = {}
     for name, value in params.items():
-        if name not in accepted:
-            known = ", ".join(accepted) or "no parameters"
+        if name not in own and passed_on is None:
+            known = ", ".join(own) or "no parameters"
             raise SettingsError(f"the task has {known}", got=repr(name), remedy="correct the name")
-        default = accepted[name].default
-        kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
+        parameter = own[name] if name in own else parameters[passed_on or name]
+        usual = str if parameter.default is inspect.Parameter.empty else type(parameter.default)
+        kind = hints.get(parameter.name, usual)
         result[name] = convert(name, value, kind)
     return result
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from .source import IndexedSource, as_ids
 Length = str | Callable[[Any], int] | Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bucketed:
     """Data and how long its samples are; made by `mh.bucketed`."""
 
@@ -24,14 +25,24 @@ class Bucketed:
     batch_size: int
     length: Length
     window: int
-    _found: list[Ids] = field(default_factory=list, repr=False)
+    _found: list[Ids] = field(default_factory=list)
     """The lengths once they are known; they travel with the task, so that no rank reads all samples again."""
+
+    def __repr__(self) -> str:
+        length: Any = self.length
+        if callable(length):
+            length = getattr(length, "__name__", type(length).__name__)
+        elif not isinstance(length, str):
+            length = f"{len(length)} numbers"
+        return f"bucketed(a {type(self.data).__name__}, {self.batch_size}, length={length}, window={self.window})"
 
     def lengths(self, source: IndexedSource) -> Ids:
         """How long every sample is; where a function says so, all of them are read once."""
         if not self._found:
-            measured = isinstance(self.length, str) or callable(self.length)
-            found = source.lengths(self.length) if measured else as_ids(self.length)  # type: ignore[arg-type]
+            if isinstance(self.length, str):
+                found = _lengths_in(self.length, source)
+            else:
+                found = source.lengths(self.length) if callable(self.length) else as_ids(self.length)
             self._check(found, source)
             self._found.append(found)
         return self._found[0]
@@ -74,13 +85,50 @@ def bucketed(data: Any, batch_size: int, *, length: Length = len, window: int = 
     True
     """
     for name, value in (("batch_size", batch_size), ("window", window)):
-        if value < 1:
-            raise DataError(f"{name} must be at least 1", got=value, remedy=f"pass {name}=32")
+        if not isinstance(value, int) or value < 1:
+            raise DataError(f"{name} must be a whole number of at least 1", got=repr(value), remedy=f"pass {name}=32")
+    if isinstance(length, str):
+        _require_column(length, _columns_of(data))
     return Bucketed(data, batch_size, length, window)
+
+
+def _lengths_in(column: str, source: IndexedSource) -> Ids:
+    """The lengths of a column's values; that there is no such column may show only when it is read."""
+    try:
+        return source.lengths(column)
+    except (LookupError, TypeError) as error:
+        _require_column(column, _columns_of(source.samples([0])))
+        raise DataError(
+            "length names a column whose values have a length",
+            got=f"{column!r} ({type(error).__name__}: {error})",
+            remedy="pass a function of a sample, or the lengths themselves",
+        ) from error
+
+
+def _columns_of(data: Any) -> list[str]:
+    """The names of columns, where they are known without reading: of a table, or of samples that are dicts."""
+    named = getattr(data, "column_names", None)
+    if isinstance(named, list):
+        return named
+    first = data[0] if type(data) in (list, tuple) and data else data
+    return [str(name) for name in first] if isinstance(first, Mapping) else []
+
+
+def _require_column(name: str, columns: list[str]) -> None:
+    """Refuses a name that no column has; where none is known, reading will tell."""
+    if columns and name not in columns:
+        close = difflib.get_close_matches(name, columns, n=1)
+        raise DataError(
+            f"length names a column: {', '.join(columns)}",
+            got=repr(name),
+            remedy=f"did you mean {close[0]!r}?" if close else "name one of these, or pass a function of a sample",
+        )
 
 
 class BucketSource(IndexedSource):
     """Another source in the order of buckets."""
+
+    sized_by = "mh.bucketed"
 
     def __init__(self, inner: Any, data: Bucketed) -> None:
         if not isinstance(inner, IndexedSource):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core import DataError
 from .arrow import Null, table_of
 from .mapped import MapSource
 from .order import Ids
@@ -23,6 +24,24 @@ def is_huggingface(data: Any) -> bool:
     return any(
         base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("Dataset", "IterableDataset")
         for base in type(data).__mro__
+    )
+
+
+def is_splits(data: Any) -> bool:
+    """Whether this is a `datasets.DatasetDict` or its iterable kind: several datasets by name."""
+    return any(
+        base.__module__.partition(".")[0] == "datasets" and base.__name__ in ("DatasetDict", "IterableDatasetDict")
+        for base in type(data).__mro__
+    )
+
+
+def refuse_splits(data: Any, collate: Collate | None) -> Source:
+    """Which of several datasets is meant, only the person knows."""
+    first = "train" if "train" in data else next(iter(data), "train")
+    raise DataError(
+        "data is one dataset",
+        got=f"a {type(data).__name__} of {', '.join(map(str, data)) or 'none'}",
+        remedy=f"pass data[{first!r}]",
     )
 
 

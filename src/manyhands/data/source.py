@@ -37,7 +37,9 @@ class Source(ABC):
     size: int | None = None
     """Samples in an epoch; None: a stream of unknown length."""
     batch_size: int | None = None
-    """Global batch size that a DataLoader brought."""
+    """Global batch size that the data brought."""
+    sized_by: str = "DataLoader"
+    """What brought it, where something did."""
     shuffle: bool | None = None
     """Whether a DataLoader shuffles; None: the caller decides."""
     drop_last: bool = False
@@ -123,7 +125,7 @@ def check_source(source: Source, batch_size: int | None) -> int:
     """The global batch size to train with, or an error if this source cannot give such batches."""
     if batch_size is not None and source.batch_size not in (None, batch_size):
         raise DataError(
-            "batch_size of the task and of its DataLoader must agree",
+            f"batch_size of the task and of its {source.sized_by} must agree",
             got=f"{batch_size} and {source.batch_size}",
             remedy="give only one of them; both are the global batch",
         )

@@ -13,7 +13,7 @@ from ..core import DataError
 from .arrays import ArraySource, Rows, SubsetSource, is_arrays
 from .bucketed import Bucketed, BucketSource
 from .files import Files, files_source
-from .huggingface import huggingface_source, is_huggingface
+from .huggingface import huggingface_source, is_huggingface, is_splits, refuse_splits
 from .loader import loader_source
 from .mapped import MapSource
 from .source import Collate, Source
@@ -116,6 +116,7 @@ KINDS: list[Kind] = [
     (lambda data: isinstance(data, Files), files_source),
     (lambda data: isinstance(data, Bucketed), _from_bucketed),
     (is_huggingface, huggingface_source),
+    (is_splits, refuse_splits),
     (lambda data: isinstance(data, DataLoader), _from_loader),
     (lambda data: type(data) is TensorDataset, _from_tensors),
     (lambda data: type(data) is Subset, _from_subset),

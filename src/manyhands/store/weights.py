@@ -1,4 +1,4 @@
-"""Weights to start from: files of state dicts, Hugging Face folders and checkpoints, checked name by name.
+"""Weights to start from: files of state dicts, folders of Hugging Face, exports and checkpoints, by their names.
 
 Names and shapes come from headers where the format has them, so that a file of another network is refused early.
 Of pickles only tensors are read (`weights_only`).
@@ -10,6 +10,8 @@ import difflib
 import itertools
 import json
 import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..core import CheckpointError
+from .archives import MANIFEST, WEIGHTS, versions
 from .checkpoints import CheckpointStore, describe
 from .tensors import load_state_dict
 
@@ -92,7 +95,7 @@ class Match:
 def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
     """Finds weights and reads their names and shapes."""
     if isinstance(source, Mapping):
-        tensors = {name: value for name, value in source.items() if isinstance(value, Tensor)}
+        tensors = _required_tensors(source)
         return Found({name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: (tensors, {}))
     if source.is_dir():
         return _open_folder(source)
@@ -102,7 +105,7 @@ def open_weights(source: Path | Mapping[str, Tensor]) -> Found:
         pickled = _unpickled(source)
         return Found({name: tuple(tensor.shape) for name, tensor in pickled.items()}, lambda: (pickled, {}))
     raise CheckpointError(
-        f"weights are a run, a {SAFE} file, a state dict in {', '.join(PICKLED)}, or a Hugging Face folder",
+        f"weights are a run, a {SAFE} file, a state dict in {', '.join(PICKLED)}, a Hugging Face or an exported folder",
         got=f"{source}, which {'is another kind of file' if source.exists() else 'does not exist'}",
         remedy="pass one of these",
     )
@@ -144,10 +147,13 @@ def _open_folder(folder: Path) -> Found:
             return checkpoint.model, checkpoint.averages
 
         return Found(_header(newest), load)
+    if (exported := _exported(folder)) is not None:
+        return open_weights(exported)
     name = next((name for name in FOLDER_FILES if (folder / name).is_file()), None)
     if name is None:
         raise CheckpointError(
-            f"a folder to start from is a run, or a Hugging Face folder with {' or '.join(FOLDER_FILES[::2])}",
+            "a folder to start from is a run, an exported model, or a Hugging Face folder with "
+            + " or ".join(FOLDER_FILES[::2]),
             got=f"{folder}: {describe(folder)}",
             remedy="pass one of these, or a file of weights",
         )
@@ -156,6 +162,16 @@ def _open_folder(folder: Path) -> Found:
     parts = [open_weights(path) for path in _listed(folder / name)]
     shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
     return Found(shapes, lambda: ({name: t for part in parts for name, t in part.load()[0].items()}, {}))
+
+
+def _exported(folder: Path) -> Path | None:
+    """The weights of an exported version, or of the newest one under a model's folder."""
+    if not (folder / MANIFEST).is_file():
+        found = versions(folder)
+        if not found:
+            return None
+        folder = folder / str(found[-1])
+    return folder / WEIGHTS
 
 
 def _listed(index: Path) -> list[Path]:
@@ -183,17 +199,11 @@ def _header(path: Path) -> Shapes:
 def _unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickled state dict; torch itself refuses whatever else a pickle could do."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            "of a pickle only plain tensors are read, because it can execute code",
-            got=f"{path.name}: {_reason(error)}",
-            remedy="where you trust it, save model.state_dict() of it with torch.save or as .safetensors",
-        ) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of old ways of saving, which are the author's
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        raise CheckpointError(
-            f"{path} must be a whole file of torch.save", got=f"{type(error).__name__}: {_reason(error)}"
-        ) from None
+        raise _refused(path, error) from None
     inside = [loaded[key] for key in INSIDE if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
     for candidate in (*inside, loaded):
         tensors = _tensors(candidate)
@@ -202,6 +212,43 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     raise CheckpointError(
         f"{path} must hold a state dict", got=f"a {type(loaded).__name__} without tensors", remedy="save one"
     )
+
+
+def _refused(path: Path, error: Exception) -> CheckpointError:
+    """Why torch did not read a file, in words of our own: its advice is to trust the file."""
+    held = re.search(r"GLOBAL (\S+)|(\S+) which is not in the allowed", str(error))
+    if isinstance(error, pickle.UnpicklingError) and held is not None:
+        return CheckpointError(
+            "of a pickle only plain tensors are read, because it can execute code",
+            got=f"{path.name} with {held[1] or held[2]} in it",
+            remedy="where you trust it, save model.state_dict() of it with torch.save or as .safetensors",
+        )
+    return CheckpointError(
+        f"{path} must be a whole file of torch.save", got=_damage(path), remedy="copy or download it again"
+    )
+
+
+def _damage(path: Path) -> str:
+    with path.open("rb") as file:
+        begin = file.read(16)
+    if not begin:
+        return "an empty file"
+    if begin.startswith(b"PK"):
+        return (
+            "a damaged one" if zipfile.is_zipfile(path) else f"one that ends early, after {path.stat().st_size} bytes"
+        )
+    return "a damaged one" if begin.startswith(b"\x80") else f"a file that begins with {begin!r}"
+
+
+def _required_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state dict that a person passes; what a module keeps besides them is left out."""
+    tensors = _tensors(values)
+    if not tensors:
+        held = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(values.items())[:3])
+        raise CheckpointError(
+            "the values of a state dict are tensors", got=f"{{{held}}}", remedy="pass model.state_dict()"
+        )
+    return tensors
 
 
 def _tensors(value: Any) -> dict[str, Tensor]:
@@ -265,13 +312,6 @@ def _remedy(missing: list[str], unexpected: list[str], some_fit: bool) -> str:
     if some_fit:
         hints.append("take what fits with mh.weights(path, strict=False)")
     return ", or ".join(hints)
-
-
-def _reason(error: Exception) -> str:
-    """The first sentence of what torch says, without its advice to trust the file."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith(("WeightsUnpickler error", "Unsupported"))]
-    return (told or lines or [type(error).__name__])[0].removeprefix("WeightsUnpickler error: ")[:200]
 
 
 def _some(names: list[str], count: int = 5) -> str:

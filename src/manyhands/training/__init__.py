@@ -12,7 +12,7 @@ from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
-from .sinks import About, LogTo, NumberSink, Outlets, Sink, make_sinks
+from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "NumberSink",
     "About",
     "Outlets",
+    "DROPPED",
     "LogTo",
     "make_sinks",
 ]

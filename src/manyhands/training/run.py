@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Run:
     """A finished or stopped run.
 
     `run.metrics` holds the last values, `run.history` every value by step, `run.model()` the trained network.
+    `run.losses[i]` is the training loss of step i + 1, NaN where it was left out; `run.skipped` lists those steps.
     """
 
     def __init__(
@@ -50,6 +52,9 @@ class Run:
         params = None if isinstance(task, Task) else self.record["params"]
         self.task = None if task is None else as_task(task, params)
         self.history: dict[str, dict[int, float]] = {}
+        self.skipped: list[int] = []
+        """Steps that were left out, because their gradient was not finite; `history` has no loss of them."""
+        self._first_loss = ""
         self._read_history()
 
     @property
@@ -59,8 +64,9 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step."""
-        return list(next(iter(self.history.values()), {}).values())
+        """The training loss of every step, in order; NaN for a step that was left out."""
+        losses = self.history.get(self._first_loss, {})
+        return [losses.get(step, math.nan) for step in range(1, max([0, *losses, *self.skipped]) + 1)]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -129,6 +135,7 @@ class Run:
 
     def save_pretrained(self, folder: str | Path, *, best: bool = False, averaged: bool = True) -> Path:
         """Writes the Hugging Face model that the network is, or contains, as a folder that `from_pretrained` reads."""
+        _require_folder(Path(folder))
         model = self.model(best=best, averaged=averaged)
         found = {name: part for name, part in model.named_modules() if _is_pretrained(part)}
         outer = [name for name in found if not any(name.startswith(f"{o}." if o else "") and name != o for o in found)]
@@ -169,11 +176,14 @@ class Run:
     def _read_history(self) -> None:
         for entry in read_events(self.path / EVENTS):
             if entry["kind"] == "steps":
+                self._first_loss = self._first_loss or next(iter(entry["losses"]), "")
                 for name, values in entry["losses"].items():
                     self.history.setdefault(name, {}).update(zip(entry["steps"], values, strict=True))
             elif entry["kind"] == "epoch":
                 for name, value in entry["metrics"].items():
                     self.history.setdefault(name, {})[entry["step"]] = value
+            elif entry["kind"] == "skipped":
+                self.skipped.append(entry["step"])
             elif entry["kind"] == "start" and entry["step"]:
                 self._forget_after(entry["step"])
 
@@ -181,24 +191,38 @@ class Run:
         """Steps after the checkpoint that a run was resumed from were taken again."""
         for name, values in self.history.items():
             self.history[name] = {at: value for at, value in values.items() if at <= step}
+        self.skipped = [at for at in self.skipped if at <= step]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
         return f"Run({self.name!r}, {self.num_steps} steps, {shown})"
 
 
+def _require_folder(folder: Path) -> None:
+    """Hugging Face only logs it where a file stands in the way, and writes nothing."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise SettingsError(
+                "save_pretrained writes a folder", got=f"{path}, which is a file", remedy="name another folder"
+            )
+
+
 def _is_pretrained(part: Any) -> bool:
     return hasattr(part, "save_pretrained") and hasattr(part, "config")
 
 
-def as_weights(start_from: Any) -> Weights | None:
-    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict."""
+def as_weights(start_from: Any, folder: str | Path = "runs") -> Weights | None:
+    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict.
+
+    `folder` is where runs are kept: a run's mere name is no path, and its path is told.
+    """
     if start_from is None or isinstance(start_from, Weights):
         found = start_from
     elif isinstance(start_from, Run):
         found = weights(start_from.path)
     elif isinstance(start_from, (str, Path, Mapping)):
         found = weights(start_from)
+        _require_path(found.source, start_from, Path(folder))
     else:
         is_network = isinstance(start_from, nn.Module)
         raise CheckpointError(
@@ -209,6 +233,13 @@ def as_weights(start_from: Any) -> Weights | None:
     if found is not None and isinstance(found.source, Path) and (found.source / RECORD).exists():
         return Weights(found.source / CHECKPOINTS, found.strict, found.rename)
     return found
+
+
+def _require_path(source: Path | Mapping[str, Tensor], given: Any, folder: Path) -> None:
+    if isinstance(source, Path) and not source.exists() and (folder / given / RECORD).exists():
+        raise CheckpointError(
+            "start_from takes a path", got=f"{str(given)!r}, a run's name", remedy=f"pass {str(folder / given)!r}"
+        )
 
 
 def new_folder(folder: str | Path, name: str | None, default: str, resume: bool) -> Path:

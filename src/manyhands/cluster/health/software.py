@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .finding import Finding, broken, slow
 
-_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "pynvml": "gpu"}
+_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "pynvml": "gpu", "pyarrow": "files"}
 """Packages that are used where they are there, and the extra that installs each."""
 
 

@@ -18,6 +18,9 @@ CLOSE_SECONDS = 30.0
 QUIET_SECONDS = 2.0
 """How long the end of a run may take before the person hears what it waits for."""
 
+DROPPED = "was dropped, the run does without it"
+"""In a notice: the part that a person should hear even where nothing else is shown."""
+
 
 class Outlets:
     """Gives a run's events to its sinks and says, once each, which of them had to be dropped."""
@@ -106,7 +109,7 @@ class _Outlet:
 
     def drop(self, reason: str) -> None:
         if not self._dropped:
-            self.news.append(f" was dropped, the run does without it: {reason}")
+            self.news.append(f" {DROPPED}: {reason}")
         self._dropped = True
 
     def _run(self) -> None:

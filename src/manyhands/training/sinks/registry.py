@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ SINKS: dict[str, type[Sink]] = {sink.name: sink for sink in (CsvSink, TensorBoar
 LogTo = str | Sink | Callable[[Event], Any] | Sequence[str | Sink | Callable[[Event], Any]]
 
 
-def make_sinks(log_to: LogTo) -> list[Sink]:
+def make_sinks(log_to: LogTo | None) -> list[Sink]:
     """The sinks that a person asked for; what cannot work is refused here.
 
     >>> [str(sink) for sink in make_sinks("csv")]
     ['csv']
     """
-    asked: Sequence[Any] = log_to if isinstance(log_to, (list, tuple)) else [log_to]
+    asked: Sequence[Any] = log_to if isinstance(log_to, (list, tuple)) else [] if log_to is None else [log_to]
     words = [word for item in asked for word in (item.split(",") if isinstance(item, str) else [item])]
     sinks = [_made(word.strip() if isinstance(word, str) else word) for word in words if word != ""]
     names = [str(sink) for sink in sinks if type(sink) in SINKS.values()]
@@ -42,9 +43,10 @@ def _made(asked: Any) -> Sink:
         return SINKS[asked]()
     if callable(asked) and not isinstance(asked, type):
         return FunctionSink(asked)
+    close = difflib.get_close_matches(str(asked), SINKS, n=1)
     got = f"the class {asked.__name__}" if isinstance(asked, type) else repr(asked)
     raise SettingsError(
         f"log_to names {', '.join(SINKS)}, or holds an mh.Sink or a function of an event",
         got=got,
-        remedy='pass for instance log_to=["csv"]',
+        remedy=f"did you mean {close[0]!r}?" if close else 'pass for instance log_to="csv"',
     )
