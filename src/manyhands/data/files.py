@@ -63,7 +63,7 @@ class Files:
     def index(self) -> Index:
         """What a scan of all files found; the scan is done once."""
         if not self._found:
-            settled = self.format.settled(self.paths[0])
+            settled = self.format.settled(self.paths)
             with ThreadPoolExecutor(min(SCANNERS, len(self.paths))) as pool:
                 self._found.append(Index(settled, tuple(pool.map(settled.scan, self.paths))))
         return self._found[0]
