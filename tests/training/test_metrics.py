@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from manyhands.core import StrategySpec, TaskError
 from manyhands.data import as_source
 from manyhands.testing import run_threads
 from manyhands.training import Hand, check_metrics, evaluate
-from manyhands.training.metrics import compute, parted
+from manyhands.training.metrics import Sums, compute, parted
 
 from .problems import generator
 
@@ -255,3 +256,12 @@ def test_nothing_was_seen_by_some_replicas() -> None:
 
     for values in run_threads(replica, 3):
         assert values == {"auc": 1.0, "sure_share": 0.5, "sure_seen": 2.0}
+
+
+def test_what_counted_nothing_is_no_number() -> None:
+    sums = Sums(NullWorld())
+    sums.add("tokens", mh.mean(torch.tensor(0.0), 0), 4)
+    sums.add("loss", torch.tensor(2.0), 4)
+    means = sums.means()
+    assert math.isnan(means["tokens"])
+    assert means["loss"] == 2.0

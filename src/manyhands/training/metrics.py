@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,12 +48,13 @@ class Sums:
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def means(self) -> dict[str, float]:
-        """The mean over all samples of all replicas."""
+        """The mean over all samples of all replicas; NaN where nothing was counted."""
         if not self._sums:
             return {}
         table = torch.stack(list(self._sums.values()))
         self._world.all_reduce(table)
-        return {name: float(total / count) for name, (total, count) in zip(self._sums, table.tolist(), strict=True)}
+        pairs = zip(self._sums, table.tolist(), strict=True)
+        return {name: float(total / count) if count else math.nan for name, (total, count) in pairs}
 
 
 class Meter(ABC):
