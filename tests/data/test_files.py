@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import random
 import tarfile
@@ -168,6 +169,43 @@ def test_blocks_of_long_csv_rows_are_small(tmp_path):
     (tmp_path / "a.csv").write_text("text\n" + "short\n" * 5000 + "long" * 2**19 + "\n" + "short\n" * 3)
     (shard,) = mh.files(tmp_path / "a.csv").index().shards
     assert shard.blocks.tolist() == [0, 4096, 5000, 5001, 5004]
+
+
+def reads_of_an_epoch(pattern, window=None):
+    """The most blocks that were kept at a time, how often a block was read, and the order."""
+    source = as_source(mh.files(pattern, window=window))
+    most, reads, read = 0, 0, source._read
+
+    def counted(block):
+        nonlocal reads
+        reads += 1
+        return read(block)
+
+    source._read = counted
+    order = source.order(0, 0, True)
+    for first in range(0, source.size, 7):
+        source.fetch(order[first : first + 7])
+        most = max(most, len(source._tables))
+    return most, reads, order[: source.size].tolist()
+
+
+def test_large_row_groups_do_not_multiply_in_memory(tmp_path, monkeypatch):
+    """Ten row groups of 100 rows: mixed by fours where they are small; a large one by itself, and one is kept."""
+    table = pa.table({"x": np.arange(1000), "text": [f"row {n}" for n in range(1000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    files = importlib.import_module("manyhands.data.files")
+    monkeypatch.setattr(files, "MIXED_ROWS", 100)
+    most, reads, order = reads_of_an_epoch(tmp_path / "a.parquet")
+    assert (most, reads) == (8, 10)
+    monkeypatch.setattr(files, "MIXED_BYTES", 5000)
+    most, reads, alone = reads_of_an_epoch(tmp_path / "a.parquet")
+    assert most == 1
+    assert reads <= 3 * 10  # where a batch lies in two of them
+    assert sorted(alone) == sorted(order) == list(range(1000))
+    assert all(len({n // 100 for n in alone[first : first + 100]}) == 1 for first in range(0, 1000, 100))
+    most, reads, _ = reads_of_an_epoch(tmp_path / "a.parquet", window=300)
+    assert most == 3
+    assert reads <= 10 + 3 * 2 * 4
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

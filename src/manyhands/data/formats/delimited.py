@@ -53,7 +53,7 @@ class CsvFormat(TableFormat):
         if len(too_long):
             raise damaged(path, int(too_long[0]), f"more than {MAX_ROW_BYTES} bytes")
         blocks = np.array([*_cuts(rows), len(rows) - 1], np.int64)
-        return Shard(path, num_bytes, blocks, rows[blocks])
+        return Shard(path, num_bytes, blocks, rows[blocks], np.diff(rows[blocks]))
 
     def settled(self, paths: Sequence[str]) -> CsvFormat:
         names = self._header(paths[0])

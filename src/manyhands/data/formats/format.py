@@ -34,6 +34,8 @@ class Shard:
     """The first row of every block, and behind them the number of rows."""
     marks: Ids
     """Places in the file, as its format needs them: where records or blocks begin, and where the last one ends."""
+    sizes: Ids
+    """About how many bytes of memory every block takes."""
 
     @property
     def num_rows(self) -> int:

@@ -55,7 +55,8 @@ class TarFormat(RecordFormat):
                     starts.append(member.start)
                 key, stop = member.key, _sectors(member.place + member.size)
         marks = np.array([*starts, stop], np.int64)
-        return Shard(path, num_bytes, record_blocks(marks), marks)
+        blocks = record_blocks(marks)
+        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         found = _plain_sample(record) or _sample(record)

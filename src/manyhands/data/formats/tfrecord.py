@@ -30,7 +30,8 @@ class TFRecordFormat(RecordFormat):
         num_bytes = file_size(path)
         with open(path, "rb", buffering=0) as file:
             marks = np.fromiter(_places(path, file.fileno(), num_bytes), np.int64)
-        return Shard(path, num_bytes, record_blocks(marks), marks)
+        blocks = record_blocks(marks)
+        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         body = record[_HEAD.size : -_TAIL.size]
