@@ -308,6 +308,38 @@ class TestDamage:
         with pytest.raises(DataError, match=rf"a\.csv must be a CSV file.*{text}"):
             as_source(mh.files(tmp_path / "a.csv"))
 
+    def test_a_page_of_a_parquet_file_with_a_wrong_checksum(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        table = pa.table({"x": np.full(100, 0x0102030405060708)})
+        plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        pq.write_table(table, path, write_page_checksum=True, **plain)
+        content = bytearray(path.read_bytes())
+        content[content.index(bytes(range(8, 0, -1))) + 3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"every row of .*a\.parquet must be readable.*in the row group at row 0;"):
+            as_source(mh.files(path)).fetch(np.array([50]))
+
+    @pytest.mark.parametrize("break_it", [lambda tar: tar + tar, lambda tar: tar[:1536] + bytes(512) + tar[2048:]])
+    def test_a_tar_file_with_more_behind_its_end(self, tmp_path, break_it):
+        shards.tar(tmp_path / "a.tar", 0, 5)
+        (tmp_path / "a.tar").write_bytes(break_it((tmp_path / "a.tar").read_bytes()))
+        with pytest.raises(DataError, match=r"every sample of .*a\.tar must be readable.*an empty header at byte"):
+            as_source(mh.files(tmp_path / "a.tar"))
+
+    @pytest.mark.parametrize(
+        ("format", "columns", "text"),
+        [
+            ("parquet", {"size": "int64"}, r"0\.25 in 'size', which is no int64 in the row group at row 0;"),
+            ("tfrecord", {"size": "int64"}, r"0\.25 in 'size', which is no int64 at record 1;"),
+            ("tfrecord", {"tokens": "int32[]"}, r"-1099511627777 in 'tokens', which is no int32 at record 1;"),
+            ("tfrecord", {"name": "int64"}, r"bytes in 'name' where int64 was asked for \(write bytes\) at record 1;"),
+        ],
+    )
+    def test_a_type_that_would_change_the_numbers(self, tmp_path, format, columns, text):
+        pattern = shards.write(tmp_path, format)
+        with pytest.raises(DataError, match=text):
+            as_source(mh.files(pattern, columns=columns)).fetch(np.array([1]))
+
     def test_a_csv_row_that_is_too_long_to_parse(self, tmp_path, monkeypatch):
         monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 8)
         (tmp_path / "a.csv").write_text("a\n1\n1234567890\n")

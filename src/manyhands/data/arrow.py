@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .columns import Column, Lists, Numbers, Objects, Table
+from .columns import Column, Lists, Numbers, Objects, Table, cast
 
 
 class Null(Exception):
@@ -59,4 +59,4 @@ def _numbers(array: Any, name: str, kind: str) -> Any:
     _require_values(array, name)
     values = array.to_numpy(zero_copy_only=False)
     wanted = kind.removesuffix("[]")
-    return values.astype(wanted, copy=False) if wanted not in ("", "str", "bytes") else values
+    return cast(values, wanted, name) if wanted not in ("", "str", "bytes") else values

@@ -48,6 +48,8 @@ class ParquetFormat(TableFormat):
             return table_of(found, self.columns or {})
         except Null as null:
             raise damaged(shard.path, first + null.row, f"no value in column {null.column!r}") from None
+        except ValueError as error:
+            raise damaged(shard.path, first, f"{error} in the row group") from None
 
 
 def _memory(group: Any, wanted: Types | None) -> int:
@@ -66,7 +68,7 @@ def _opened(path: str) -> Iterator[Any]:
     with arrow.memory_map(path) as memory:
         try:
             # No threads of its own: the feed may fork workers later.
-            file = parquet.ParquetFile(memory, pre_buffer=False)
+            file = parquet.ParquetFile(memory, pre_buffer=False, page_checksum_verification=True)
         except Exception as error:
             raise unreadable_file(path, "a whole Parquet file", f"{type(error).__name__}: {error}") from error
         yield file
