@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
+from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
 import manyhands as mh
@@ -164,6 +165,7 @@ def test_fit_and_evaluate_in_processes(tmp_path: Path) -> None:
         (Alone(), "over 2 replicas, but got 'it': Alone has no merge"),
         (lambda: Alone(), "over 2 replicas, but got 'it': Alone has no merge"),
         ((PearsonCorrCoef(), lambda outputs, batch: (outputs, outputs)), r"PearsonCorrCoef .* state 'mean_x'"),
+        ((RunningMean(2), lambda outputs, batch: outputs), "RunningMean looks at the last batches alone"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_before_work_starts(metric: Any, message: str, tmp_path: Path) -> None:

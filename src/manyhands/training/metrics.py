@@ -27,6 +27,8 @@ from ..data import map_leaves
 Arguments = Callable[[Any, Any], Any]
 Function = Callable[[Any, Any], "Tensor | Mean | float"]
 
+_OF_LAST_BATCHES = "torchmetrics.wrappers.running"
+
 
 class Sums:
     """Totals and counts by name: the loss, and metrics that are plain functions."""
@@ -140,6 +142,8 @@ class DeclaredMeter(Meter):
     @property
     def obstacle(self) -> str:
         for part in self._parts():
+            if any(base.__module__ == _OF_LAST_BATCHES for base in type(part).__mro__):
+                return f"{type(part).__name__} looks at the last batches alone, of which every replica has its own"
             for state, reduction in part._reductions.items():
                 # Rows of a list can be put behind each other; a number without a rule cannot be joined with another.
                 if reduction is None and not isinstance(part._defaults[state], list):
