@@ -176,7 +176,7 @@ def _not_empty(path: str, starts: Ids, stops: Ids) -> npt.NDArray[np.bool_]:
 def _line_ends(path: str) -> Iterator[Ids]:
     """Behind every newline that ends a line. A quote opens a value only where one begins, as pyarrow sees it too."""
     is_open, before = False, _NEWLINE
-    borders = [_NEWLINE, _RETURN, ord(_delimiter(path))]
+    borders = np.isin(np.arange(256), [_NEWLINE, _RETURN, ord(_delimiter(path))])
     for place, values in _chunks(path):
         ends = np.flatnonzero(values == _NEWLINE)
         lone = _lone_returns(values)
@@ -214,7 +214,7 @@ def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
 
 
 def _quoted(
-    values: npt.NDArray[np.uint8], before: int, borders: list[int], is_open: bool
+    values: npt.NDArray[np.uint8], before: int, borders: npt.NDArray[np.bool_], is_open: bool
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
     """Where quotes may open or close a value, and whether one is open behind each of them."""
     quotes = np.flatnonzero(values == _QUOTE)
@@ -222,7 +222,7 @@ def _quoted(
     # Two quotes inside of a value are one that belongs to it, so only odd numbers of them change anything.
     is_odd = np.diff(np.append(firsts, len(quotes))) % 2 == 1
     places = quotes[firsts][is_odd]
-    starts_value = np.isin(np.where(places > 0, values[places - 1], before), borders)
+    starts_value = borders[np.where(places > 0, values[places - 1], before)]
     # Where a value begins a quote turns open to closed and closed to open; anywhere else it can only close.
     turns = np.cumsum(starts_value) + is_open
     at_last_close = np.maximum.accumulate(np.where(starts_value, 0, turns))
