@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.cluster import Device, leased, leases
+from manyhands.cluster.identity import Listed, gpu_identity
 from manyhands.core import DeviceError, SettingsError
 
 FAKE, OTHER = Device("fake", 0), Device("fake", 1)
@@ -228,9 +230,49 @@ def test_the_cpu_is_never_leased(tmp_path: Path) -> None:
 
 
 def test_a_device_has_one_name_whichever_ones_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "gpu_identity", lambda index: gpu_identity(index, list, lambda index: ""))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert leases.lease_name(Device("cuda", 1)) == "cuda:5"
     assert leases.lease_name(Device("xpu", 1)) == "xpu:1"
+
+
+ALIKE = [Listed("GPU-aa1", "H200"), Listed("GPU-bb2", "H200")]
+MIXED = [Listed("GPU-aa1", "T4"), Listed("GPU-bb2", "H200")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "gpus", "index", "name"),
+    [
+        ("", "", ALIKE, 1, "GPU-bb2"),
+        ("1", "", ALIKE, 0, "GPU-bb2"),
+        ("GPU-bb2", "", ALIKE, 0, "GPU-bb2"),
+        ("1, GPU-a", "", ALIKE, 1, "GPU-aa1"),
+        ("MIG-cc3", "", ALIKE, 0, "MIG-cc3"),
+        # Another job's group of processes sees its own GPU alone, and calls it 0 too.
+        ("", "", ALIKE[1:], 0, "GPU-bb2"),
+        # CUDA puts the faster one first; only where it is told to count along the bus is its number the driver's.
+        ("", "", MIXED, 0, "GPU-from-cuda-0"),
+        ("", "PCI_BUS_ID", MIXED, 0, "GPU-aa1"),
+        ("GPU-a", "", MIXED, 0, "GPU-aa1"),
+        ("7", "", [], 0, "GPU-from-cuda-0"),
+    ],
+)
+def test_a_gpu_has_one_name_however_it_is_called(
+    visible: str, order: str, gpus: list[Listed], index: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert gpu_identity(index, lambda: gpus, lambda number: f"GPU-from-cuda-{number}") == name
+
+
+def test_whoever_waits_reads_the_name_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "gpu_identity", lambda index: "GPU-aa1")
+    monkeypatch.setenv("MANYHANDS_ON_BUSY", "refuse")
+    path = leases.lease_folder() / "cuda:GPU-aa1.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DeviceError, match="got cuda:3, held by another program"), leased([Device("cuda", 3)]):
+            pass
 
 
 def test_where_nothing_can_be_locked_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

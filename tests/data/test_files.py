@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import random
 import tarfile
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import manyhands as mh
 from manyhands.core import DataError
 from manyhands.data import Cursor, Feed, as_source
+from manyhands.data.formats import delimited
 from manyhands.data.formats.tfrecord import TFRecordFormat, masked
 
 from . import shards
@@ -131,6 +133,81 @@ def test_the_index_travels_with_the_description(data, tmp_path):
         as_source(sent).fetch(np.array([0]))
 
 
+def test_types_of_csv_files_are_of_the_first_one_that_has_rows(tmp_path):
+    for name, rows in {"a": "", "b": "1,2.5\n", "c": "2,3.5\n"}.items():
+        (tmp_path / f"{name}.csv").write_text(f"\nnumber,size\n{rows}")
+    batch = next(Feed(as_source(mh.files(tmp_path / "*.csv")), batch_size=4, shuffle=False).epoch(Cursor())).data
+    assert (batch["number"].tolist(), batch["size"].tolist()) == ([1, 2], [2.5, 3.5])
+
+
+BARE = st.text('x"\u00e9 ', min_size=1).filter(lambda text: text[0] != '"')
+QUOTED = st.text('x",\n\r')
+
+
+@given(rows=st.lists(st.tuples(BARE | QUOTED, BARE | QUOTED), min_size=1), mark=st.booleans(), chunk=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_quotes_in_csv_files(tmp_path_factory, rows, mark, chunk):
+    """Where a value does not begin with a quote, those in it mean nothing, wherever a part of the file ends."""
+
+    def written(value):
+        is_bare = value and value[0] != '"' and not set(value) & set(",\n\r")
+        return value if is_bare else '"' + value.replace('"', '""') + '"'
+
+    path = tmp_path_factory.mktemp("quotes") / "a.csv"
+    lines = ["first,second", *(",".join(map(written, row)) for row in rows)]
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + "\r\n".join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delimited, "CHUNK", chunk)
+        patch.setattr(delimited, "BLOCK_BYTES", 16)
+        source = as_source(mh.files(path, columns={"first": "str", "second": "str"}))
+        batch = source.fetch(np.arange(source.size))
+    assert list(zip(batch["first"], batch["second"], strict=True)) == rows
+
+
+def test_blocks_of_long_csv_rows_are_small(tmp_path):
+    """One long row among short ones has a block of its own; pyarrow parses no more than 2 GiB at once."""
+    (tmp_path / "a.csv").write_text("text\n" + "short\n" * 5000 + "long" * 2**19 + "\n" + "short\n" * 3)
+    (shard,) = mh.files(tmp_path / "a.csv").index().shards
+    assert shard.blocks.tolist() == [0, 4096, 5000, 5001, 5004]
+
+
+def reads_of_an_epoch(pattern, window=None):
+    """The most blocks that were kept at a time, how often a block was read, and the order."""
+    source = as_source(mh.files(pattern, window=window))
+    most, reads, read = 0, 0, source._read
+
+    def counted(block):
+        nonlocal reads
+        reads += 1
+        return read(block)
+
+    source._read = counted
+    order = source.order(0, 0, True)
+    for first in range(0, source.size, 7):
+        source.fetch(order[first : first + 7])
+        most = max(most, len(source._tables))
+    return most, reads, order[: source.size].tolist()
+
+
+def test_large_row_groups_do_not_multiply_in_memory(tmp_path, monkeypatch):
+    """Ten row groups of 100 rows: mixed by fours where they are small; a large one by itself, and one is kept."""
+    table = pa.table({"x": np.arange(1000), "text": [f"row {n}" for n in range(1000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    files = importlib.import_module("manyhands.data.files")
+    monkeypatch.setattr(files, "MIXED_ROWS", 100)
+    most, reads, order = reads_of_an_epoch(tmp_path / "a.parquet")
+    assert (most, reads) == (8, 10)
+    monkeypatch.setattr(files, "MIXED_BYTES", 5000)
+    most, reads, alone = reads_of_an_epoch(tmp_path / "a.parquet")
+    assert most == 1
+    assert reads <= 3 * 10  # where a batch lies in two of them
+    assert sorted(alone) == sorted(order) == list(range(1000))
+    assert all(len({n // 100 for n in alone[first : first + 100]}) == 1 for first in range(0, 1000, 100))
+    most, reads, _ = reads_of_an_epoch(tmp_path / "a.parquet", window=300)
+    assert most == 3
+    assert reads <= 10 + 3 * 2 * 4
+
+
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names_in_tar_files(tmp_path, form):
     shards.tar(tmp_path / "a.tar", 0, 15, form)
@@ -215,6 +292,58 @@ class TestDamage:
     def test_a_quote_that_is_never_closed(self, tmp_path):
         (tmp_path / "a.csv").write_text('a,b\n1,"x\n2,y\n')
         with pytest.raises(DataError, match=r"a\.csv must be a whole CSV file.*never closed"):
+            as_source(mh.files(tmp_path / "a.csv"))
+
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            (b"a,b\r1,2\r3,4\r", r"lines end with \\n or \\r\\n, but got \\r alone at byte 3;"),
+            (b"a,b\n1,2\n3,4\r5,6\n", r"\\r alone at byte 11;"),
+            (b"a,a\n1,2\n", r"columns have different names, but got 'a' twice;"),
+            (b"", r"a line of names, but got no line at all;"),
+        ],
+    )
+    def test_a_csv_file_that_would_be_misread(self, tmp_path, content, text):
+        (tmp_path / "a.csv").write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.csv must be a CSV file.*{text}"):
+            as_source(mh.files(tmp_path / "a.csv"))
+
+    def test_a_page_of_a_parquet_file_with_a_wrong_checksum(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        table = pa.table({"x": np.full(100, 0x0102030405060708)})
+        plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        pq.write_table(table, path, write_page_checksum=True, **plain)
+        content = bytearray(path.read_bytes())
+        content[content.index(bytes(range(8, 0, -1))) + 3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"every row of .*a\.parquet must be readable.*in the row group at row 0;"):
+            as_source(mh.files(path)).fetch(np.array([50]))
+
+    @pytest.mark.parametrize("break_it", [lambda tar: tar + tar, lambda tar: tar[:1536] + bytes(512) + tar[2048:]])
+    def test_a_tar_file_with_more_behind_its_end(self, tmp_path, break_it):
+        shards.tar(tmp_path / "a.tar", 0, 5)
+        (tmp_path / "a.tar").write_bytes(break_it((tmp_path / "a.tar").read_bytes()))
+        with pytest.raises(DataError, match=r"every sample of .*a\.tar must be readable.*an empty header at byte"):
+            as_source(mh.files(tmp_path / "a.tar"))
+
+    @pytest.mark.parametrize(
+        ("format", "columns", "text"),
+        [
+            ("parquet", {"size": "int64"}, r"0\.25 in 'size', which is no int64 in the row group at row 0;"),
+            ("tfrecord", {"size": "int64"}, r"0\.25 in 'size', which is no int64 at record 1;"),
+            ("tfrecord", {"tokens": "int32[]"}, r"-1099511627777 in 'tokens', which is no int32 at record 1;"),
+            ("tfrecord", {"name": "int64"}, r"bytes in 'name' where int64 was asked for \(write bytes\) at record 1;"),
+        ],
+    )
+    def test_a_type_that_would_change_the_numbers(self, tmp_path, format, columns, text):
+        pattern = shards.write(tmp_path, format)
+        with pytest.raises(DataError, match=text):
+            as_source(mh.files(pattern, columns=columns)).fetch(np.array([1]))
+
+    def test_a_csv_row_that_is_too_long_to_parse(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 8)
+        (tmp_path / "a.csv").write_text("a\n1\n1234567890\n")
+        with pytest.raises(DataError, match=r"got more than 8 bytes at row 1;"):
             as_source(mh.files(tmp_path / "a.csv"))
 
     @pytest.mark.parametrize("columns", [None, ["y"]])

@@ -111,6 +111,9 @@ def test_a_missing_number_is_named():
     data = datasets.Dataset.from_dict({"label": [1, 2, None, 4]})
     with pytest.raises(DataError, match=r"sample of Dataset must be readable.*no value in 'label' at sample 2"):
         as_source(data).fetch(np.array([0, 2]))
+    data = datasets.Dataset.from_dict({"tokens": [[1, 2, 3], [4, None], [5]]})
+    with pytest.raises(DataError, match=r"no value in 'tokens' at sample 1"):
+        as_source(data).fetch(np.array([0, 1]))
 
 
 class TestIterable:

@@ -137,3 +137,10 @@ def test_a_step_with_a_ready_loss_cannot_accumulate(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="pass a function: hand.minimize"):
         mh.fit(task, mh.Single(accumulate=2), steps=2, on="cpu", folder=tmp_path, progress=False)
     assert problem("gan").step is gan_step
+
+
+def test_what_raises_is_timed_too() -> None:
+    hand = mh.hand()
+    with pytest.raises(ValueError, match="slip"), hand.timed("validation"):
+        raise ValueError("slip")
+    assert hand.seconds["validation"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
+from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
 import manyhands as mh
@@ -21,7 +23,7 @@ from manyhands.core import StrategySpec, TaskError
 from manyhands.data import as_source
 from manyhands.testing import run_threads
 from manyhands.training import Hand, check_metrics, evaluate
-from manyhands.training.metrics import compute, parted
+from manyhands.training.metrics import Sums, compute, parted
 
 from .problems import generator
 
@@ -163,6 +165,7 @@ def test_fit_and_evaluate_in_processes(tmp_path: Path) -> None:
         (Alone(), "over 2 replicas, but got 'it': Alone has no merge"),
         (lambda: Alone(), "over 2 replicas, but got 'it': Alone has no merge"),
         ((PearsonCorrCoef(), lambda outputs, batch: (outputs, outputs)), r"PearsonCorrCoef .* state 'mean_x'"),
+        ((RunningMean(2), lambda outputs, batch: outputs), "RunningMean looks at the last batches alone"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_before_work_starts(metric: Any, message: str, tmp_path: Path) -> None:
@@ -255,3 +258,12 @@ def test_nothing_was_seen_by_some_replicas() -> None:
 
     for values in run_threads(replica, 3):
         assert values == {"auc": 1.0, "sure_share": 0.5, "sure_seen": 2.0}
+
+
+def test_what_counted_nothing_is_no_number() -> None:
+    sums = Sums(NullWorld())
+    sums.add("tokens", mh.mean(torch.tensor(0.0), 0), 4)
+    sums.add("loss", torch.tensor(2.0), 4)
+    means = sums.means()
+    assert math.isnan(means["tokens"])
+    assert means["loss"] == 2.0

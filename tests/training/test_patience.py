@@ -128,6 +128,41 @@ def test_the_training_loss_is_the_mean_of_the_epoch(tmp_path: Path) -> None:
     assert run.num_steps == 8
 
 
+SCRIPT = [[13.0, 13.0, 13.5, 0.1], [0.3, 0.3, 0.3, 3.0], [5.0, 5.0, 5.0, 0.05]]
+"""Losses of three epochs of four steps: the second has the lowest mean, the third the lowest last batch."""
+
+
+def scripted_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    weight = next(model.parameters())
+    step = int(weight.detach())
+    return SCRIPT[step // 4][step % 4] - (weight - weight.detach()).mean() + 0 * batch.mean()
+
+
+@pytest.mark.parametrize("stop", [None, mh.Patience("loss", 5)])
+def test_the_best_network_is_of_the_epoch_with_the_lowest_mean(stop: Any, tmp_path: Path) -> None:
+    made = task([1], loss=scripted_loss, data=torch.ones(8, 1), batch_size=2, valid=None, metrics={})
+    settings: dict[str, Any] = {"name": "it", "epochs": 3, "save_every": 1, "stop": stop}
+    assert int(fit(made, tmp_path, **settings).model(best=True).weight) == 8  # type: ignore[arg-type]
+    # A finished run that is resumed has nothing new to measure, and forgets nothing.
+    again = fit(made, tmp_path, resume=True, **settings)
+    assert (int(again.model().weight), int(again.model(best=True).weight)) == (12, 8)  # type: ignore[arg-type]
+
+
+def test_a_network_in_mid_epoch_is_not_the_best_by_a_loss_of_one_batch(tmp_path: Path) -> None:
+    made = task([0.1, 9, 1, 5, 7, 7, 7], data=torch.ones(8, 1))
+    made = made.replace(loss=lambda model, batch: model(batch).mean() - (model.weight - model.weight.detach()).mean())
+    run = fit(made, tmp_path, epochs=3, save_every=1)
+    assert int(run.model(best=True).weight) == 2  # type: ignore[arg-type]
+
+
+def test_an_epoch_of_steps_that_were_all_left_out_is_no_progress() -> None:
+    watch = Watch([mh.Patience("loss", 2)])
+    watch.look(1, {"loss": 1.0})
+    watch.look(2, {})
+    watch.look(3, {})
+    assert watch.reason == "loss has not got better than 1 in 2 epochs"
+
+
 def test_a_steps_own_losses_can_be_watched(tmp_path: Path) -> None:
     made = problem("gan")
     assert fit(made, tmp_path, epochs=2, stop=mh.Patience("critic", 1, mode="max")).num_steps == 6

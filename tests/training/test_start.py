@@ -129,6 +129,36 @@ def test_a_network_that_needs_values_is_checked_when_it_is_built(tmp_path: Path)
     assert not (tmp_path / "it").exists()
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("last.weight", lambda tensor: tensor + 1, "first.weight and last.weight are one and the same .* different"),
+        ("first.bias", lambda tensor: tensor.to(torch.int8), "numbers with a point, but got first.bias as int8"),
+    ],
+)
+def test_values_that_only_look_like_the_networks_are_refused(
+    name: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    made, tensors = task(model=Tied), {key: tensor + 1 for key, tensor in Tied().state_dict().items()}
+    tensors["last.weight"] = tensors["first.weight"].clone()
+    assert fit(made, tmp_path, start_from=tensors, name="good", steps=1).num_steps == 1
+    tensors[name] = change(tensors[name])
+    with pytest.raises(CheckpointError, match=message):
+        fit(made, tmp_path, start_from=tensors, steps=1)
+
+
 def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)

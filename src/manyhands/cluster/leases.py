@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import psutil
 
 from ..core import DeviceError, SettingsError, resolve_settings
 from .devices import Device
+from .identity import gpu_identity
 
 WAIT, REFUSE, SHARE = "wait", "refuse", "share"
 UNLEASED = frozenset({"cpu"})
@@ -84,9 +85,10 @@ def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] 
     >>> with leased([Device("cpu")]):
     ...     pass
     """
-    names = sorted({lease_name(device) for device in devices if device.kind not in UNLEASED})
+    shown = {lease_name(one): f"{one.kind}:{one.index}" for one in devices if one.kind not in UNLEASED}
+    names = sorted(shown)
     choice = resolve_settings(LeaseSettings, {}).values.on_busy
-    if not names or choice == SHARE or not _take(names, run, choice, say):
+    if not names or choice == SHARE or not _take(shown, run, choice, say):
         yield
         return
     try:
@@ -98,18 +100,15 @@ def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] 
 def lease_name(device: Device) -> str:
     """What a real device is called by every program, whichever devices that program was allowed to see.
 
-    >>> lease_name(Device("cuda", 1, share=0.5, slot=1))
-    'cuda:1'
+    >>> lease_name(Device("xpu", 1, share=0.5, slot=1))
+    'xpu:1'
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "") if device.kind == "cuda" else ""
-    seen = [part for part in visible.split(",") if part]
-    index = seen[device.index] if device.index < len(seen) else str(device.index)
-    return f"{device.kind}:{index}"
+    return f"{device.kind}:{gpu_identity(device.index) if device.kind == 'cuda' else device.index}"
 
 
-def _take(names: Sequence[str], run: str, choice: str, say: Callable[[str], None]) -> bool:
+def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], None]) -> bool:
     """Returns once the devices are held; False where nothing can be locked on this machine."""
-    started, told = time.monotonic(), ""
+    started, told, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
     while True:
         try:
             _table.take(names, run)
@@ -117,20 +116,20 @@ def _take(names: Sequence[str], run: str, choice: str, say: Callable[[str], None
             if choice == REFUSE:
                 raise DeviceError(
                     "a device belongs to one program at a time",
-                    got=f"{busy.device}, held by {busy.holder}",
+                    got=f"{shown[busy.device]}, held by {busy.holder}",
                     remedy="wait for it, name another device, or set MANYHANDS_ON_BUSY to wait or share",
                 ) from None
-            text = f"{busy.device} is held by {busy.holder}: waiting for it (MANYHANDS_ON_BUSY=share would not)"
+            text = f"{shown[busy.device]} is held by {busy.holder}: waiting for it (MANYHANDS_ON_BUSY=share would not)"
             if text != told:
                 say(text)
             told = text
             time.sleep(POLL_SECONDS)
         except OSError as error:
-            say(f"whether other programs use {', '.join(names)} could not be found out: {error}")
+            say(f"whether other programs use {listed} could not be found out: {error}")
             return False
         else:
             if told:
-                say(f"{', '.join(names)} came free after {time.monotonic() - started:.0f} s")
+                say(f"{listed} came free after {time.monotonic() - started:.0f} s")
             return True
 
 

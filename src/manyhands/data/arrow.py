@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .columns import Column, Lists, Numbers, Objects, Table
+from .columns import Column, Lists, Numbers, Objects, Table, cast
+from .order import Ids
 
 
 class Null(Exception):
@@ -35,11 +36,12 @@ def _column(chunked: Any, name: str, kind: str) -> Column:
         return Numbers(_numbers(array, name, kind))
     if is_a.is_fixed_size_list(array.type) and _is_number(array.type.value_type):
         _require_values(array, name)
-        return Numbers(_numbers(array.flatten(), name, kind).reshape(len(array), array.type.list_size))
+        stops = np.arange(1, len(array) + 1) * array.type.list_size
+        return Numbers(_inside(array, stops, name, kind).reshape(len(array), array.type.list_size))
     if (is_a.is_list(array.type) or is_a.is_large_list(array.type)) and _is_number(array.type.value_type):
         _require_values(array, name)
         offsets = array.offsets.to_numpy().astype(np.int64)
-        values = _numbers(array.flatten(), name, kind)
+        values = _inside(array, offsets[1:] - offsets[0], name, kind)
         return Lists(offsets[:-1] - offsets[0], np.diff(offsets), values)
     return Objects(array.to_pylist())
 
@@ -55,8 +57,16 @@ def _require_values(array: Any, name: str) -> None:
         raise Null(int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]), name)
 
 
+def _inside(array: Any, stops: Ids, name: str, kind: str) -> Any:
+    """The numbers of lists, one list behind the other; `stops` are their ends."""
+    try:
+        return _numbers(array.flatten(), name, kind)
+    except Null as null:
+        raise Null(int(np.searchsorted(stops, null.row, side="right")), name) from None
+
+
 def _numbers(array: Any, name: str, kind: str) -> Any:
     _require_values(array, name)
     values = array.to_numpy(zero_copy_only=False)
     wanted = kind.removesuffix("[]")
-    return values.astype(wanted, copy=False) if wanted not in ("", "str", "bytes") else values
+    return cast(values, wanted, name) if wanted not in ("", "str", "bytes") else values

@@ -18,6 +18,19 @@ Array = npt.NDArray[Any]
 C = TypeVar("C", bound="Column")
 
 
+def cast(values: Array, kind: str, name: str) -> Array:
+    """Numbers as another type; raises `ValueError` where whole numbers of that type cannot hold them.
+
+    >>> cast(np.array([1.0, 2.0]), "int64", "label")
+    array([1, 2])
+    """
+    found = values.astype(kind, copy=False)
+    if found.dtype.kind in "iu" and found.dtype != values.dtype and not np.array_equal(found, values):
+        lost = values[found != values].flat[0]
+        raise ValueError(f"{lost} in {name!r}, which is no {kind}")
+    return found
+
+
 class Column(ABC):
     """One column of some rows."""
 

@@ -37,6 +37,8 @@ MIXED_ROWS = 16_384
 """Rows that are mixed with each other, unless a person says how many."""
 MIXED_BLOCKS = 4
 """Blocks that are mixed at least, so that a file sorted by class does not come class by class."""
+MIXED_BYTES = 1 << 28
+"""Bytes that are mixed at most, unless a person says how many rows: they are kept in the memory of every process."""
 SCANNERS = 8
 OPEN_FILES = 64
 
@@ -63,7 +65,7 @@ class Files:
     def index(self) -> Index:
         """What a scan of all files found; the scan is done once."""
         if not self._found:
-            settled = self.format.settled(self.paths[0])
+            settled = self.format.settled(self.paths)
             with ThreadPoolExecutor(min(SCANNERS, len(self.paths))) as pool:
                 self._found.append(Index(settled, tuple(pool.map(settled.scan, self.paths))))
         return self._found[0]
@@ -85,8 +87,9 @@ def files(
       lists in TFRecord files "int64[]". Without it all are read, a CSV file's types are found in its first lines
       (numbers with a point are float32), and a TFRecord file's features are lists;
     - `decode`: a function of a sample, which is a dict; what it draws at random depends on the sample alone;
-    - `window`: rows to mix with each other, 16,384 by default; blocks of rows are mixed over all files. What is
-      Parquet or CSV is kept in memory for about two windows.
+    - `window`: rows to mix with each other, 16,384 by default; blocks of rows are mixed over all files. Of Parquet and
+      CSV about two windows are kept in memory, so by default row groups of hundreds of megabytes are mixed within
+      themselves alone: write smaller ones where a file is sorted.
 
     A sample of a tar file is `{"__key__": name, ending: content, ...}`, of what shares a name up to the first dot.
     A file that is cut off, a wrong checksum or a row that cannot be parsed stops the run, and the error names the
@@ -216,7 +219,7 @@ class RecordSource(FileSource):
 
 
 class TableSource(FileSource):
-    """Columns, read a block at a time; the blocks of about two windows are kept."""
+    """Columns, read a block at a time; the blocks of about two windows are kept, of large blocks one window."""
 
     def __init__(self, data: Files, collate: Collate | None) -> None:
         super().__init__(data, collate)
@@ -224,6 +227,8 @@ class TableSource(FileSource):
         assert isinstance(form, TableFormat)
         self._format = form
         self._tables: OrderedDict[int, Table] = OrderedDict()
+        self._kept = 0
+        """Bytes of the blocks that are kept."""
         self._is_plain = data.decode is None and collate is None
         # Without code of the user reading is quick, and a thread may do it.
         self.max_workers = 0 if self._is_plain else 64
@@ -259,11 +264,23 @@ class TableSource(FileSource):
 
     def _table(self, block: int) -> Table:
         found = self._tables.pop(block, None)
+        is_new = found is None
         if found is None:
             found = self._read(block)
         self._tables[block] = found
-        while len(self._tables) > 2 * self._per_window + 1:
-            self._tables.popitem(last=False)
+        self._kept += self._sizes[block] if is_new else 0
+        while len(self._tables) > 1 and self._kept > self._room:
+            self._kept -= self._sizes[self._tables.popitem(last=False)[0]]
+        return found
+
+    def _blocks_per_window(self, window: int | None) -> int:
+        sizes = np.concatenate([shard.sizes for shard in self._shards])
+        self._sizes: list[int] = sizes.tolist()
+        largest = max(1, max(self._sizes, default=1))
+        asked = super()._blocks_per_window(window)
+        # A function of the files and never of this machine's memory, which no order may depend on.
+        found = asked if window is not None else max(1, min(asked, MIXED_BYTES // largest))
+        self._room = max(min(2 * found * largest, 2 * MIXED_BYTES), found * largest)
         return found
 
     def _read(self, block: int) -> Table:

@@ -92,6 +92,8 @@ class ArrowSource(IndexedSource):
             return table_of(self._arrow[ids.tolist()], self._types).batch()
         except Null as null:
             raise unreadable(self.name, int(ids[null.row]), ValueError(f"no value in {null.column!r}")) from None
+        except ValueError as error:
+            raise unreadable(self.name, int(ids[0]), error) from error
 
     def samples(self, ids: Sequence[int]) -> list[Any]:
         return self._data.__getitems__(list(ids))  # type: ignore[no-any-return]

@@ -5,12 +5,13 @@ from .checkpoints import Checkpoint, CheckpointStore, check_matches
 from .disk import Disk
 from .optimizers import load_optimizer_state, optimizer_state
 from .tensors import load_state_dict, save_state_dict
-from .weights import Weights, match, open_weights, weights
+from .weights import Weights, check_values, match, open_weights, weights
 
 __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "check_matches",
+    "check_values",
     "optimizer_state",
     "load_optimizer_state",
     "Archive",

@@ -138,6 +138,29 @@ def match(shapes: Shapes, model: nn.Module, weights: Weights) -> Match:
     return Match(fitting, notices)
 
 
+def check_values(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuses values, by the network's own names, that would fit by shape and mean something else.
+
+    Of a tied weight that differs under its two names one would win by chance; packed whole numbers are no weights.
+    """
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in tensors}
+    first_names: dict[int, str] = {}
+    for name, target in held.items():
+        if target.is_floating_point() and not tensors[name].is_floating_point():
+            raise CheckpointError(
+                "weights are numbers with a point",
+                got=f"{name} as {tensors[name].dtype}".replace("torch.", ""),
+                remedy="pass weights that are not quantised",
+            )
+        first = first_names.setdefault(id(target), name)
+        if first != name and not torch.equal(tensors[first], tensors[name]):
+            raise CheckpointError(
+                f"{first} and {name} are one and the same in this network",
+                got="different values for them",
+                remedy="leave one of them out, or build the network with two",
+            )
+
+
 def _open_folder(folder: Path) -> Found:
     store = CheckpointStore(folder)
     if (newest := store.newest_model()) is not None:

@@ -110,8 +110,10 @@ class Hand:
     def timed(self, what: str) -> Iterator[None]:
         """Counts the time of what runs inside; waiting for other replicas is counted as sync instead."""
         start, waited = time.perf_counter(), self.world.waited
-        yield
-        self.seconds[what] += time.perf_counter() - start - (self.world.waited - waited)
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start - (self.world.waited - waited)
 
     @property
     def replica(self) -> Replica:

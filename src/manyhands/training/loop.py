@@ -112,6 +112,8 @@ class _Loop:
         self.watch = Watch(job.stop)
         self.out_of_patience = ""
         self.measured_at = 0
+        self.measured: dict[str, float] = {}
+        """What was measured of the network as it is now: mean losses and metrics; nothing once a step is taken."""
         self.compared = False
         self.told_guess = False
         self.noticed: set[str] = set()
@@ -233,6 +235,7 @@ class _Loop:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return False
         self.metrics = state["metrics"]
+        self.measured = state.get("measured", {})
         self.watch.restore(state.get("patience", []))
         self.reporter.sums = state.get("sums", {})
         self.hear_patience()
@@ -259,6 +262,7 @@ class _Loop:
     def look(self, batch: Batch) -> None:
         """Records the step; now and then reads losses, hears votes and compares replicas."""
         hand = self.hand
+        self.measured = {}
         self.reporter.record(batch)
         if hand.num_steps % hand.look_every == 0:
             self.reporter.read()
@@ -307,7 +311,8 @@ class _Loop:
                 measured = evaluate(hand, self.task, valid_feed)
             self.metrics = {f"valid_{name}": value for name, value in measured.items()}
         self.reporter.epoch(epoch, self.metrics)
-        self.watch.look(hand.num_steps, {**self.reporter.take_means(), **self.metrics})
+        self.measured = {**self.measured, **self.reporter.take_means(), **self.metrics}
+        self.watch.look(hand.num_steps, self.measured)
         self.hear_patience()
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
@@ -330,13 +335,12 @@ class _Loop:
     def save(self) -> None:
         self.reporter.read()
         self.reporter.flush()
-        score = self.watch.score({**self.reporter.last_losses, **self.metrics})
-        if score is None:
-            score = self.metrics.get("valid_loss", next(iter(self.reporter.last_losses.values()), None))
         self.hand.save(
             self.path,
-            score=score,
+            # In mid-epoch nothing was measured, and what has no score is never the best.
+            score=self.watch.score(self.measured),
             metrics=self.metrics,
+            measured=self.measured,
             patience=self.watch.state(),
             sums=self.reporter.sums,
         )

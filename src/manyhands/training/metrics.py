@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from ..data import map_leaves
 
 Arguments = Callable[[Any, Any], Any]
 Function = Callable[[Any, Any], "Tensor | Mean | float"]
+
+_OF_LAST_BATCHES = "torchmetrics.wrappers.running"
 
 
 class Sums:
@@ -47,12 +50,13 @@ class Sums:
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def means(self) -> dict[str, float]:
-        """The mean over all samples of all replicas."""
+        """The mean over all samples of all replicas; NaN where nothing was counted."""
         if not self._sums:
             return {}
         table = torch.stack(list(self._sums.values()))
         self._world.all_reduce(table)
-        return {name: float(total / count) for name, (total, count) in zip(self._sums, table.tolist(), strict=True)}
+        pairs = zip(self._sums, table.tolist(), strict=True)
+        return {name: float(total / count) if count else math.nan for name, (total, count) in pairs}
 
 
 class Meter(ABC):
@@ -138,6 +142,8 @@ class DeclaredMeter(Meter):
     @property
     def obstacle(self) -> str:
         for part in self._parts():
+            if any(base.__module__ == _OF_LAST_BATCHES for base in type(part).__mro__):
+                return f"{type(part).__name__} looks at the last batches alone, of which every replica has its own"
             for state, reduction in part._reductions.items():
                 # Rows of a list can be put behind each other; a number without a rule cannot be joined with another.
                 if reduction is None and not isinstance(part._defaults[state], list):

@@ -107,11 +107,15 @@ class Watch:
         return ""
 
     def score(self, values: Mapping[str, float]) -> float | None:
-        """What a checkpoint is the best by, the lower the better: the first value that is watched."""
-        if not self._stop or self._stop[0].name not in values:
-            return None
-        value = values[self._stop[0].name]
-        return value if self._stop[0].mode == "min" else -value
+        """What a checkpoint is the best by, the lower the better; None where it was not measured.
+
+        It is the first value that is watched. Without patience it is the validation's loss, or else the training's.
+        """
+        if self._stop:
+            value = values.get(self._stop[0].name)
+            return value if value is None or self._stop[0].mode == "min" else -value
+        losses = [value for name, value in values.items() if not name.startswith("valid_")]
+        return values.get("valid_loss", next(iter(losses), None))
 
     def state(self) -> list[dict[str, Any]]:
         """JSON-ready data, by the name that is watched."""
@@ -160,6 +164,9 @@ def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] |
 
 
 def _value(patience: Patience, values: Mapping[str, float]) -> float:
+    if patience.name not in values and not patience.name.startswith("valid_"):
+        # Known since the start (`check_patience`): every step of this epoch was left out.
+        return math.nan
     if patience.name not in values:
         raise _never_measured(patience.name, list(values))
     return values[patience.name]

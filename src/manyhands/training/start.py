@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core import Task, random_state, restore_random_state
-from ..store import Weights, match, open_weights
+from ..store import Weights, check_values, match, open_weights
 
 if TYPE_CHECKING:
     from .hand import Hand
@@ -27,7 +27,9 @@ def start_from(hand: Hand, source: Weights) -> None:
     found = open_weights(source.source)
     matched = match(found.shapes, hand.model, source)
     tensors, averages = found.load()
-    hand.replica.load(matched.renamed({**tensors, **averages}), strict=False)
+    averaged = matched.renamed({**tensors, **averages})
+    check_values(averaged, hand.model)
+    hand.replica.load(averaged, strict=False)
     if hand.averages is not None:
         hand.averages.restart()
         hand.replica.load(matched.renamed(tensors), strict=False)

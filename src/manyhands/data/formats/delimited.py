@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,10 +16,22 @@ from ...core import DataError
 from ..arrow import Null, table_of
 from ..columns import Table
 from ..order import Ids
-from .format import MAX_BLOCK_ROWS, Shard, TableFormat, damaged, file_size, missing_columns, pyarrow, unreadable_file
+from .format import (
+    BLOCK_BYTES,
+    MAX_BLOCK_ROWS,
+    Shard,
+    TableFormat,
+    damaged,
+    file_size,
+    missing_columns,
+    pyarrow,
+    unreadable_file,
+)
 
 CHUNK = 1 << 24
-_NEWLINE, _QUOTE = 10, 34
+MAX_ROW_BYTES = 2**31 - 1
+"""What pyarrow parses at once."""
+_NEWLINE, _RETURN, _QUOTE, _MARK = 10, 13, 34, b"\xef\xbb\xbf"
 _PLACE = re.compile(r"(?:In CSV column #(\d+): )?(?:CSV parse error: )?Row #(\d+): (.*)", re.DOTALL)
 _ARROW = {"float64": "float32", "double": "float32", "string": "str", "binary": "bytes"}
 """Types that a look at the first lines finds, and what they become: torch's own float where the text says no more."""
@@ -27,7 +39,7 @@ _ARROW = {"float64": "float32", "double": "float32", "string": "str", "binary": 
 
 @dataclass(frozen=True)
 class CsvFormat(TableFormat):
-    """CSV, parsed by pyarrow; the types of its columns are those of the first file's first block."""
+    """CSV, parsed by pyarrow; the types of its columns are those of the first block that has rows."""
 
     name: ClassVar[str] = "csv"
     endings: ClassVar[tuple[str, ...]] = ("csv", "tsv")
@@ -36,21 +48,23 @@ class CsvFormat(TableFormat):
         num_bytes = file_size(path)
         missing_columns(path, self.columns or {}, self._header(path))
         starts = _line_starts(path, num_bytes)
-        num_rows = max(0, len(starts) - 1)
-        first_lines = np.arange(1, num_rows + 1, MAX_BLOCK_ROWS)
-        marks = np.array([*starts[first_lines], num_bytes], np.int64) if num_rows else np.array([num_bytes], np.int64)
-        blocks = np.array([*range(0, num_rows, MAX_BLOCK_ROWS), num_rows], np.int64)
-        return Shard(path, num_bytes, blocks, marks)
+        rows = np.append(starts[1:], num_bytes)
+        too_long = np.flatnonzero(np.diff(rows) > MAX_ROW_BYTES)
+        if len(too_long):
+            raise damaged(path, int(too_long[0]), f"more than {MAX_ROW_BYTES} bytes")
+        blocks = np.array([*_cuts(rows), len(rows) - 1], np.int64)
+        return Shard(path, num_bytes, blocks, rows[blocks], np.diff(rows[blocks]))
 
-    def settled(self, path: str) -> CsvFormat:
-        names = self._header(path)
+    def settled(self, paths: Sequence[str]) -> CsvFormat:
+        names = self._header(paths[0])
         wanted = dict(self.columns) if self.columns else dict.fromkeys(names, "")
-        missing_columns(path, wanted, names)
+        missing_columns(paths[0], wanted, names)
         if all(wanted.values()):
             return self
-        shard = self.scan(path)
+        # A file may have a header alone, which tells nothing of the types.
+        shard = next((shard for shard in map(self.scan, paths) if shard.num_rows), None)
         found: dict[str, str] = {}
-        if shard.num_rows:
+        if shard is not None:
             schema = self._parsed(shard, 0, {}).schema
             found = {field.name: _ARROW.get(str(field.type), str(field.type)) for field in schema}
         types = {name: kind or _known(found.get(name, "str")) for name, kind in wanted.items()}
@@ -87,9 +101,15 @@ class CsvFormat(TableFormat):
 
         try:
             with open(path, encoding="utf-8-sig", newline="") as file:
-                return next(csv.reader(file, delimiter=_delimiter(path)), [])
+                names = next(filter(None, csv.reader(file, delimiter=_delimiter(path))), [])
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise unreadable_file(path, "a CSV file", f"{type(error).__name__}: {error}") from error
+        if not names:
+            raise unreadable_file(path, "a CSV file with a line of names", "no line at all")
+        twice = [name for name in self.columns or names if names.count(name) > 1]
+        if twice:
+            raise unreadable_file(path, "a CSV file whose columns have different names", f"{twice[0]!r} twice")
+        return names
 
 
 def _misread(shard: Shard, block: int, names: list[str], text: str) -> DataError:
@@ -119,6 +139,15 @@ def _delimiter(path: str) -> str:
     return "\t" if path.lower().endswith(".tsv") else ","
 
 
+def _cuts(rows: Ids) -> Iterator[int]:
+    """The first row of every block: of some thousand rows, or about a megabyte, at least one row."""
+    first, num_rows = 0, len(rows) - 1
+    while first < num_rows:
+        yield first
+        within = int(np.searchsorted(rows, rows[first] + BLOCK_BYTES, side="right")) - 1
+        first = max(first + 1, min(first + MAX_BLOCK_ROWS, within))
+
+
 def _bytes(path: str, start: int, stop: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(start)
@@ -145,17 +174,57 @@ def _not_empty(path: str, starts: Ids, stops: Ids) -> npt.NDArray[np.bool_]:
 
 
 def _line_ends(path: str) -> Iterator[Ids]:
-    open_quote, place = 0, 0
-    with open(path, "rb", buffering=0) as file:
-        while data := file.read(CHUNK):
-            values = np.frombuffer(data, np.uint8)
-            ends = np.flatnonzero(values == _NEWLINE)
-            quotes = np.flatnonzero(values == _QUOTE)
-            if len(quotes) or open_quote:
-                before = np.searchsorted(quotes, ends) + open_quote
-                ends = ends[before % 2 == 0]
-                open_quote = (open_quote + len(quotes)) % 2
-            yield ends + (place + 1)
-            place += len(data)
-    if open_quote:
+    """Behind every newline that ends a line. A quote opens a value only where one begins, as pyarrow sees it too."""
+    is_open, before = False, _NEWLINE
+    borders = np.isin(np.arange(256), [_NEWLINE, _RETURN, ord(_delimiter(path))])
+    for place, values in _chunks(path):
+        ends = np.flatnonzero(values == _NEWLINE)
+        lone = _lone_returns(values)
+        places, opens = _quoted(values, before, borders, is_open)
+        if len(places) or is_open:
+            states = np.concatenate([[is_open], opens])
+            ends, lone = (found[~states[np.searchsorted(places, found)]] for found in (ends, lone))
+            is_open = bool(states[-1])
+        if len(lone):
+            got = f"\\r alone at byte {place + int(lone[0])}"
+            raise unreadable_file(path, "a CSV file whose lines end with \\n or \\r\\n", got)
+        before = int(values[-1])
+        yield ends + (place + 1)
+    if is_open:
         raise unreadable_file(path, "a whole CSV file", "a quote that is never closed")
+
+
+def _chunks(path: str) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """The file in large parts, behind a byte order mark; none ends between two quotes, or between \\r and \\n."""
+    with open(path, "rb") as file:
+        place = len(_MARK) if file.read(len(_MARK)) == _MARK else 0
+        file.seek(place)
+        while data := file.read(CHUNK):
+            while data[-1] in (_QUOTE, _RETURN) and (more := file.read(1)):
+                data += more
+            yield place, np.frombuffer(data, np.uint8)
+            place += len(data)
+
+
+def _lone_returns(values: npt.NDArray[np.uint8]) -> Ids:
+    """Where a \\r stands without \\n, the file's last byte left out."""
+    returns: Ids = np.flatnonzero(values[:-1] == _RETURN)
+    lone: Ids = returns[values[returns + 1] != _NEWLINE]
+    return lone
+
+
+def _quoted(
+    values: npt.NDArray[np.uint8], before: int, borders: npt.NDArray[np.bool_], is_open: bool
+) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Where quotes may open or close a value, and whether one is open behind each of them."""
+    quotes = np.flatnonzero(values == _QUOTE)
+    firsts = np.flatnonzero(np.diff(quotes, prepend=-2) > 1)
+    # Two quotes inside of a value are one that belongs to it, so only odd numbers of them change anything.
+    is_odd = np.diff(np.append(firsts, len(quotes))) % 2 == 1
+    places = quotes[firsts][is_odd]
+    starts_value = borders[np.where(places > 0, values[places - 1], before)]
+    # Where a value begins a quote turns open to closed and closed to open; anywhere else it can only close.
+    turns = np.cumsum(starts_value) + is_open
+    at_last_close = np.maximum.accumulate(np.where(starts_value, 0, turns))
+    opens: npt.NDArray[np.bool_] = np.equal((turns - at_last_close) % 2, 1)
+    return places, opens

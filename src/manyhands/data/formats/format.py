@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -34,6 +34,8 @@ class Shard:
     """The first row of every block, and behind them the number of rows."""
     marks: Ids
     """Places in the file, as its format needs them: where records or blocks begin, and where the last one ends."""
+    sizes: Ids
+    """About how many bytes of memory every block takes."""
 
     @property
     def num_rows(self) -> int:
@@ -53,8 +55,8 @@ class Format(ABC):
     def scan(self, path: str) -> Shard:
         """Finds the blocks of a file without reading all of it; raises on one that cannot be read."""
 
-    def settled(self, path: str) -> Format:
-        """The same with types that hold for all files, taken from the first one."""
+    def settled(self, paths: Sequence[str]) -> Format:
+        """The same with types that hold for all files, taken from the first one that has rows."""
         return self
 
 

@@ -11,7 +11,11 @@ import numpy as np
 
 from ..arrow import Null, table_of
 from ..columns import Table
-from .format import Shard, TableFormat, damaged, file_size, missing_columns, pyarrow, unreadable_file
+from .format import Shard, TableFormat, Types, damaged, file_size, missing_columns, pyarrow, unreadable_file
+
+_TEXTS = ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+_NUMBER, _TEXT = 8, 64
+"""Bytes of a value in memory; a text is an object of Python."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,11 @@ class ParquetFormat(TableFormat):
         with _opened(path) as file:
             missing_columns(path, self.columns or {}, file.schema_arrow.names)
             metadata = file.metadata
-            rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        blocks = np.cumsum([0, *[count for count in rows if count]])
-        groups = np.flatnonzero(rows).astype(np.int64)
-        return Shard(path, num_bytes, blocks.astype(np.int64), groups)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            rows = np.array([group.num_rows for group in groups], np.int64)
+            sizes = np.array([_memory(group, self.columns) for group in groups], np.int64)
+        blocks = np.concatenate([[0], np.cumsum(rows[rows > 0])]).astype(np.int64)
+        return Shard(path, num_bytes, blocks, np.flatnonzero(rows), sizes[rows > 0])
 
     def table(self, shard: Shard, block: int) -> Table:
         names = list(self.columns) if self.columns else None
@@ -43,6 +48,18 @@ class ParquetFormat(TableFormat):
             return table_of(found, self.columns or {})
         except Null as null:
             raise damaged(shard.path, first + null.row, f"no value in column {null.column!r}") from None
+        except ValueError as error:
+            raise damaged(shard.path, first, f"{error} in the row group") from None
+
+
+def _memory(group: Any, wanted: Types | None) -> int:
+    """About what the wanted columns of a row group take in memory, where words from a dictionary are written out."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    return sum(
+        max(column.total_uncompressed_size, column.num_values * (_TEXT if column.physical_type in _TEXTS else _NUMBER))
+        for column in columns
+        if not wanted or column.path_in_schema.partition(".")[0] in wanted
+    )
 
 
 @contextmanager
@@ -51,7 +68,7 @@ def _opened(path: str) -> Iterator[Any]:
     with arrow.memory_map(path) as memory:
         try:
             # No threads of its own: the feed may fork workers later.
-            file = parquet.ParquetFile(memory, pre_buffer=False)
+            file = parquet.ParquetFile(memory, pre_buffer=False, page_checksum_verification=True)
         except Exception as error:
             raise unreadable_file(path, "a whole Parquet file", f"{type(error).__name__}: {error}") from error
         yield file

@@ -12,7 +12,7 @@ import numpy as np
 
 from .format import RecordFormat, Shard, damaged, file_size, missing_columns, record_blocks
 
-_SECTOR = 512
+_SECTOR, _REST = 512, 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
 Read = Callable[[int, int], bytes]
 """`read(place, size)` gives bytes of a tar file."""
@@ -55,7 +55,8 @@ class TarFormat(RecordFormat):
                     starts.append(member.start)
                 key, stop = member.key, _sectors(member.place + member.size)
         marks = np.array([*starts, stop], np.int64)
-        return Shard(path, num_bytes, record_blocks(marks), marks)
+        blocks = record_blocks(marks)
+        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         found = _plain_sample(record) or _sample(record)
@@ -114,7 +115,7 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Mem
     while place + _SECTOR <= num_bytes:
         header = read(place, _SECTOR)
         if header[0] == 0 and not any(header):
-            return
+            return _require_zeros(read, place, num_bytes) if check else None
         if check:
             _check(header)
         size = _number(header[124:136])
@@ -136,6 +137,15 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Mem
         place = _sectors(content + size)
     if place < num_bytes or (place > num_bytes and num_bytes):
         raise ValueError("a file that ends in the middle of a header")
+
+
+def _require_zeros(read: Read, place: int, num_bytes: int) -> None:
+    """Behind the end of a tar file there is nothing; something is a hole in it, or another tar file put behind it."""
+    while place < num_bytes:
+        rest = read(place, min(_REST, num_bytes - place))
+        if rest.strip(b"\0"):
+            raise ValueError(f"an empty header at byte {place}, and more behind it,")
+        place += len(rest)
 
 
 def _check(header: bytes) -> None:

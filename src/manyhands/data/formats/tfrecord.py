@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core import DataError
+from ..columns import cast
 from ..order import Ids
 from .format import RecordFormat, Shard, damaged, file_size, record_blocks
 
@@ -30,7 +31,8 @@ class TFRecordFormat(RecordFormat):
         num_bytes = file_size(path)
         with open(path, "rb", buffering=0) as file:
             marks = np.fromiter(_places(path, file.fileno(), num_bytes), np.int64)
-        return Shard(path, num_bytes, record_blocks(marks), marks)
+        blocks = record_blocks(marks)
+        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         body = record[_HEAD.size : -_TAIL.size]
@@ -146,10 +148,12 @@ def _typed(name: str, features: dict[str, Any], kind: str) -> Any:
     if name not in features:
         raise ValueError(f"no feature {name!r} (there are {', '.join(map(repr, features)) or 'none'})")
     values, wanted = features[name], kind.removesuffix("[]")
+    if isinstance(values, list) and wanted not in ("", "str", "bytes"):
+        raise ValueError(f"bytes in {name!r} where {wanted} was asked for (write bytes)")
     if isinstance(values, list):
         values = [value.decode() for value in values] if wanted == "str" else values
     elif wanted:
-        values = values.astype(wanted)
+        values = cast(values, wanted, name)
     if not kind or kind.endswith("[]"):
         return values
     if len(values) != 1:
