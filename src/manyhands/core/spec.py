@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 PRECISIONS = ("fp32", "bf16", "fp64")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
+_COMMA = re.compile(r",(?![^()]*\))")
+"""A comma between settings, not one within the brackets of a policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class StrategySpec:
     """What is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients" (parameters stay
     whole between forward and backward)."""
     sync: str = "allreduce"
-    """How replicas agree: the name of a policy in `manyhands.sync`."""
+    """How replicas agree: a policy of `manyhands.sync` as text, such as "topk(0.01)"; the object is taken too."""
     batch_stats: str = "sync"
     """Batch statistics: "sync" over the replicas, or "local"."""
     precision: str = "fp32"
@@ -62,6 +65,8 @@ class StrategySpec:
     """Whether random numbers are layout-free: the same on any number of replicas."""
 
     def __post_init__(self) -> None:
+        # A policy's object prints as the text that makes it again, so that a spec stays plain data.
+        object.__setattr__(self, "sync", str(self.sync))
         for axis in AXES:
             count = getattr(self, axis)
             if axis in ("replicas", "shards") and count is None:
@@ -138,7 +143,7 @@ class StrategySpec:
     def parse(cls, text: str) -> StrategySpec:
         """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
         values: dict[str, Any] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        for part in filter(None, (piece.strip() for piece in _COMMA.split(text))):
             key, equals, value = part.partition("=")
             if equals:
                 values.update([_setting(key.strip().lower(), value.strip())])
@@ -180,7 +185,7 @@ def Single(
 def Mirrored(
     replicas: int | None = None,
     *,
-    sync: str = "allreduce",
+    sync: object = "allreduce",
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
@@ -190,12 +195,15 @@ def Mirrored(
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
+    `sync` says how: exactly by default; "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` or
+    `mh.sync.PowerSGD(4)` send fewer bytes and change the mathematics.
+
     >>> Mirrored(2)
     StrategySpec(replicas=2)
     """
     return StrategySpec(
         replicas=replicas,
-        sync=sync,
+        sync=str(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -210,7 +218,7 @@ def Sharded(
     *,
     replicas: int | None = 1,
     sharding: str = "full",
-    sync: str = "allreduce",
+    sync: object = "allreduce",
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
@@ -229,7 +237,7 @@ def Sharded(
         replicas=replicas,
         shards=shards,
         sharding=sharding,
-        sync=sync,
+        sync=str(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
