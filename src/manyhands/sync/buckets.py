@@ -218,9 +218,12 @@ class _Bucket:
         if not settled:
             # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
             self._is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
-        for parameter, view, is_used in zip(self.parameters, self._views, self._is_used, strict=True):
+        parts = zip(self.names, self.parameters, self._views, self._is_used, strict=True)
+        for name, parameter, view, is_used in parts:
             if is_used:
                 parameter.grad = view
+            else:
+                self.course.give_back(name, view)
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):

@@ -141,6 +141,11 @@ class Course:
         if exact is not None:
             self.error = (wide - exact).norm() / exact.norm()
 
+    def give_back(self, name: str, unused: Tensor) -> None:
+        """Keeps what was sent of a parameter that gets no gradient in this step, for one in which it does."""
+        if self._memory is not None:
+            self._memory.feedback_by_name()[name].add_(unused, alpha=1 / self._wire.size)
+
     def state(self) -> State:
         """What is remembered, as it lies here."""
         if self._memory is None:

@@ -12,11 +12,12 @@ class Memory:
     """Feedback and other state of some parameters, laid out as their gradients are."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = dict(parameters)
+        # Only how they lie is kept, not they.
+        self._parameters = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
         self.shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         """The shapes of the parameters whose gradients lie one after another in the flat one."""
         self.sizes = [parameter.numel() for parameter in self._parameters.values()]
-        first = next(iter(self._parameters.values()))
+        first = next(iter(parameters.values()))
         self.feedback = torch.zeros(sum(self.sizes), dtype=wide(first.dtype), device=first.device)
         """What this replica has not sent yet; it is added to its next gradient. A lossy policy must set it."""
         self.shared: dict[str, Tensor] = {}

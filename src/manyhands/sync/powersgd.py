@@ -48,8 +48,10 @@ class PowerSGD(Policy):
         right, _, pending = _together(wire, own, [])
         self._keep(matrices, left, own, memory)
         yield pending
-        torch._foreach_copy_(list(matrices.values()), [p @ q.T for p, q in zip(left, right, strict=True)])
-        torch._foreach_copy_(rest, rest_sums)
+        for matrix, p, q in zip(matrices.values(), left, right, strict=True):
+            torch.mm(p, q.T, out=matrix)
+        for part, sums in zip(rest, rest_sums, strict=True):
+            part.copy_(sums)
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
 
     def _parts(self, gradient: Tensor, memory: Memory) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -81,7 +83,8 @@ class PowerSGD(Policy):
 def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Directions to begin with where the last step left none: scattered, and the same on all replicas."""
     places = torch.arange(1, columns * rank + 1, device=device, dtype=torch.float64)
-    return (places * 12.9898).sin_().to(dtype).view(columns, rank)
+    # Of squares: sines of evenly spaced numbers span two directions only.
+    return places.square_().mul_(12.9898).sin_().to(dtype).view(columns, rank)
 
 
 def _together(wire: Wire, matrices: list[Tensor], rest: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Pending]:
