@@ -97,6 +97,7 @@ def train_all(world: World, policy: str, accumulate: int) -> dict[str, list[floa
             take(hand, task, batch)
             losses[name].append(hand.loss)
         assert hand.replica.differences() == []
+        assert hand.replica.num_bytes > 0
         feed.close()
         hand.close()
     return losses

@@ -52,7 +52,6 @@ class MirroredReplica(Replica):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradients that this replica sent in the last step, over all optimizers."""
         return sum(buckets.num_bytes for buckets in self._buckets.values())
 
     def policy_state(self) -> dict[str, Tensor]:

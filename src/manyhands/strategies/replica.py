@@ -61,6 +61,11 @@ class Replica:
         """Whether the sums over the replicas may stand in a CUDA graph too."""
         return self.world.is_recordable
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of gradients that this rank sent to other replicas in the last step."""
+        return 0
+
     def policy_state(self) -> dict[str, Tensor]:
         """What the policy remembers, of all replicas; all of them must ask together."""
         return {}

@@ -116,6 +116,10 @@ class ShardedReplica(Replica):
             self._course, self._course_of = made, tuple(parts)
         return self._course
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._course is None else self._course.num_bytes
+
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return super().load_policy_state(saved)

@@ -66,6 +66,14 @@ class PolicyContract:
                         error = _error(sums[0].result / size, flat)
                         assert error <= self.precision, f"{error:.1e} with {size} replicas, {dtype}, {factor:g}"
 
+    def test_narrow_gradients_are_summed_in_single_precision(self) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            gradient = self._suiting(SHAPES, dtype, 1.0)
+            for sums in self._exchange(3, [[gradient]] * 3):
+                assert sums[0].result.dtype == dtype
+                assert sums[0].feedback.dtype == torch.float32
+                assert _error(sums[0].result.float() / 3, _flat(gradient).float()) <= self.precision + 2**-8
+
     def test_every_replica_gets_the_same_bits(self) -> None:
         for size in self.sizes:
             steps = [[_random(SHAPES, 10 * rank + step) for step in range(3)] for rank in range(size)]
