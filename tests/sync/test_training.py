@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,7 +202,6 @@ def one_step(made: Buckets, loss: torch.Tensor) -> None:
 
 def test_feedback_of_a_parameter_that_is_not_used_waits_for_it() -> None:
     def work(world: World) -> list[torch.Tensor | None]:
-        torch.manual_seed(0)
         parts = nn.ModuleDict({"a": nn.Linear(20, 1, bias=False), "b": nn.Linear(20, 1, bias=False)})
         made = Buckets(dict(parts.named_parameters()), world, TopK(0.1, warmup=0))
         total = torch.zeros(1, 20)
@@ -228,12 +228,44 @@ def test_feedback_of_a_parameter_that_is_not_used_waits_for_it() -> None:
         torch.testing.assert_close(total, 2 * torch.linspace(1, 2, 20).unsqueeze(0))
 
 
+@pytest.mark.parametrize("policy", ["allreduce", *LOSSY])
+def test_sums_that_wait_for_the_end_are_those_that_overlap(policy: str) -> None:
+    """As in a recorded step, whose exchange runs by itself between two graphs."""
+
+    first = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20))
+
+    def work(world: World, is_deferred: bool) -> list[torch.Tensor]:
+        layers = deepcopy(first)
+        made = Buckets(dict(layers.named_parameters()), world, make_policy(policy))
+        made.deferred = is_deferred
+        found = []
+        for step in range(3):
+            layers.zero_grad()
+            assert made.riders is not None
+            made.riders.fill_(world.rank + 0.5)
+            made.arm()
+            layers(torch.full((2, 12), 0.1 * world.rank + step)).square().sum().backward()
+            if is_deferred:
+                made.pack()
+                made.exchange()
+            made.finish()
+            assert made.riders.tolist() == [2.0] * 3
+            found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+        made.close()
+        return found
+
+    for one, other in zip(
+        *(run_threads(partial(work, is_deferred=is_deferred), 2)[0] for is_deferred in (False, True)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_feedback_follows_parameters_that_are_laid_out_anew() -> None:
+    first, x = nn.Conv2d(3, 4, 3, bias=False), torch.randn(2, 3, 5, 5)
+
     def work(world: World, is_moved: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        layer = nn.Conv2d(3, 4, 3, bias=False)
+        layer = deepcopy(first)
         made = Buckets(dict(layer.named_parameters()), world, TopK(0.1, warmup=0))
-        x = torch.randn(2, 3, 5, 5)
         for step in range(3):
             layer.zero_grad()
             if step == 1 and is_moved:
