@@ -51,7 +51,7 @@ class StrategySpec:
     """What is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients" (parameters stay
     whole between forward and backward)."""
     sync: str = "allreduce"
-    """How replicas agree: a policy of `manyhands.sync` as text, such as "topk(0.01)"; the object is taken too."""
+    """How replicas agree: the name of a policy in `manyhands.sync`."""
     batch_stats: str = "sync"
     """Batch statistics: "sync" over the replicas, or "local"."""
     precision: str = "fp32"

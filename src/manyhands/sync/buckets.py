@@ -187,7 +187,7 @@ class _Bucket:
         self._views = [lay_like(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
         self.course = Course(policy, world, parameters)
-        self._is_used = [True] * len(sizes)
+        self.is_used = [True] * len(sizes)
         """Which parameters some replica used, as of the last look."""
 
     @property
@@ -217,8 +217,8 @@ class _Bucket:
     def finish(self, settled: bool) -> None:
         if not settled:
             # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
-            self._is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
-        parts = zip(self.names, self.parameters, self._views, self._is_used, strict=True)
+            self.is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
+        parts = zip(self.names, self.parameters, self._views, self.is_used, strict=True)
         for name, parameter, view, is_used in parts:
             if is_used:
                 parameter.grad = view
