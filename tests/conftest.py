@@ -22,6 +22,7 @@ BUDGETS = {
     "store": 2.0,
     "data": 1.5,
     "cluster": 1.5,
+    "sync": 1.5,
     "cli": 1.5,
     "test_examples.py": 3.0,
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import sync
     from .cluster import Device, devices, doctor
     from .core import Mirrored, Predictor, Sharded, Single, StrategySpec, Task, mean
     from .data import bucketed, files
@@ -39,6 +40,7 @@ __all__ = [
     "Mirrored",
     "Sharded",
     "StrategySpec",
+    "sync",
     "Run",
     "Hand",
     "Predictor",
@@ -56,6 +58,8 @@ _HOMES = {
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict"],
 }
+_ROOMS = ("sync",)
+"""Rooms whose names people write themselves: mh.sync.TopK(0.01)."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
@@ -63,6 +67,8 @@ def __getattr__(name: str) -> Any:
     """Imports a room when it is first asked for, so that `import manyhands` costs nothing by itself."""
     from importlib import import_module
 
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -53,7 +53,7 @@ from .core import (
 from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore, Weights
 from .strategies import require_built
-from .sync import make_policy
+from .sync import carrying, make_policy
 from .training import (
     About,
     Callback,
@@ -230,7 +230,8 @@ def check(
         whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
     step = functools.partial(training.one_step, task=made, spec=spec)
     parts = _start(step, devices, timeout, lambda rank, entry: None, View())
-    return training.compare(whole, again, parts[0], spec)
+    verdict = training.compare(whole, again, parts[0], spec)
+    return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
 
 
 def evaluate(
@@ -276,7 +277,6 @@ def settle(
     if deterministic:
         spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
-    make_policy(spec.sync)
     world = current_world()
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
@@ -303,7 +303,7 @@ def _start(
         interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
-    job = _engine.start(fn, devices, timeout=timeout)
+    job = _engine.start(carrying(fn), devices, timeout=timeout)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 
@@ -524,9 +524,13 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
 
 
 def _notices(spec: StrategySpec) -> list[str]:
-    if make_policy(spec.sync).changes_mathematics:
-        return [f"the policy {spec.sync!r} changes the mathematics: results differ from one device's"]
-    return []
+    policy = make_policy(spec.sync)
+    if not policy.changes_mathematics:
+        return []
+    if spec.replicas == 1:
+        return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
+    start = f" after {policy.warmup} exact steps" if policy.warmup else ""
+    return [f"sync={policy} changes the mathematics{start}: results differ from one device's"]
 
 
 def _place(devices: Sequence[Device]) -> str:

@@ -77,6 +77,12 @@ class TorchWorld(World):
             dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
 
+    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        return _start_all_gather(self, self._aside, tensor, into)
+
+    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        return _start_all_to_all(self, self._aside, tensor, into)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self._naming("broadcast"):
             dist.broadcast(tensor, source)
@@ -148,6 +154,12 @@ class _Along(World):
             dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.stack(parts)
 
+    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        return _start_all_gather(self._whole, self._group, tensor, into)
+
+    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        return _start_all_to_all(self._whole, self._group, tensor, into)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self._whole._naming("broadcast"):
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
@@ -166,12 +178,24 @@ class _Along(World):
 
 
 class _TorchPending(Pending):
-    def __init__(self, world: TorchWorld, work: Any) -> None:
-        self._world, self._work = world, work
+    def __init__(self, world: TorchWorld, work: Any, operation: str = "all_reduce") -> None:
+        self._world, self._work, self._operation = world, work, operation
 
     def wait(self) -> None:
-        with self._world._naming("all_reduce"):
+        with self._world._naming(self._operation):
             self._work.wait()
+
+
+def _start_all_gather(world: TorchWorld, group: dist.ProcessGroup | None, tensor: Tensor, into: Tensor) -> Pending:
+    with world._naming("all_gather"):
+        work = dist.all_gather(list(into.unbind(0)), tensor.contiguous(), group=group, async_op=True)
+        return _TorchPending(world, work, "all_gather")
+
+
+def _start_all_to_all(world: TorchWorld, group: dist.ProcessGroup | None, tensor: Tensor, into: Tensor) -> Pending:
+    with world._naming("all_to_all"):
+        work = dist.all_to_all_single(into, tensor.contiguous(), group=group, async_op=True)
+        return _TorchPending(world, work, "all_to_all")
 
 
 def _brief(error: RuntimeError) -> str:

@@ -82,6 +82,16 @@ class World(ABC):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked along a new first dimension."""
 
+    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        """Begins to stack the tensors of all ranks in `into`, beside whatever else is under way."""
+        into.copy_(self.all_gather(tensor))
+        return Pending()
+
+    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        """Begins to send row r of a tensor to rank r; row r of `into` comes from rank r."""
+        into.copy_(self.all_gather(tensor)[:, self.rank])
+        return Pending()
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies a tensor from one rank to all, in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 PRECISIONS = ("fp32", "bf16", "fp64")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
+_COMMA = re.compile(r",(?![^()]*\))")
+"""A comma between settings, not one within the brackets of a policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class StrategySpec:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        # A policy's object prints as the text that makes it again, so that a spec stays plain data.
+        object.__setattr__(self, "sync", str(self.sync))
         for axis in AXES:
             count = getattr(self, axis)
             if axis in ("replicas", "shards") and count is None:
@@ -153,7 +158,7 @@ class StrategySpec:
     def parse(cls, text: str) -> StrategySpec:
         """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
         values: dict[str, Any] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        for part in filter(None, (piece.strip() for piece in _COMMA.split(text))):
             key, equals, value = part.partition("=")
             if equals:
                 values.update([_setting(key.strip().lower(), value.strip())])
@@ -195,7 +200,7 @@ def Single(
 def Mirrored(
     replicas: int | None = None,
     *,
-    sync: str = "allreduce",
+    sync: object = "allreduce",
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
@@ -205,12 +210,15 @@ def Mirrored(
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
+    `sync` says how: exactly by default; "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` or
+    `mh.sync.PowerSGD(4)` send fewer bytes and change the mathematics.
+
     >>> Mirrored(2)
     StrategySpec(replicas=2)
     """
     return StrategySpec(
         replicas=replicas,
-        sync=sync,
+        sync=str(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -225,7 +233,7 @@ def Sharded(
     *,
     replicas: int | None = 1,
     sharding: str = "full",
-    sync: str = "allreduce",
+    sync: object = "allreduce",
     batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
@@ -244,7 +252,7 @@ def Sharded(
         replicas=replicas,
         shards=shards,
         sharding=sharding,
-        sync=sync,
+        sync=str(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,

@@ -24,7 +24,7 @@ from .tensors import read_tensors, write_tensors
 FORMAT = 1
 MARKER = "COMMITTED"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
-AVERAGES = "averages.safetensors"
+AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 
@@ -44,6 +44,8 @@ class Checkpoint:
     """Generator states, such as "rank0.cpu"."""
     averages: dict[str, Tensor] = field(default_factory=dict)
     """Moving averages of some of the model's tensors, where they are kept."""
+    policy: dict[str, Tensor] = field(default_factory=dict)
+    """What a lossy policy has to remember between steps, where there is one."""
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -112,7 +114,7 @@ class CheckpointStore:
         self.written_seconds = 0.0
         """Time that the background thread took."""
         self._on_error, self._on_notice, self._disk = on_error, on_notice, disk or Disk()
-        self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES)}
+        self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES, POLICY)}
         self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
         remove_stale(self._disk, self.root)
@@ -206,6 +208,8 @@ class CheckpointStore:
         tensors = {MODEL: checkpoint.model, OPTIMIZER: slots, RANDOM: checkpoint.random}
         if checkpoint.averages:
             tensors[AVERAGES] = checkpoint.averages
+        if checkpoint.policy:
+            tensors[POLICY] = checkpoint.policy
         return _Copy(
             step=step,
             score=None if score is None or math.isnan(score) else float(score),
@@ -338,7 +342,7 @@ def _read(folder: _Folder) -> Checkpoint:
         for name, said in manifest["files"].items():
             if digest_of(folder.path / name).to_dict() != said:
                 raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
-        return _assembled(folder.path, _object(folder.path / STATE), has_averages=AVERAGES in manifest["files"])
+        return _assembled(folder.path, _object(folder.path / STATE), set(manifest["files"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -356,12 +360,12 @@ def _manifest(path: Path) -> dict[str, Any]:
             got=manifest["format"],
             remedy="read it with the version that wrote it",
         )
-    if set(manifest["files"]) - {AVERAGES} != {MODEL, OPTIMIZER, RANDOM, STATE}:
+    if set(manifest["files"]) - {AVERAGES, POLICY} != {MODEL, OPTIMIZER, RANDOM, STATE}:
         raise CheckpointError("a manifest lists the four files", got=", ".join(manifest["files"]))
     return dict(manifest)
 
 
-def _assembled(path: Path, text: dict[str, Any], *, has_averages: bool) -> Checkpoint:
+def _assembled(path: Path, text: dict[str, Any], files: set[str]) -> Checkpoint:
     optimizers: dict[str, dict[str, Any]] = text["optimizers"]
     for key, tensor in read_tensors(path / OPTIMIZER).items():
         optimizer, _, tail = key.partition("/")
@@ -373,7 +377,8 @@ def _assembled(path: Path, text: dict[str, Any], *, has_averages: bool) -> Check
         optimizers=optimizers,
         state=text["state"],
         random=read_tensors(path / RANDOM),
-        averages=read_tensors(path / AVERAGES) if has_averages else {},
+        averages=read_tensors(path / AVERAGES) if AVERAGES in files else {},
+        policy=read_tensors(path / POLICY) if POLICY in files else {},
     )
 
 

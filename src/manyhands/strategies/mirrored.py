@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec
-from ..sync import Buckets, make_policy
+from ..sync import Buckets, State, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica
 
@@ -21,8 +21,8 @@ class MirroredReplica(Replica):
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
-        policy = make_policy(spec.sync)
-        self._buckets = {key: Buckets(group, world, policy) for key, group in self.groups.items()}
+        self._policy = make_policy(spec.sync)
+        self._buckets = {key: Buckets(group, world, self._policy) for key, group in self.groups.items()}
         self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
 
     def ghost(self, is_ghost: bool) -> None:
@@ -45,6 +45,29 @@ class MirroredReplica(Replica):
     @property
     def is_local(self) -> bool:
         return self._stats is None or not self._stats.layers
+
+    @property
+    def records_exchange(self) -> bool:
+        # A policy that warms up and looks at its error does other things in one step than in the next.
+        return self.world.is_recordable and not self._policy.changes_mathematics
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buckets.num_bytes for buckets in self._buckets.values())
+
+    def policy_state(self) -> dict[str, Tensor]:
+        if not self._policy.changes_mathematics:
+            return {}
+        return State.joined(buckets.state() for buckets in self._buckets.values()).tensors()
+
+    def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
+        if not self._policy.changes_mathematics:
+            return super().load_policy_state(saved)
+        if not saved:
+            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+        for buckets in self._buckets.values():
+            buckets.load_state(State.of(saved))
+        return ""
 
     def defer(self, is_deferred: bool) -> None:
         for buckets in self._buckets.values():

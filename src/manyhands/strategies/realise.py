@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
+from ..sync import make_policy
 from .mirrored import MirroredReplica, mirror
 from .recompute import recompute
 from .replica import Replica
@@ -45,7 +46,7 @@ def realise(
 
 
 def require_built(spec: StrategySpec) -> None:
-    """Refuses axes that this version cannot split along."""
+    """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
     for axis in ("tensor", "stages"):
         if getattr(spec, axis) != 1:
             raise StrategyError(
@@ -53,6 +54,13 @@ def require_built(spec: StrategySpec) -> None:
                 got=getattr(spec, axis),
                 remedy="use mh.Mirrored() or mh.Sharded()",
             )
+    policy = make_policy(spec.sync)
+    if spec.shards != 1 and policy.needs_matrices:
+        raise StrategyError(
+            f"the policy {policy} needs whole matrices, and sharded ranks hold parts of them",
+            got=str(spec),
+            remedy='use mh.Mirrored(), or another policy such as sync="int8"',
+        )
 
 
 def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:

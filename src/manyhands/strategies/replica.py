@@ -57,6 +57,24 @@ class Replica:
         """Whether forward needs no other replica."""
         return True
 
+    @property
+    def records_exchange(self) -> bool:
+        """Whether the sums over the replicas may stand in a CUDA graph too."""
+        return self.world.is_recordable
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of gradients that this rank sent to other replicas in the last step."""
+        return 0
+
+    def policy_state(self) -> dict[str, Tensor]:
+        """What the policy remembers, of all replicas; all of them must ask together."""
+        return {}
+
+    def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
+        """Goes on from what `policy_state` gave, on any number of replicas; says what could not be taken over."""
+        return "gradients that the policy had not sent yet are left out: no policy here keeps any" if saved else ""
+
     def defer(self, is_deferred: bool) -> None:
         """Whether gradients wait for `pack` and `exchange` instead of being summed during backward."""
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategyError, StrategySpec
-from ..sync import make_policy
+from ..sync import Course, make_policy, tell
 from .batch_stats import BatchStats
 from .mirrored import hash_of
 from .recompute import blocks_of
@@ -65,6 +65,8 @@ class ShardedReplica(Replica):
         self._mesh = mesh
         self._policy = make_policy(spec.sync)
         self._outer = world.along(axes_of(spec), "replicas")
+        self._course: Course | None = None
+        self._course_of: tuple[str, ...] = ()
         self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
 
     @property
@@ -88,16 +90,40 @@ class ShardedReplica(Replica):
     def finish(self, key: str, count: Tensor | None) -> None:
         gradients = list(self._gradients(key))
         if self._outer.size > 1 and gradients:
-            self._add_over_replicas(gradients)
+            self._add_over_replicas(key, gradients)
         if count is not None:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
 
-    def _add_over_replicas(self, gradients: list[Tensor]) -> None:
+    def _add_over_replicas(self, key: str, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self._policy.start(self._outer, flat).wait()
+        course = self._course_for({n: _local(p.detach()) for n, p in self.groups[key].items() if p.grad is not None})
+        course.begin(flat)
+        while course.advance():
+            pass
+        if self.world.is_first:
+            tell(self._outer, self._policy, course, course.num_bytes, course.num_exact_bytes)
         sizes = [gradient.numel() for gradient in gradients]
         parts = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(gradients, parts)
+
+    def _course_for(self, parts: Mapping[str, Tensor]) -> Course:
+        """The course of these parts; where others are used than before, what is known of them goes along."""
+        if self._course is None or self._course_of != tuple(parts):
+            made = Course(self._policy, self._outer, parts)
+            made.measures = True
+            if self._course is not None:
+                made.take_over(self._course.state())
+            self._course, self._course_of = made, tuple(parts)
+        return self._course
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._course is None else self._course.num_bytes
+
+    def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
+        if not self._policy.changes_mathematics or self._outer.size == 1:
+            return super().load_policy_state(saved)
+        return f"sync={self._policy} starts anew: what it keeps of parts of a network is in no checkpoint"
 
     def _gradients(self, key: str) -> Iterator[Tensor]:
         """This rank's parts of the gradients of one optimizer."""

@@ -1,6 +1,31 @@
 """How replicas agree: policies, and the buckets that carry gradients to them."""
 
 from .buckets import Buckets
+from .carrying import carrying
+from .coded import BF16, FP16, Int8
+from .course import Course, State, tell
+from .memory import Memory, key_of
 from .policy import POLICIES, AllReduce, Policy, make_policy
+from .powersgd import PowerSGD
+from .topk import TopK
+from .wire import Wire
 
-__all__ = ["Buckets", "Policy", "AllReduce", "POLICIES", "make_policy"]
+__all__ = [
+    "Policy",
+    "AllReduce",
+    "BF16",
+    "FP16",
+    "Int8",
+    "TopK",
+    "PowerSGD",
+    "POLICIES",
+    "make_policy",
+    "carrying",
+    "Wire",
+    "Memory",
+    "key_of",
+    "Buckets",
+    "Course",
+    "State",
+    "tell",
+]

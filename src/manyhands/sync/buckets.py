@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import Pending, World
+from ..cluster import World
 from ..core import TaskError
+from .course import Course, State, tell
+from .memory import lay_like
 from .policy import Policy
 
 FIRST_BYTES = 1 << 20
@@ -41,7 +43,12 @@ class Buckets:
         """Lays the trainable parameters out in buckets, and hooks them."""
         self._trainable = [p.requires_grad for p in self._parameters.values()]
         plan = _plan({name: p for name, p in self._parameters.items() if p.requires_grad})
-        self._buckets = [_Bucket(part, NUM_RIDERS if part is plan[-1] else 0) for part in plan]
+        self._buckets = [
+            _Bucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
+        ]
+        if self._buckets:
+            # One is enough to know how far the policy is from the exact sum, and the first is small.
+            self._buckets[0].course.measures = True
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
@@ -55,16 +62,43 @@ class Buckets:
 
     def lay_out_anew(self) -> None:
         """Follows parameters that lie otherwise in memory than before; the same on every replica."""
+        state = self._state()
         self.close()
         self._make()
+        self._take_over(state)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this replica sent in the last step."""
+        return sum(bucket.course.num_bytes for bucket in self._buckets)
+
+    @property
+    def num_exact_bytes(self) -> int:
+        """Bytes that the exact sums would have taken."""
+        return sum(bucket.course.num_exact_bytes for bucket in self._buckets)
+
+    def state(self) -> State:
+        """What the policy remembers, of all replicas; every one must call it."""
+        return self._state().gathered(self._world)
+
+    def load_state(self, state: State) -> None:
+        """Goes on from what `state` gave, on any number of replicas."""
+        self._take_over(state.share(self._world))
+
+    def _state(self) -> State:
+        return State.joined([bucket.course.state() for bucket in self._buckets])
+
+    def _take_over(self, state: State) -> None:
+        for bucket in self._buckets:
+            bucket.course.take_over(state)
 
     @property
     def riders(self) -> Tensor | None:
         """A few numbers that are summed along with the last bucket; to be set before `arm`.
 
-        None where their sum would not be exact enough: a policy that changes the mathematics, or a narrow dtype.
+        None where their sum would not be exact enough, in a narrow dtype. No policy touches them.
         """
-        if not self._buckets or self._policy.changes_mathematics:
+        if not self._buckets:
             return None
         riders = self._buckets[-1].riders
         return riders if riders.dtype in (torch.float32, torch.float64) else None
@@ -94,17 +128,27 @@ class Buckets:
 
     def exchange(self) -> None:
         """Sums the packed buckets over the replicas."""
-        pending = [self._policy.start(self._world, bucket.flat) for bucket in self._buckets]
-        for sums in pending:
-            sums.wait()
+        for bucket in self._buckets:
+            bucket.course.begin(bucket.flat)
+        self._complete()
 
     def finish(self) -> None:
         """Waits until every parameter's gradient is the sum over the replicas."""
         while self._next < len(self._buckets) and not self.deferred:
             self._launch()
         self._armed = False
+        if not self.deferred:
+            self._complete()
         for bucket in self._buckets:
             bucket.finish(self._settled)
+
+    def _complete(self) -> None:
+        """Takes all buckets to the end, round by round: so all of them are under way at a time, in one order."""
+        under_way = [bucket.course for bucket in self._buckets]
+        while under_way:
+            under_way = [course for course in under_way if course.advance()]
+        if self._buckets:
+            tell(self._world, self._policy, self._buckets[0].course, self.num_bytes, self.num_exact_bytes)
 
     def divide(self, count: Tensor) -> None:
         """Divides the summed gradients by what was counted."""
@@ -136,21 +180,24 @@ class Buckets:
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         bucket.fill()
-        bucket.pending = self._policy.start(self._world, bucket.flat)
+        bucket.course.begin(bucket.flat)
+        if self._next > 1 and self._policy.changes_mathematics:
+            # Its second round, while backward goes on: by the count of buckets, so that all ranks do it in one order.
+            self._buckets[self._next - 2].course.advance()
         self._next += 1
 
 
 class _Bucket:
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_riders: int) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_riders: int, world: World, policy: Policy) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
         parts = [sum(sizes), len(sizes), num_riders]
         self.flat = torch.zeros(sum(parts), dtype=first.dtype, device=first.device)
         self.gradients, self._used, self.riders = self.flat.split(parts)
-        self._views = [_as(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
+        self._views = [lay_like(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
-        self.pending = Pending()
+        self.course = Course(policy, world, parameters)
         self.is_used = [True] * len(sizes)
         """Which parameters some replica used, as of the last look."""
 
@@ -179,14 +226,15 @@ class _Bucket:
                 self._used[index].fill_(1)
 
     def finish(self, settled: bool) -> None:
-        self.pending.wait()
-        self.pending = Pending()
         if not settled:
             # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
             self.is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
-        for parameter, view, is_used in zip(self.parameters, self._views, self.is_used, strict=True):
+        parts = zip(self.names, self.parameters, self._views, self.is_used, strict=True)
+        for name, parameter, view, is_used in parts:
             if is_used:
                 parameter.grad = view
+            else:
+                self.course.give_back(name, view)
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):
@@ -196,13 +244,6 @@ class _Bucket:
                     got=f"a sparse gradient of {name}",
                     remedy="build its layer with sparse=False",
                 )
-
-
-def _as(parameter: Tensor, part: Tensor) -> Tensor:
-    """A part of a flat buffer in the shape of a parameter, and laid out like it where that fills the part."""
-    if parameter.is_contiguous(memory_format=torch.channels_last) and parameter.dim() == 4:
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view_as(parameter)
 
 
 def _plan(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

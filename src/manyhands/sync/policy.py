@@ -1,46 +1,143 @@
-"""Policies: how replicas agree on a gradient. A policy is a small object; buckets call it, strategies name it."""
+"""Policies: how replicas agree on a gradient. A policy is a small object that prints as the text that makes it."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..cluster import Pending, World
+from ..cluster import Pending
 from ..core import StrategyError
+from .memory import Memory
+from .wire import Wire
+
+POLICIES: dict[str, type[Policy]] = {}
+"""Policies by the name that a StrategySpec gives; a subclass of Policy with a `name` enters itself."""
+_TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*")
 
 
+@dataclass(frozen=True)
 class Policy(ABC):
-    """How the sum of the replicas' gradients comes about."""
+    """How the sum of the replicas' gradients comes about: frozen settings and one method.
 
-    changes_mathematics = False
+    A policy of your own is one class; its name is then known to `sync=`. What it does not send it keeps as feedback.
+
+    >>> @dataclass(frozen=True)
+    ... class Signs(Policy):
+    ...     name = "signs"
+    ...
+    ...     def reduce(self, wire, gradient, memory):
+    ...         sent = gradient.sign() * gradient.abs().mean()
+    ...         memory.feedback.copy_(gradient - sent)
+    ...         gradient.copy_(sent)
+    ...         yield wire.all_reduce(gradient)
+    >>> make_policy("signs(warmup=3)")
+    Signs(warmup=3)
+    >>> print(Signs())
+    signs
+    """
+
+    name: ClassVar[str] = ""
+    changes_mathematics: ClassVar[bool] = True
     """Whether the result may differ from the exact sum; if so it is said in the plan, the log and the record."""
+    needs_matrices: ClassVar[bool] = False
+    """Whether it looks at whole parameters, so that parts of them will not do."""
+
+    warmup: int = field(default=0, kw_only=True)
+    """Steps at the beginning that are summed exactly."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "name" in cls.__dict__:
+            POLICIES[cls.name.lower()] = cls
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.warmup, int) and self.warmup >= 0, "warmup is a whole number from 0", self.warmup)
 
     @abstractmethod
-    def start(self, world: World, flat: Tensor) -> Pending:
-        """Begins to replace a flat gradient by its sum over the replicas."""
+    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+        """Replaces a flat gradient by its sum over the replicas; yields whatever it must wait for.
+
+        The feedback is in the gradient already, and zero: what this replica does not send goes there, so that over the
+        replicas gradient = result + feedback. The result must be the same on all of them, bit for bit.
+        """
+
+    def __str__(self) -> str:
+        given = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        shown = [str(value) for f, value in given if not f.kw_only]
+        shown += [f"{f.name}={value}" for f, value in given if f.kw_only and value != f.default]
+        return f"{self.name}({','.join(shown)})" if shown else self.name
 
 
+@dataclass(frozen=True)
 class AllReduce(Policy):
     """The exact sum, by the backend's own all-reduce."""
 
-    def start(self, world: World, flat: Tensor) -> Pending:
-        return world.start_all_reduce(flat)
+    name = "allreduce"
+    changes_mathematics = False
+
+    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+        yield wire.all_reduce(gradient)
 
 
-POLICIES: dict[str, type[Policy]] = {"allreduce": AllReduce}
-"""Policies by the name that a StrategySpec gives."""
+def make_policy(policy: str | Policy) -> Policy:
+    """The policy of this text.
 
-
-def make_policy(name: str) -> Policy:
-    """The policy of this name.
-
-    >>> type(make_policy("allreduce")).__name__
-    'AllReduce'
+    >>> make_policy("allreduce")
+    AllReduce(warmup=0)
     """
-    try:
-        return POLICIES[name]()
-    except KeyError:
+    if isinstance(policy, Policy):
+        return policy
+    match = _TEXT.fullmatch(policy)
+    kind = POLICIES.get(match[1].lower()) if match else None
+    if match is None or kind is None:
         raise StrategyError(
-            f"sync must be one of {', '.join(POLICIES)}", got=repr(name), remedy="choose one of these"
+            f"sync must be one of {', '.join(POLICIES)}",
+            got=repr(policy),
+            remedy='write for instance sync="bf16" or sync="topk(0.01)"',
+        )
+    return _made(kind, policy, match[2] or "")
+
+
+def require(holds: bool, rule: str, got: object) -> None:
+    """Refuses a setting of a policy."""
+    if not holds:
+        raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct it")
+
+
+def _made(kind: type[Policy], text: str, inside: str) -> Policy:
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in inside.split(","))):
+        key, equals, value = part.partition("=")
+        if equals:
+            named[key.strip()] = _value(value.strip())
+        else:
+            given.append(_value(part))
+    try:
+        return kind(*given, **named)
+    except TypeError:
+        known = ", ".join(f.name for f in dataclasses.fields(kind))
+        raise StrategyError(
+            f"the policy {kind.name} has the settings {known}",
+            got=repr(text),
+            remedy=f"write for instance {_example(kind)}",
         ) from None
+
+
+def _example(kind: type[Policy]) -> str:
+    names = [f.name for f in dataclasses.fields(kind) if not f.kw_only]
+    return f"{kind.name}({', '.join(f'{name}=…' for name in names)})" if names else f"{kind.name}(warmup=10)"
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -2,6 +2,7 @@
 
 from .contracts import Runner, WorldContract
 from .leaks import Footprint, no_leaks
+from .policies import PolicyContract
 from .threads import Faults, InjectedFault, ThreadWorld, run_threads
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Faults",
     "InjectedFault",
     "WorldContract",
+    "PolicyContract",
     "Runner",
     "Footprint",
     "no_leaks",

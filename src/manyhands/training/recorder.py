@@ -215,7 +215,7 @@ class Recorder:
         standing = _standing(batch, statics)
         hand.take(standing)
         num_steps, state = hand.num_steps, _Keepsake(hand)
-        is_deferred = not hand.world.is_recordable
+        is_deferred = not hand.replica.records_exchange
         try:
             with self._in_parts(is_deferred=is_deferred, usage=self._usage.get(shape)):
                 recording = Recording(self._phases(standing, shape, is_deferred=is_deferred), self._pool)
@@ -254,7 +254,7 @@ class Recorder:
             made.recording.replay()
         else:
             hand.reopen(made.tally)
-            with self._in_parts(is_deferred=not hand.world.is_recordable, usage=made.usage):
+            with self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage):
                 made.recording.replay()
             made.losses, made.good = dict(hand.losses), hand.good
         hand.num_steps = num_steps + 1
@@ -317,7 +317,8 @@ class Recorder:
 
     def _announce(self, recording: Recording, is_compiled: bool) -> None:
         compiled = "compiled, and " if is_compiled else ""
-        graphs = {1: "recorded as one CUDA graph", 2: "recorded as two CUDA graphs around the exchange over gloo"}
+        aside = "over gloo" if not self._hand.world.is_recordable else f"by sync={self._hand.spec.sync}"
+        graphs = {1: "recorded as one CUDA graph", 2: f"recorded as two CUDA graphs around the exchange {aside}"}
         around = graphs[recording.num_graphs] if self._is_whole else "recorded up to its update"
         self._hand.notice(f"the step is {compiled}{around}")
 

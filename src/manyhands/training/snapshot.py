@@ -34,6 +34,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         },
         random=random,
         averages={} if hand.averages is None else whole(hand.averages.state_dict()),
+        policy=replica.policy_state(),
     )
 
 
@@ -65,6 +66,9 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
             for name, values in saved["state"].items()
         }
         load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
+    notice = replica.load_policy_state(checkpoint.policy)
+    if notice:
+        hand.notice(notice)
     hand.num_steps = checkpoint.step
     hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
     prefix = f"rank{hand.rank}."

@@ -1,0 +1,142 @@
+"""PowerSGD: every matrix of gradients as a product of two thin ones, found by one power iteration a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..cluster import Pending
+from .memory import Memory, key_of
+from .policy import Policy, require
+from .wire import Wire
+
+NEGLIGIBLE = 1e-5
+"""What is left of a column, compared with what it was, when it lies in the span of those before it."""
+
+
+@dataclass(frozen=True)
+class PowerSGD(Policy):
+    """Matrices of gradients by factors of a low rank; what is no matrix, or too small to gain, is summed exactly.
+
+    >>> print(PowerSGD(rank=4))
+    powersgd(4)
+    """
+
+    name = "powersgd"
+    needs_matrices = True
+    rank: int = 4
+    warmup: int = field(default=10, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_count = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        require(is_count and self.rank >= 1, "rank is a whole number from 1", self.rank)
+
+    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+        matrices, rest = self._parts(gradient, memory)
+        fresh = [_fresh(m.shape[1], self.rank, m.dtype, m.device) for m in matrices.values()]
+        right = orthonormal([self._start(name, m, memory) for name, m in matrices.items()], fresh)
+        left = [matrix @ q for matrix, q in zip(matrices.values(), right, strict=True)]
+        left, rest_sums, pending = _together(wire, left, rest)
+        yield pending
+        left = orthonormal(left)
+        own = [matrix.T @ p for matrix, p in zip(matrices.values(), left, strict=True)]
+        right, _, pending = _together(wire, own, [])
+        self._keep(matrices, left, own, memory)
+        yield pending
+        for matrix, p, q in zip(matrices.values(), left, right, strict=True):
+            torch.mm(p, q.T, out=matrix)
+        for part, sums in zip(rest, rest_sums, strict=True):
+            part.copy_(sums)
+        memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
+
+    def _parts(self, gradient: Tensor, memory: Memory) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The matrices that are worth it, and all other parts, as views of the gradient."""
+        matrices, rest = {}, []
+        for (name, shape), part in zip(memory.shapes.items(), gradient.split(memory.sizes), strict=True):
+            rows = shape[0] if len(shape) > 1 else 1
+            columns = part.numel() // max(1, rows)
+            if (rows + columns) * self.rank < rows * columns:
+                matrices[name] = part.view(rows, columns)
+            else:
+                rest.append(part)
+        return matrices, rest
+
+    def _start(self, name: str, matrix: Tensor, memory: Memory) -> Tensor:
+        """Where the iteration goes on: from the last step's factor."""
+        held = memory.shared.get(key_of("q", name))
+        wanted = (matrix.shape[1], self.rank)
+        return held if held is not None and held.shape == wanted else matrix.new_zeros(wanted)
+
+    def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: Memory) -> None:
+        """What this replica's factors leave out."""
+        kept, _ = self._parts(memory.feedback, memory)
+        for name, p, q in zip(matrices, left, own, strict=True):
+            torch.sub(matrices[name], p @ q.T, out=kept[name])
+
+
+@functools.lru_cache(maxsize=64)
+def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Directions to begin with where the last step left none: scattered, and the same on all replicas."""
+    places = torch.arange(1, columns * rank + 1, device=device, dtype=torch.float64)
+    # Of squares: sines of evenly spaced numbers span two directions only.
+    return places.square_().mul_(12.9898).sin_().to(dtype).view(columns, rank)
+
+
+def _together(wire: Wire, matrices: list[Tensor], rest: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Pending]:
+    """Sums several tensors in one collective; the sums are views, complete when it is."""
+    parts = [*matrices, *rest]
+    if not parts:
+        return [], [], Pending()
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    views = [view.view_as(part) for view, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    return views[: len(matrices)], views[len(matrices) :], wire.all_reduce(flat)
+
+
+def orthonormal(matrices: Sequence[Tensor], instead: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Matrices with orthonormal columns that span the same; a column that adds nothing is 0.
+
+    `instead` has columns to take where there is none. Matrices of one shape are treated together.
+
+    >>> orthonormal([torch.tensor([[3.0, 3.0], [4.0, 4.0]])])
+    [tensor([[0.6000, 0.0000],
+            [0.8000, 0.0000]])]
+    """
+    found: list[Tensor] = list(matrices)
+    shapes = {matrix.shape: None for matrix in matrices}
+    for shape in shapes:
+        which = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+        stacked = torch.stack([matrices[index] for index in which])
+        fresh = None if instead is None else torch.stack([instead[index] for index in which])
+        for index, matrix in zip(which, _gram_schmidt(stacked, fresh).unbind(0), strict=True):
+            found[index] = matrix
+    return found
+
+
+def _gram_schmidt(stacked: Tensor, fresh: Tensor | None) -> Tensor:
+    done: list[Tensor] = []
+    for number in range(stacked.shape[-1]):
+        column = _unit_against(stacked[..., number], done)
+        if fresh is not None:
+            is_empty = column.abs().amax(-1, keepdim=True) == 0
+            column = torch.where(is_empty, _unit_against(fresh[..., number], done), column)
+        done.append(column)
+    return torch.stack(done, -1)
+
+
+def _unit_against(column: Tensor, done: list[Tensor]) -> Tensor:
+    """A column without what lies along those before it, of length 1; 0 where nothing is left."""
+    # By the largest number first: a square may be too large or too small for its type where the number is not.
+    largest = column.abs().amax(-1, keepdim=True)
+    column = torch.where(largest > 0, column / largest, torch.zeros_like(column))
+    before = column.norm(dim=-1, keepdim=True)
+    # Twice, because the first time leaves rounding errors that count when little is left.
+    for _ in range(2):
+        for other in done:
+            column = column - (column * other).sum(-1, keepdim=True) * other
+    after = column.norm(dim=-1, keepdim=True)
+    return torch.where(after > NEGLIGIBLE * before, column / after, torch.zeros_like(column))

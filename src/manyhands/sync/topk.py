@@ -1,0 +1,46 @@
+"""TopK: only the largest numbers of a gradient travel; the others wait until they have grown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..cluster import Pending
+from .memory import Memory
+from .policy import Policy, require
+from .wire import Wire
+
+
+@dataclass(frozen=True)
+class TopK(Policy):
+    """A fraction of the numbers of a bucket, the largest ones, each with its place.
+
+    >>> print(TopK(0.01))
+    topk(0.01)
+    """
+
+    name = "topk"
+    fraction: float = 0.01
+    warmup: int = field(default=10, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        require(is_number and 0 < self.fraction <= 1, "fraction lies above 0 and not above 1", self.fraction)
+
+    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+        count = max(1, round(self.fraction * gradient.numel()))
+        places = gradient.abs().topk(count, sorted=False).indices
+        values = gradient[places]
+        memory.feedback.copy_(gradient).index_fill_(0, places, 0)
+        sent = torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
+        gathered, pending = wire.all_gather(sent)
+        yield pending
+        gradient.zero_()
+        # One replica after another: within one no place comes twice, so that the order of additions is fixed.
+        for part in gathered:
+            there, numbers = (piece.clone() for piece in part.tensor_split([4 * count]))
+            gradient.index_add_(0, there.view(torch.int32), numbers.view(gradient.dtype))

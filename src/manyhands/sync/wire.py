@@ -1,0 +1,39 @@
+"""Wire: the collectives that a policy may use, with a count of the bytes that they send."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cluster import Pending, World
+
+
+class Wire:
+    """The replicas, as a policy sees them. Every collective is begun here and waited for by yielding it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rank, self.size = world.rank, world.size
+        self.num_bytes = 0
+        """Bytes that this replica sent since the count was set to 0, by the usual ring algorithms."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begins to replace a tensor by its sum over the replicas, in place."""
+        self.num_bytes += 2 * _bytes(tensor) * (self.size - 1) // self.size
+        return self._world.start_all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Begins to collect the tensors of all replicas, stacked in the order of their ranks."""
+        self.num_bytes += _bytes(tensor) * (self.size - 1)
+        into = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        return into, self._world.start_all_gather(tensor, into)
+
+    def all_to_all(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Begins to send row r of a tensor to replica r; row r of the result comes from there."""
+        self.num_bytes += _bytes(tensor) * (self.size - 1) // self.size
+        into = torch.empty_like(tensor)
+        return into, self._world.start_all_to_all(tensor, into)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

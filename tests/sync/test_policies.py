@@ -1,0 +1,116 @@
+"""Every policy keeps its contract, and nonsense is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import manyhands as mh
+from manyhands.core import StrategyError, StrategySpec
+from manyhands.sync import BF16, FP16, POLICIES, Int8, PowerSGD, TopK, make_policy
+from manyhands.testing import PolicyContract
+
+
+class TestBF16(PolicyContract):
+    policy = BF16()
+    precision = 2**-8
+    share = 0.51
+
+
+class TestFP16(PolicyContract):
+    policy = FP16()
+    precision = 2**-10
+    share = 0.51
+
+
+class TestInt8(PolicyContract):
+    policy = Int8()
+    precision = 0.02
+    share = 0.26
+
+
+class TestTopK(PolicyContract):
+    policy = TopK(0.1, warmup=0)
+    precision = 1e-6
+    share = 0.21
+
+    def suiting(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Few numbers that are not zero."""
+        whole = torch.zeros(math.prod(shape), dtype=torch.float64)
+        whole[::20] = super().suiting(name, whole[::20].shape, generator)
+        return whole.view(shape)
+
+
+class TestAllNumbers(PolicyContract):
+    policy = TopK(1.0, warmup=0)
+    precision = 1e-6
+    share = 2.01
+
+
+class TestPowerSGD(PolicyContract):
+    policy = PowerSGD(2, warmup=0)
+    precision = 1e-5
+    share = 0.03
+
+    def suiting(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """A matrix of rank 1."""
+        if len(shape) < 2:
+            return super().suiting(name, shape, generator)
+        left = super().suiting(name, shape[:1], generator)
+        return torch.outer(left, super().suiting(name, (math.prod(shape[1:]),), generator)).view(shape)
+
+
+def test_every_policy_of_ours_has_a_contract_here() -> None:
+    kept = {kit.policy.name for kit in PolicyContract.__subclasses__()}
+    assert kept == {name for name, kind in POLICIES.items() if kind.__module__.startswith("manyhands.sync")} - {
+        "allreduce"
+    }
+
+
+def test_rank_4_carries_four_outer_products_at_once() -> None:
+    torch.manual_seed(0)
+    gradient = {"w": torch.randn(30, 4) @ torch.randn(4, 50)}
+
+    class Kit(PolicyContract):
+        policy = PowerSGD(4, warmup=0)
+
+    sums = Kit()._exchange(2, [[gradient], [gradient]])[0][0]
+    torch.testing.assert_close(sums.result.view(30, 50) / 2, gradient["w"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("telepathy", "sync must be one of allreduce, bf16, fp16, int8, powersgd, topk"),
+        ("topk(2)", "fraction lies above 0 and not above 1, but got 2"),
+        ("topk(0)", "fraction lies above 0 and not above 1, but got 0"),
+        ("topk(many)", "fraction lies above 0 and not above 1, but got 'many'"),
+        ("powersgd(0)", "rank is a whole number from 1, but got 0"),
+        ("powersgd(rank=1.5)", "rank is a whole number from 1, but got 1.5"),
+        ("int8(warmup=-1)", "warmup is a whole number from 0, but got -1"),
+        ("int8(bits=4)", "the policy int8 has the settings warmup"),
+        ("bf16(", "sync must be one of"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(text: str, said: str) -> None:
+    with pytest.raises(StrategyError) as raised:
+        make_policy(text)
+    assert said in str(raised.value)
+    with pytest.raises(StrategyError):
+        mh.launch(lambda hand: None, mh.Mirrored(2, sync=text), on="cpu*2")
+
+
+def test_a_spec_stays_plain_text() -> None:
+    spec = mh.Mirrored(2, sync=mh.sync.PowerSGD(rank=8, warmup=3))
+    assert spec.to_dict() == {"replicas": 2, "sync": "powersgd(8,warmup=3)"}
+    assert StrategySpec.parse(str(spec)) == spec
+    assert StrategySpec.parse("mirrored,sync=powersgd(rank=8,warmup=3),accumulate=2").accumulate == 2
+    assert make_policy(" TopK( 0.5 , warmup = 1 ) ") == TopK(0.5, warmup=1)
+
+
+def test_a_policy_that_needs_matrices_is_refused_under_shards() -> None:
+    with pytest.raises(StrategyError, match="powersgd.4. needs whole matrices.*replicas=2,shards=2"):
+        mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="powersgd(4)"), on="cpu*4")

@@ -1,0 +1,299 @@
+"""Policies in training: they converge, replicas stay equal, checkpoints go on, and a run says what was changed."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import manyhands as mh
+from manyhands.cluster import World
+from manyhands.core import PeerLost, TaskError
+from manyhands.data import as_source
+from manyhands.store import CheckpointStore
+from manyhands.sync import Buckets, Int8, Policy, TopK, buckets, make_policy
+from manyhands.testing import Faults, run_threads
+from manyhands.training import Hand
+
+from ..training.problems import problem
+
+QUIET: dict[str, Any] = {"progress": False, "timeout": 60}
+LOSSY = ["bf16", "fp16", "int8(warmup=1)", "topk(0.1,warmup=1)", "powersgd(2,warmup=1)"]
+
+
+def spirals() -> mh.Task:
+    """Three classes that no straight line parts."""
+    torch.manual_seed(0)
+    turn, arm = torch.rand(384), torch.arange(384) % 3
+    angle = 4 * turn + arm * 2.1
+    points = torch.stack([turn * angle.sin(), turn * angle.cos()], 1) + 0.02 * torch.randn(384, 2)
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=5e-3),
+        data=(points, arm),
+        batch_size=96,
+    )
+
+
+def events(run: mh.Run, kind: str) -> list[dict[str, Any]]:
+    lines = (run.path / "events.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+
+def notices(run: mh.Run) -> str:
+    return "\n".join(entry["text"] for entry in events(run, "notice"))
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
+    return mh.fit(spirals(), mh.Mirrored(2), on="cpu*2", epochs=50, folder=tmp_path_factory.mktemp("exact"), **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("policy", "factor", "share"),
+    [
+        ("bf16", 1.1, 0.52),
+        ("fp16", 1.1, 0.52),
+        ("int8", 1.2, 0.27),
+        ("topk(0.05)", 2.0, 0.12),
+        ("powersgd(4)", 1.3, 0.25),
+    ],
+)
+def test_training_ends_near_the_exact_loss_with_fewer_bytes(
+    policy: str, factor: float, share: float, exact: mh.Run, tmp_path: Path
+) -> None:
+    run = mh.fit(spirals(), mh.Mirrored(2, sync=policy), on="cpu*2", epochs=50, folder=tmp_path, **QUIET)
+    first, last, wanted = run.losses[0], np.mean(run.losses[-8:]), np.mean(exact.losses[-8:])
+    assert wanted < 0.3 * first, "the exact run must have learnt something"
+    assert last < factor * wanted
+    looks = events(run, "sync")
+    assert [look["num_lossy"] for look in looks] == [1, 10, 100]
+    assert all(0 < look["relative_error"] < 3 and look["policy"] == policy for look in looks)
+    assert all(look["bytes"] < share * look["exact_bytes"] for look in looks)
+    assert f"sync={policy} changes the mathematics" in notices(run)
+    assert f"sync={policy}: the mean gradient was" in notices(run)
+
+
+def train_all(world: World, policy: str, accumulate: int) -> dict[str, list[float]]:
+    """A few steps of every odd network, in buckets of few parameters; the replicas must end equal."""
+    buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 600
+    losses = {}
+    for name in ("mlp", "cnn", "gpt", "gan"):
+        task = problem(name, "adamw")
+        hand = Hand(world, mh.Mirrored(world.size, sync=policy, accumulate=accumulate, precision="fp64"))
+        hand.build(task)
+        feed = hand.make_feed(as_source(task.data), 16, shuffle=True)
+        losses[name] = []
+        for batch in hand.one_epoch(feed):
+            take(hand, task, batch)
+            losses[name].append(hand.loss)
+        assert hand.replica.differences() == []
+        assert hand.replica.num_bytes > 0
+        feed.close()
+        hand.close()
+    return losses
+
+
+def take(hand: Hand, task: mh.Task, batch: Any) -> None:
+    if task.step is not None:
+        task.step(hand, batch.data)
+        return
+    assert task.loss is not None
+    for micro in hand.accumulate(batch.data):
+        hand.backward(task.loss(hand.model, micro))
+    hand.step()
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 3), (4, 1)])
+def test_replicas_stay_equal_in_every_network(size: int, accumulate: int, run_ranks: Any) -> None:
+    exact = run_ranks(partial(train_all, policy="allreduce", accumulate=accumulate), size)[0]
+    for policy in LOSSY:
+        found = run_ranks(partial(train_all, policy=policy, accumulate=accumulate), size)
+        assert all(losses == found[0] for losses in found)
+        for name, losses in exact.items():
+            # The first step is taken before any gradient, the second after one that was exact or nearly so.
+            np.testing.assert_allclose(found[0][name][:2], losses[:2], rtol=1e-2, err_msg=f"{policy} {name}")
+            assert found[0][name] != losses, f"{policy} must have changed something in {name}"
+
+
+@pytest.mark.parametrize("policy", ["int8", "topk(0.2,warmup=1)"])
+def test_parts_of_a_network_are_summed_by_the_policy(policy: str, tmp_path: Path) -> None:
+    task = problem("gpt", "adamw")
+    exact = mh.fit(task, mh.Sharded(2, replicas=2), on="cpu*4", folder=tmp_path, name="exact", **QUIET)
+    spec = mh.Sharded(2, replicas=2, sync=policy)
+    run = mh.fit(task, spec, on="cpu*4", folder=tmp_path, name="lossy", **QUIET)
+    np.testing.assert_allclose(run.losses, exact.losses, rtol=2e-2)
+    assert run.losses != exact.losses
+    assert f"sync={policy}: the mean gradient was" in notices(run)
+    again = mh.fit(task, spec, on="cpu*4", epochs=2, folder=tmp_path, name="lossy", resume=True, **QUIET)
+    assert f"sync={policy} starts anew" in notices(again)
+
+
+@pytest.mark.parametrize("policy", ["int8", "topk(0.1,warmup=1)", "powersgd(2,warmup=1)"])
+def test_a_resumed_run_goes_on_with_what_was_not_sent(policy: str, tmp_path: Path) -> None:
+    task = problem("mlp", "adamw", rows=64)
+    spec = mh.Mirrored(sync=policy)
+    whole = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="whole", **QUIET)
+    mh.fit(task, spec, on="cpu*2", steps=3, folder=tmp_path, name="cut", **QUIET)
+    saved = CheckpointStore(tmp_path / "cut" / "checkpoints").load().policy
+    assert saved["steps"] == 3
+    assert saved["feedback/0.weight"].shape == (2, 24, 12)
+    assert all(saved["feedback/0.weight"].flatten(1).any(1))
+    again = mh.fit(task, spec, on="cpu*2", epochs=2, folder=tmp_path, name="cut", resume=True, **QUIET)
+    assert again.losses == whole.losses
+    other = mh.fit(task, spec, on="cpu*3", epochs=3, folder=tmp_path, name="cut", resume=True, **QUIET)
+    assert len(other.losses) == 12
+    assert "anew" not in notices(other)
+    left = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=4, folder=tmp_path, name="cut", resume=True, **QUIET)
+    assert "had not sent yet are left out" in notices(left)
+    anew = mh.fit(task, spec, on="cpu*2", epochs=5, folder=tmp_path, name="cut", resume=True, **QUIET)
+    assert f"the checkpoint knows nothing of sync={policy}: it starts anew" in notices(anew)
+
+
+@dataclass(frozen=True)
+class Signs(Policy):
+    """A person's own: the sign of each number, and one size for all of them."""
+
+    name = "signs"
+    strength: float = 1.0
+
+    def reduce(self, wire: Any, gradient: Any, memory: Any) -> Any:
+        sent = gradient.sign() * gradient.abs().mean() * self.strength
+        memory.feedback.copy_(gradient - sent)
+        gradient.copy_(sent)
+        yield wire.all_reduce(gradient)
+
+
+def test_a_policy_of_ones_own_is_known_in_every_process(tmp_path: Path) -> None:
+    spec = mh.Mirrored(2, sync=Signs(0.5))
+    assert spec.sync == "signs(0.5)"
+    run = mh.fit(spirals(), spec, on="cpu*2", epochs=1, folder=tmp_path, **QUIET)
+    look = events(run, "sync")[0]
+    assert look["policy"] == "signs(0.5)"
+    assert 0.1 < look["relative_error"] < 1
+
+
+def test_one_replica_has_nothing_to_send(tmp_path: Path) -> None:
+    run = mh.fit(problem("mlp"), mh.Mirrored(sync="int8"), on="cpu", folder=tmp_path, **QUIET)
+    assert "there is one replica, so sync=int8 has nothing to do" in notices(run)
+
+
+def test_a_check_says_that_the_policy_is_lossy() -> None:
+    verdict = mh.check(problem("mlp"), mh.Mirrored(2, sync="int8"), on="cpu*2")
+    assert not verdict
+    assert any("sync=int8 changes the mathematics" in note for note in verdict.notes)
+
+
+def one_step(made: Buckets, loss: torch.Tensor) -> None:
+    made.arm()
+    loss.backward()
+    made.finish()
+
+
+def test_feedback_of_a_parameter_that_is_not_used_waits_for_it() -> None:
+    def work(world: World) -> list[torch.Tensor | None]:
+        parts = nn.ModuleDict({"a": nn.Linear(20, 1, bias=False), "b": nn.Linear(20, 1, bias=False)})
+        made = Buckets(dict(parts.named_parameters()), world, TopK(0.1, warmup=0))
+        total = torch.zeros(1, 20)
+        found: list[torch.Tensor | None] = []
+        # `b` is used once; then only `a`, whose gradient is small, so that what is owed to `b` travels; then both.
+        for step in range(40):
+            parts.zero_grad()
+            x = torch.linspace(1, 2, 20).unsqueeze(0)
+            loss = parts["a"](x).sum() * 1e-3
+            if step == 0:
+                loss = loss + parts["b"](x).sum()
+            elif step > 10:
+                loss = loss + 0 * parts["b"](x).sum()
+            one_step(made, loss)
+            gradient = parts["b"].weight.grad
+            found.append(gradient)
+            if gradient is not None:
+                total += gradient
+        made.close()
+        assert [gradient is None for gradient in found[:13]] == [False, *[True] * 10, False, False]
+        return [total]
+
+    for (total,) in run_threads(work, 2):
+        torch.testing.assert_close(total, 2 * torch.linspace(1, 2, 20).unsqueeze(0))
+
+
+@pytest.mark.parametrize("policy", ["allreduce", *LOSSY])
+def test_sums_that_wait_for_the_end_are_those_that_overlap(policy: str) -> None:
+    """As in a recorded step, whose exchange runs by itself between two graphs."""
+
+    first = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 20))
+
+    def work(world: World, is_deferred: bool) -> list[torch.Tensor]:
+        layers = deepcopy(first)
+        made = Buckets(dict(layers.named_parameters()), world, make_policy(policy))
+        made.deferred = is_deferred
+        found = []
+        for step in range(3):
+            layers.zero_grad()
+            assert made.riders is not None
+            made.riders.fill_(world.rank + 0.5)
+            made.arm()
+            layers(torch.full((2, 12), 0.1 * world.rank + step)).square().sum().backward()
+            if is_deferred:
+                made.pack()
+                made.exchange()
+            made.finish()
+            assert made.riders.tolist() == [2.0] * 3
+            found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+        made.close()
+        return found
+
+    for one, other in zip(
+        *(run_threads(partial(work, is_deferred=is_deferred), 2)[0] for is_deferred in (False, True)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_feedback_follows_parameters_that_are_laid_out_anew() -> None:
+    first, x = nn.Conv2d(3, 4, 3, bias=False), torch.randn(2, 3, 5, 5)
+
+    def work(world: World, is_moved: bool) -> torch.Tensor:
+        layer = deepcopy(first)
+        made = Buckets(dict(layer.named_parameters()), world, TopK(0.1, warmup=0))
+        for step in range(3):
+            layer.zero_grad()
+            if step == 1 and is_moved:
+                layer.to(memory_format=torch.channels_last)
+                made.lay_out_anew()
+            one_step(made, layer(x).square().sum())
+        made.close()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone(memory_format=torch.contiguous_format)
+
+    plain = run_threads(partial(work, is_moved=False), 2)[0]
+    torch.testing.assert_close(run_threads(partial(work, is_moved=True), 2)[0], plain)
+
+
+def test_a_replica_that_is_lost_between_two_rounds_is_named() -> None:
+    def work(world: World) -> None:
+        layer = nn.Linear(4, 4)
+        made = Buckets(dict(layer.named_parameters()), world, Int8())
+        one_step(made, layer(torch.ones(1, 4)).sum())
+
+    outcomes = run_threads(work, 2, faults=Faults().fail_at(rank=1, operation=2))
+    assert isinstance(outcomes[0], PeerLost)
+    assert "rank 1" in str(outcomes[0])
+
+
+def test_gradients_that_are_not_real_are_refused_by_name() -> None:
+    def work(world: World) -> None:
+        Buckets({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}, world, make_policy("int8"))
+
+    with pytest.raises(TaskError, match="int8 takes gradients of real numbers, but got w of torch.complex64"):
+        run_threads(work, 2)
