@@ -41,7 +41,7 @@ class StrategySpec:
       of experts; those that are not built yet are refused;
     - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients"
       (parameters stay whole between forward and backward);
-    - `sync`: how replicas agree: a policy of `mh.sync` or its text, such as "bf16" or "topk(0.01)"; "allreduce" is exact;
+    - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "topk(0.01)" say; "allreduce" is exact;
     - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
     - `accumulate`: micro-batches, one after another, that a batch is cut into;
