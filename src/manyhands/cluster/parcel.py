@@ -132,6 +132,8 @@ def _picklable(obj: Any) -> bool:
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, functools.partial):
         yield "→ function", obj.func
+        for position, value in enumerate(obj.args):
+            yield f"→ argument {position}", value
         for name, value in obj.keywords.items():
             yield f"→ {name}", value
     elif inspect.isfunction(obj):
