@@ -29,6 +29,17 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5))
 
 
+class Sometimes(nn.Module):
+    """A network with a layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 class Cnn(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from manyhands.strategies import MirroredReplica
 from manyhands.training import Hand
 from manyhands.training.stepping import Stepper
 
-from .problems import Cnn, classify, generator, mlp
+from .problems import Cnn, Sometimes, classify, generator, mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -139,17 +139,6 @@ def test_two_ranks_on_one_gpu_record_around_gloo(tmp_path: Path) -> None:
     np.testing.assert_allclose(run.losses, alone.losses, rtol=1e-4)
     within = same(task(Cnn, data=data(1, 6, 6), optimizer=momentum), tmp_path, on="cuda:0*2")
     assert "batch statistics are exchanged over gloo inside the network" in notices(within)
-
-
-class Sometimes(nn.Module):
-    """A network with a layer that no batch uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
 
 
 def test_parameters_that_nobody_uses_stay_as_they_are(tmp_path: Path) -> None:

@@ -23,20 +23,9 @@ from manyhands.training.recorder import Recorder
 from manyhands.training.stepping import Stepper, take_step
 from manyhands.training.ways import Ways
 
-from .problems import Cnn, classify, generator, mlp
+from .problems import Cnn, Sometimes, classify, generator, mlp
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
-
-
-class Sometimes(nn.Module):
-    """A network with a layer that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
 
 
 def work(model: Callable[[], nn.Module]) -> mh.Task:

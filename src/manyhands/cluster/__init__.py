@@ -7,7 +7,7 @@ from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
 from .torch_world import TorchWorld
-from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world
+from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, innermost
 
 __all__ = [
     "Device",
@@ -19,6 +19,7 @@ __all__ = [
     "doctor",
     "Finding",
     "World",
+    "innermost",
     "NullWorld",
     "TorchWorld",
     "Pending",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import PeerLost
+from ..core import PeerLost, UsageError
 from .devices import Device
 from .line import Line
 from .world import Pending, Seat, World, caller_line
@@ -171,7 +171,7 @@ class _Along(World):
         return values
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        raise NotImplementedError("a mesh is made of the whole world")
+        raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")
 
     def close(self) -> None:
         """The whole world closes its groups."""

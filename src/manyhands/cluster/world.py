@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,11 @@ def current_world() -> World | None:
 
 def caller_line() -> str:
     """The innermost line of the person's own code that led here; ours when there is none."""
-    frames = traceback.extract_stack()[:-1]
-    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    last = (theirs or frames)[-1]
+    last = innermost(traceback.extract_stack()[:-1])
     return f"{last.filename}:{last.lineno}"
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """The last frame of the person's own code, neither torch's nor Python's nor ours; the last one if there is none."""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return (theirs or frames)[-1]

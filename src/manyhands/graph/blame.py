@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import linecache
-import sysconfig
 import traceback
 from pathlib import Path
 
-import torch
-
-_NOT_THEIRS = (
-    str(Path(__file__).parents[1]),
-    str(Path(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
-    "<",
-)
+from ..cluster import innermost
 
 
 def culprit(error: BaseException) -> str:
@@ -27,10 +19,9 @@ def culprit(error: BaseException) -> str:
     'train.py:2'
     """
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     if not frames:
         return type(error).__name__
-    frame = (theirs or frames)[-1]
+    frame = innermost(frames)
     text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return f"{place}: {text}" if text else place
