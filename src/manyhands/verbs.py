@@ -100,7 +100,7 @@ def fit(
     deterministic: bool = False,
     memory: str | int | None = None,
 ) -> Run:
-    """Trains a task, split as the strategy says; with one device in this very process.
+    """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
     - `strategy`: `mh.Single()`, `mh.Mirrored(2)`, or text such as "mirrored,accumulate=4"; by default all devices;
     - `epochs`, `steps`: passes over the data, or an end after so many steps;
@@ -177,7 +177,9 @@ def fit(
     ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
-        outcomes: list[Outcome] = _start(functools.partial(training.train, job=job), devices, timeout, on_event, view)
+        train = functools.partial(training.train, job=job)
+        apart = limit is not None and devices[0].kind == "cpu"
+        outcomes: list[Outcome] = _start(train, devices, timeout, on_event, view, apart=apart)
         end = outcomes[0]
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     return Run(path, made, outcomes[0])
@@ -292,12 +294,14 @@ def _start(
     timeout: float,
     on_event: Callable[[int, Event], None],
     view: View,
+    *,
+    apart: bool = False,
 ) -> list[Any]:
-    """Runs a function on the devices: here when there is one or when this process is already a rank."""
+    """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank."""
     world = current_world()
     if world is not None:
         return [fn(world)]
-    if len(devices) == 1:
+    if len(devices) == 1 and not apart:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
         interruptible = _interruptible(lambda: line.hear({"stop": True}), view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import resource
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,21 @@ def _require_nothing_left(caught: Any) -> None:
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     assert not [tuple(t.shape) for t in tensors if t.dim() == 2 and len(t) == 4 * ROWS and t.grad_fn is not None]
     assert caught.value is not None
+
+
+def without_kernels(model: nn.Module, batch: Any) -> Tensor:
+    """As oneDNN does once it found no memory for a kernel's code: that thread gets no more of them."""
+    if threading.current_thread() is threading.main_thread():
+        raise RuntimeError("could not create a primitive")
+    return loss(model, batch)
+
+
+def test_kernels_that_found_no_memory_are_told_and_the_account_is_made(tmp_path: Path) -> None:
+    made = task(8, loss=without_kernels)
+    with pytest.raises(OutOfMemory, match=r"step 1 did not fit.*test_memory.py:\d+\n(.|\n)*activations .* for 8 rows"):
+        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
+    with pytest.raises(RuntimeError, match="could not create a primitive"):
+        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False)
 
 
 def test_a_replica_that_runs_out_is_heard(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import re
 import resource
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from .hand import Hand
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SIGNS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "not enough memory")
+_SIGNS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "not enough memory", "std::bad_alloc")
+_NO_KERNEL = "could not create a primitive"
+"""What oneDNN says when it found no memory for a kernel's code; and then of every kernel that it has not made yet."""
 M_MMAP_THRESHOLD = -3
 LEAST = 16 << 20
 """Less than this no step can do with."""
@@ -88,7 +91,8 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
     """Lets a run take no more than so many bytes on its device, besides what was there; gives what guards a step.
 
-    On a CPU the limit holds within steps only: a thread that writes a checkpoint must not fail for want of a stack.
+    On a CPU the limit holds within steps only: a thread that writes a checkpoint must not fail for want of a stack. A
+    thread that has met it may get no more kernels from oneDNN, so that a limited run needs a process of its own.
     """
     if memory is None:
         yield contextlib.nullcontext
@@ -98,6 +102,9 @@ def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
     else:
         # Every optimizer imports it, and it is not the run's own memory.
         importlib.import_module("torch._dynamo")
+        # So are the stacks of the threads that compute; for want of one the process would end.
+        torch.ones(1 << 20).add_(1)
+        torch.ones(256, 256) @ torch.ones(256, 256)
         _map_from(MAPPED_FROM)
         try:
             yield functools.partial(_limited_cpu, _data_bytes() + memory)
@@ -306,8 +313,14 @@ def _measured(hand: Hand, task: Task, data: Any, precision: str | None) -> list[
         return value.total if isinstance(value, Mean) else value
 
     scope = torch.autocast(hand.device.type, dtype=torch.bfloat16) if precision == "bf16" else hand.replica.scope()
-    with _without_peers(hand.world), _without_statistics(hand.model), scope:
-        return lives(hand.model, forward)
+
+    def measure() -> list[Life]:
+        with _without_peers(hand.world), _without_statistics(hand.model), scope:
+            return lives(hand.model, forward)
+
+    # oneDNN remembers for each thread that it once found no memory: this one can still compute.
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(measure).result()
 
 
 @contextlib.contextmanager
@@ -399,8 +412,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on whatever device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, ManyhandsError)
-    return is_torchs and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError) or isinstance(error, ManyhandsError):
+        return False
+    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    signs = (*_SIGNS, _NO_KERNEL) if is_limited else _SIGNS
+    return any(sign in str(error) for sign in signs)
 
 
 def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -> None:
@@ -410,9 +426,9 @@ def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -
     where = _where(error)
     asked = re.search(r"allocate ([0-9.]+ ?\w+)", str(error))
     _let_go(error, hand)
+    room = headroom(hand.device)
     held = account(hand, task, batch)
-    _free(hand.device)
-    memory = headroom(hand.device) + held.parameters + sum(map(_held_state, hand.optimizers.values()))
+    memory = room + held.parameters + sum(map(_held_state, hand.optimizers.values()))
     wanted = f", where {_spelled(asked[1])} more were asked for" if asked else ""
     head = f"step {hand.num_steps + 1} did not fit into the memory of {hand.device} on rank {hand.rank}{where}{wanted}"
     options = remedies(hand, task, batch, held, memory)
