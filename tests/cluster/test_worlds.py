@@ -128,3 +128,29 @@ def test_a_peer_that_dies_outside_of_a_collective_wakes_those_that_wait(engine: 
     with pytest.raises(WorkerFailed, match="rank 0"):
         engine.start(wait_for_nobody, devices, timeout=60).wait(lambda *_: None, lambda *_: None)
     assert time.monotonic() - start < 30
+
+
+def collectives_along(world: World) -> list[Any]:
+    """Every collective within one of two pairs of ranks."""
+    pair = world.along({"rows": 2, "columns": 2}, "columns")
+    total, other = torch.tensor([1.0 + world.rank]), torch.tensor([1.0 + world.rank])
+    pair.all_reduce(total)
+    pending = pair.start_all_reduce(other, "max")
+    pending.wait()
+    told = torch.tensor([world.rank])
+    pair.broadcast(told, source=1)
+    gathered = pair.all_gather(torch.tensor([world.rank]))
+    swapped = torch.empty(2, 1)
+    pair.start_all_to_all(torch.tensor([[10.0 * world.rank], [10.0 * world.rank + 1]]), swapped).wait()
+    assert pair.waited == 0 < world.waited, "the whole world counts the time"
+    numbers = [total.item(), other.item(), told.item(), gathered.flatten().tolist(), swapped.flatten().tolist()]
+    return [pair.rank, pair.size, *numbers, pair.gather_objects(world.rank)]
+
+
+def test_some_ranks_are_a_world_of_their_own(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(collectives_along, 4) == [
+        [0, 2, 3.0, 2.0, 1, [0, 1], [0.0, 10.0], [0, 1]],
+        [1, 2, 3.0, 2.0, 1, [0, 1], [1.0, 11.0], [0, 1]],
+        [0, 2, 7.0, 4.0, 3, [2, 3], [20.0, 30.0], [2, 3]],
+        [1, 2, 7.0, 4.0, 3, [2, 3], [21.0, 31.0], [2, 3]],
+    ]

@@ -38,7 +38,67 @@ def backend_for(devices: Sequence[Device]) -> str:
     return "cpu:gloo,cuda:nccl" if len(cuda) == len(devices) else "gloo"
 
 
-class TorchWorld(World):
+class _GroupWorld(World):
+    """Collectives within a group of torch's."""
+
+    _group: dist.ProcessGroup
+    _aside: dist.ProcessGroup
+    """For what overlaps with backward: on gloo a layer's own collectives must not get between its sums."""
+    _whole: World
+    """The world that owns the connections, and counts the time spent waiting."""
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        with self._naming("all_reduce"):
+            work = dist.all_reduce(tensor, _OPS[op], group=self._aside, async_op=True)
+            return _TorchPending(self, work, "all_reduce")
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        with self._naming("all_reduce"):
+            dist.all_reduce(tensor, _OPS[op], group=self._group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._naming("all_gather"):
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.stack(parts)
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        with self._naming("all_gather"):
+            work = dist.all_gather(list(into.unbind(0)), tensor.contiguous(), group=self._aside, async_op=True)
+            return _TorchPending(self, work, "all_gather")
+
+    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        with self._naming("all_to_all"):
+            work = dist.all_to_all_single(into, tensor.contiguous(), group=self._aside, async_op=True)
+            return _TorchPending(self, work, "all_to_all")
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        with self._naming("broadcast"):
+            dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self._naming("gather"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def _naming(self, operation: str) -> Iterator[None]:
+        """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
+        start = time.perf_counter()
+        try:
+            yield
+            self._whole.waited += time.perf_counter() - start
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            who = self.line.wait_for_news(self.seat.patience)
+            if not who and not _is_connection_error(error):
+                raise
+            raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
+
+
+class TorchWorld(_GroupWorld):
     """Ranks in processes of their own, joined through a store under their generation's own prefix."""
 
     def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
@@ -52,9 +112,10 @@ class TorchWorld(World):
             timeout=timedelta(seconds=seat.timeout),
             device_id=self.device if "nccl" in backend else None,
         )
-        # Reductions that overlap with backward have a sequence of their own on gloo: a layer's own collectives may come
-        # before them on one rank and after them on another.
-        self._aside = None if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
+        whole = dist.group.WORLD
+        assert whole is not None
+        self._whole, self._group = self, whole
+        self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
         self._ports = _share_ports(store, seat, set(_listening_ports()) - before)
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         line.on_lost(self._abort)
@@ -62,36 +123,6 @@ class TorchWorld(World):
     @property
     def is_recordable(self) -> bool:
         return self._is_nccl
-
-    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        with self._naming("all_reduce"):
-            return _TorchPending(self, dist.all_reduce(tensor, _OPS[op], group=self._aside, async_op=True))
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        with self._naming("all_reduce"):
-            dist.all_reduce(tensor, _OPS[op])
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._naming("all_gather"):
-            dist.all_gather(parts, tensor.contiguous())
-        return torch.stack(parts)
-
-    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
-        return _start_all_gather(self, self._aside, tensor, into)
-
-    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
-        return _start_all_to_all(self, self._aside, tensor, into)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        with self._naming("broadcast"):
-            dist.broadcast(tensor, source)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        with self._naming("gather"):
-            dist.all_gather_object(values, value)
-        return values
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         with self._naming("mesh"):
@@ -116,59 +147,18 @@ class TorchWorld(World):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    @contextlib.contextmanager
-    def _naming(self, operation: str) -> Iterator[None]:
-        """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
-        start = time.perf_counter()
-        try:
-            yield
-            self.waited += time.perf_counter() - start
-        except RuntimeError as error:
-            if isinstance(error, PeerLost):
-                raise
-            who = self.line.wait_for_news(self.seat.patience)
-            if not who and not _is_connection_error(error):
-                raise
-            raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
 
-
-class _Along(World):
-    """Some ranks of a world, which goes on to own the connections and hears of lost peers."""
+class _Along(_GroupWorld):
+    """Some ranks of a world, which goes on to own the connections."""
 
     def __init__(self, whole: TorchWorld, group: dist.ProcessGroup) -> None:
         seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
         super().__init__(seat, whole.line)
-        self._whole, self._group = whole, group
+        self._whole, self._group, self._aside = whole, group, group
 
     @property
     def is_recordable(self) -> bool:
         return self._whole.is_recordable
-
-    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        with self._whole._naming("all_reduce"):
-            return _TorchPending(self._whole, dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True))
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._whole._naming("all_gather"):
-            dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.stack(parts)
-
-    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
-        return _start_all_gather(self._whole, self._group, tensor, into)
-
-    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
-        return _start_all_to_all(self._whole, self._group, tensor, into)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        with self._whole._naming("broadcast"):
-            dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        with self._whole._naming("gather"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")
@@ -178,24 +168,12 @@ class _Along(World):
 
 
 class _TorchPending(Pending):
-    def __init__(self, world: TorchWorld, work: Any, operation: str = "all_reduce") -> None:
+    def __init__(self, world: _GroupWorld, work: Any, operation: str) -> None:
         self._world, self._work, self._operation = world, work, operation
 
     def wait(self) -> None:
         with self._world._naming(self._operation):
             self._work.wait()
-
-
-def _start_all_gather(world: TorchWorld, group: dist.ProcessGroup | None, tensor: Tensor, into: Tensor) -> Pending:
-    with world._naming("all_gather"):
-        work = dist.all_gather(list(into.unbind(0)), tensor.contiguous(), group=group, async_op=True)
-        return _TorchPending(world, work, "all_gather")
-
-
-def _start_all_to_all(world: TorchWorld, group: dist.ProcessGroup | None, tensor: Tensor, into: Tensor) -> Pending:
-    with world._naming("all_to_all"):
-        work = dist.all_to_all_single(into, tensor.contiguous(), group=group, async_op=True)
-        return _TorchPending(world, work, "all_to_all")
 
 
 def _brief(error: RuntimeError) -> str:
