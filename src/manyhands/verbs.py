@@ -145,7 +145,7 @@ def fit(
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
-    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout)
     _check_data(made, steps)
     training.check_metrics(made, len(devices))
     training.check_patience(training.as_patience(stop), made)
@@ -182,7 +182,9 @@ def fit(
         outcomes: list[Outcome] = _start(train, devices, timeout, on_event, view, apart=apart)
         end = outcomes[0]
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
-    return Run(path, made, outcomes[0])
+    # A rank on another host, whose disk does not have the run, still knows what was asked for.
+    here = (path / training.RECORD).exists()
+    return Run(path, made, outcomes[0], None if here else _record(job, devices, shown))
 
 
 def launch(
@@ -202,7 +204,7 @@ def launch(
     >>> launch(lambda hand: hand.rank, "single", on="cpu")
     [0]
     """
-    spec, devices, notices = settle(strategy, on, deterministic=deterministic)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout)
     view = make_view(f"{spec} on {_place(devices)}", progress, live=False)
     for text in notices:
         view.line(text)
@@ -272,14 +274,14 @@ def predict(
 
 
 def settle(
-    strategy: StrategySpec | str | None, on: On, *, deterministic: bool = False
+    strategy: StrategySpec | str | None, on: On, *, deterministic: bool = False, timeout: float = DEFAULT_TIMEOUT
 ) -> tuple[StrategySpec, list[Device], list[str]]:
     """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
     spec = as_spec(strategy)
     if deterministic:
         spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
-    world = current_world()
+    world = training.joined_world(on, timeout)
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = resolve(on, spec.num_devices)
@@ -504,9 +506,9 @@ def _check_data(task: Task, steps: int | None) -> None:
     training.check_schedule(task, num_steps if steps is None else steps)
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, saved with the run."""
-    record: dict[str, Any] = {
+def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for."""
+    return {
         "manyhands": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
@@ -520,6 +522,11 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
         "save_every": job.save_every,
         "start_from": None if job.start_from is None else str(job.start_from),
     }
+
+
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Saves it with the run."""
+    record = _record(job, devices, params)
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")

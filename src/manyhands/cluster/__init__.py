@@ -3,6 +3,7 @@
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .health import Finding, doctor
+from .launched import Launched, join_launched, meet
 from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
@@ -33,5 +34,8 @@ __all__ = [
     "OnEvent",
     "OnOutput",
     "LocalEngine",
+    "Launched",
+    "join_launched",
+    "meet",
     "DEFAULT_TIMEOUT",
 ]

@@ -66,11 +66,11 @@ class DirectLine(Line):
 
     def __init__(self, handler: Callable[[Event], None] | None = None) -> None:
         super().__init__()
-        self._handler = handler
+        self.handler = handler
 
     def send_up(self, entry: Event) -> None:
-        if self._handler is not None:
-            self._handler(entry)
+        if self.handler is not None:
+            self.handler(entry)
 
 
 class SocketLine(Line):

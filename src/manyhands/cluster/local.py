@@ -20,6 +20,7 @@ from ..core import DeviceError, RunError, WorkerFailed
 from .devices import Device, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .line import EVENT, RESULT, Frames, frame
+from .network import LOOPBACK, listen, serve_store
 from .parcel import pack, unpack
 from .rank import Assignment, TorchSettings
 from .world import DEFAULT_TIMEOUT, World
@@ -341,21 +342,9 @@ def _fate(rank: _Rank) -> str:
 
 
 def _open_store(size: int) -> tuple[object, int]:
-    """A store for the ranks to meet at, on loopback alone: given a host name, torch would listen everywhere."""
+    """A store for the ranks to meet at, on loopback alone."""
     if size == 1:
         return None, 0
-    import torch.distributed as dist
-
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
+    listener = listen(LOOPBACK)
     port = listener.getsockname()[1]
-    server = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
-    return server, port
+    return serve_store(listener), port

@@ -1,6 +1,7 @@
-"""Fakes and contract kits that we ship: a world of threads with scripted faults, contracts, a look for leaks."""
+"""Fakes and contract kits that we ship: threads with scripted faults, hosts, contracts, a look for leaks."""
 
 from .contracts import Runner, WorldContract
+from .hosts import Host, Hosts
 from .leaks import Footprint, no_leaks
 from .policies import PolicyContract
 from .threads import Faults, InjectedFault, ThreadWorld, run_threads
@@ -13,6 +14,8 @@ __all__ = [
     "WorldContract",
     "PolicyContract",
     "Runner",
+    "Host",
+    "Hosts",
     "Footprint",
     "no_leaks",
 ]

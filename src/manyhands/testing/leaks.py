@@ -1,4 +1,4 @@
-"""Leaks: what a test left behind: processes, threads, open files, listening ports, environment, shared memory."""
+"""Leaks: what a test left behind: processes, threads, files, ports, environment, shared memory, hosts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from .hosts import NAMESPACES
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -23,6 +25,7 @@ class Footprint:
     files: frozenset[str]
     environment: frozenset[tuple[str, str]]
     shared_memory: frozenset[str]
+    hosts: frozenset[str]
 
     @classmethod
     def now(cls) -> Footprint:
@@ -35,6 +38,7 @@ class Footprint:
             files=frozenset(file.path for file in me.open_files()),
             environment=frozenset((key, value) for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"),
             shared_memory=frozenset(path.name for path in Path("/dev/shm").glob("*")),
+            hosts=frozenset(path.name for path in NAMESPACES.glob(f"mh{os.getpid()}-*")),
         )
 
     def beyond(self, before: Footprint) -> list[str]:

@@ -4,7 +4,7 @@ from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
-from .hand import Hand, hand, holding
+from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, parse_bytes
 from .metrics import check_metrics
@@ -19,6 +19,7 @@ __all__ = [
     "Hand",
     "hand",
     "holding",
+    "joined_world",
     "Job",
     "Outcome",
     "train",

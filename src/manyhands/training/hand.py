@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import DirectLine, NullWorld, World, current_world, resolve
+from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, join_launched, resolve
 from ..core import LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
@@ -506,8 +506,19 @@ def hand() -> Hand:
     """
     if _held:
         return _held[-1]
-    world = current_world() or _world_of_a_plain_program()
+    world = joined_world() or _world_of_a_plain_program()
     return Hand(world, StrategySpec(replicas=world.size))
+
+
+def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT) -> World | None:
+    """The world that this process is a rank of, also where torchrun has launched it; what it reports is then shown."""
+    known = current_world()
+    world = known or join_launched(on, timeout)
+    if world is not None and known is None and world.is_first:
+        assert isinstance(world.line, DirectLine)
+        view = make_view(f"{world.size} ranks", None, live=False)
+        world.line.handler = lambda entry: view.show(0, entry)
+    return world
 
 
 def _world_of_a_plain_program() -> World:

@@ -41,14 +41,19 @@ class Run:
     """
 
     def __init__(
-        self, path: str | Path, task: Task | Callable[..., Task] | None = None, outcome: Outcome | None = None
+        self,
+        path: str | Path,
+        task: Task | Callable[..., Task] | None = None,
+        outcome: Outcome | None = None,
+        record: dict[str, Any] | None = None,
     ) -> None:
+        """`record` is what was asked for, where the run lies on another host's disk."""
         self.path, self.outcome = Path(path), outcome
-        if not (self.path / RECORD).exists():
+        if record is None and not (self.path / RECORD).exists():
             raise CheckpointError(
                 "a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/"
             )
-        self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text())
+        self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text()) if record is None else record
         params = None if isinstance(task, Task) else self.record["params"]
         self.task = None if task is None else as_task(task, params)
         self.history: dict[str, dict[int, float]] = {}

@@ -1,0 +1,111 @@
+"""The network: which address and interface leads to a host, and listeners that are open there and nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from ..core import SettingsError
+
+LOOPBACK = "127.0.0.1"
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Host and port.
+
+    >>> parse_endpoint("host1:7777")
+    ('host1', 7777)
+    """
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError("an address is HOST:PORT", got=repr(text), remedy="write for instance host1:7777")
+    return host.strip("[]"), int(port)
+
+
+def resolve_host(name: str) -> str:
+    """The IPv4 address of a host."""
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SettingsError(
+            "a host's name must have an address",
+            got=f"{name} ({error.strerror})",
+            remedy="correct it, or use the address",
+        ) from None
+    return str(found[0][4][0])
+
+
+def address_towards(address: str) -> str:
+    """This machine's own address on the way to another; the same address where it is one of ours."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise SettingsError(
+                "a host must be reachable",
+                got=f"{address} ({error.strerror})",
+                remedy="look at the network, or the address",
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def is_ours(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    return ipaddress.ip_address(address).is_loopback or address in _addresses()
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has an address."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    found = _addresses().get(address)
+    if found is None:
+        have = ", ".join(sorted(_addresses()))
+        raise SettingsError(f"this machine has the addresses {have}", got=address, remedy="name one of these")
+    return found
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A listener on one address only."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise SettingsError(
+            f"port {port} of {address} must be free" if taken else f"{address} must be an address of this machine",
+            got="one that another program holds" if taken else error.strerror,
+            remedy="end that program, or choose another port" if taken else "name one of its own",
+        ) from None
+    listener.listen(128)
+    return listener
+
+
+def serve_store(listener: socket.socket) -> dist.TCPStore:
+    """A store behind a listener of ours: given a host name, torch would listen on every interface."""
+    address, port = listener.getsockname()
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+
+
+def reach_store(address: str, port: int, timeout: float) -> dist.TCPStore:
+    """The store that another process serves."""
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _addresses() -> dict[str, str]:
+    """This machine's IPv4 addresses and their interfaces."""
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }

@@ -1,0 +1,170 @@
+"""Hosts on one machine: network namespaces with addresses of their own, joined by a switch. Needs root.
+
+with Hosts(3, rate="100mbit") as hosts:
+    hosts[1].run(["manyhands", "devices"])
+    hosts[2].link_down()
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..cluster import World, meet
+
+NAMESPACES = Path("/run/netns")
+_NAMES = Path("/etc/netns")
+"""Where `ip netns exec` finds a namespace's own /etc/hosts."""
+_CLONE_NEWNET = 0x40000000
+PORT = 29500
+_count = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of some hosts: a namespace, its name and its address."""
+
+    name: str
+    address: str
+    namespace: str
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a program there, under the host's own name; the caller ends it."""
+        return subprocess.Popen(self._inside(command), **options)
+
+    def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        """Runs a program there to its end."""
+        return subprocess.run(self._inside(command), **options)
+
+    def link_down(self) -> None:
+        """Takes the host off the network; what is sent is lost, and nobody is told."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def link_up(self) -> None:
+        """Puts the host back on the network."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+
+    def enter(self) -> None:
+        """Moves the calling thread, and the threads that it makes from now on, to this host's network."""
+        with (NAMESPACES / self.namespace).open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
+
+    def _inside(self, command: Sequence[str]) -> list[str]:
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name, *command]
+        return ["ip", "netns", "exec", self.namespace, *named]
+
+
+class Hosts(Sequence[Host]):
+    """Hosts that see each other and nothing else, under the same names and addresses each time.
+
+    Their switch is a namespace too, so nothing of this machine's own network is touched, and several may exist at once.
+    """
+
+    def __init__(self, count: int, *, rate: str | None = None) -> None:
+        """`rate` limits what each host sends, in the words of tc: "100mbit"."""
+        mark = f"mh{os.getpid()}-{next(_count)}"
+        self._switch, self._rate = f"{mark}-switch", rate
+        self._hosts = [Host(f"host{number}", f"10.77.0.{number}", f"{mark}-{number}") for number in range(1, count + 1)]
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self._hosts)
+        for number, host in enumerate(self._hosts):
+            _ip("netns", "add", host.namespace)
+            folder = _NAMES / host.namespace
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(names)
+            port = f"port{number}"
+            _ip("-n", host.namespace, "link", "add", "eth0", "type", "veth", "peer", port, "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", link, "up")
+            if self._rate is not None:
+                limit = ["tbf", "rate", self._rate, "burst", "64kb", "latency", "200ms"]
+                _call("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
+
+    def partition(self, *others: int) -> None:
+        """Takes these hosts off the switch and joins them by one of their own: two halves that see only themselves."""
+        _ip("-n", self._switch, "link", "add", "other", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "other", "up")
+        for number in others:
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "other")
+
+    def heal(self) -> None:
+        """Ends a partition."""
+        for number in range(len(self._hosts)):
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch")
+        _ip("-n", self._switch, "link", "del", "other")
+
+    def joined(self, fn: Callable[[World], Any], *, timeout: float = 60.0) -> Callable[[World], Any]:
+        """A function for an engine of this machine: each of its ranks moves to a host and joins the others from there.
+
+        engine.start(hosts.joined(work), resolve("cpu*3")[0]) runs work(world) with a rank on each of three hosts.
+        """
+        hosts = list(self._hosts)
+
+        def work(world: World) -> Any:
+            host = hosts[world.rank % len(hosts)]
+            world.close()
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            host.enter()
+            seat = replace(world.seat, host=host.name, timeout=timeout)
+            there = meet(hosts[0].address, PORT, seat, world.line)
+            try:
+                return fn(there)
+            finally:
+                there.close()
+
+        return work
+
+    def close(self) -> None:
+        """Takes everything away again; programs that still run there keep a network that leads nowhere."""
+        for namespace in (*(host.namespace for host in self._hosts), self._switch):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+            shutil.rmtree(_NAMES / namespace, ignore_errors=True)
+        if _NAMES.is_dir() and not any(_NAMES.iterdir()):
+            _NAMES.rmdir()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+
+def _ip(*words: str) -> None:
+    _call("ip", *words)
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
