@@ -147,7 +147,7 @@ def fit(
     made = as_task(task, params)
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout)
     _check_data(made, steps)
-    training.check_metrics(made, len(devices))
+    training.check_metrics(made, spec.num_parts)
     training.check_patience(training.as_patience(stop), made)
     source = training.as_weights(start_from, folder)
     if source is not None and not resume:
@@ -251,7 +251,7 @@ def evaluate(
     held = task.valid if data is None else data
     if held is None:
         raise TaskError("evaluate needs data", got="a task without valid=", remedy="pass mh.evaluate(run, data)")
-    training.check_metrics(task, len(settle(strategy, on)[1]))
+    training.check_metrics(task, settle(strategy, on)[0].num_parts)
     return _over_data(training.evaluate, run, task, held, strategy, on, timeout)  # type: ignore[no-any-return]
 
 

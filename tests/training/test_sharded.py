@@ -114,7 +114,7 @@ def test_check_and_validation_under_shards(tmp_path: Path) -> None:
 def test_numbers_that_do_not_fit_are_told() -> None:
     with pytest.raises(StrategyError, match="takes a multiple of 3 devices, but got 4"):
         mh.Sharded(replicas=3).with_devices(4)
-    with pytest.raises(StrategyError, match="takes 6 devices, but got 4"):
+    with pytest.raises(StrategyError, match=r"takes 6 devices \(2 replicas x 3 shards\), but got 4"):
         mh.Sharded(3, replicas=2).with_devices(4)
     with pytest.raises(StrategyError, match="one of replicas and shards"):
         mh.Sharded(replicas=None)

@@ -32,7 +32,7 @@ class ScriptExit(RunError):
 def run_script(hand: Hand, script: str, args: Sequence[str]) -> None:
     """Runs a script as `__main__` in this rank; what it raises shows its own lines only."""
     try:
-        with _as_main_program(script, args), _default_signals(hand.size):
+        with _as_main_program(script, args), _default_signals(hand.world.size):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         _end(error.code)

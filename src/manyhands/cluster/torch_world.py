@@ -103,20 +103,22 @@ class TorchWorld(_GroupWorld):
 
     def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
         super().__init__(seat, line)
-        before = set(_listening_ports())
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"generation{seat.generation}", store),
-            rank=seat.rank,
-            world_size=seat.size,
-            timeout=timedelta(seconds=seat.timeout),
-            device_id=self.device if "nccl" in backend else None,
-        )
-        whole = dist.group.WORLD
-        assert whole is not None
-        self._whole, self._group = self, whole
-        self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
-        self._ports = _share_ports(store, seat, set(_listening_ports()) - before)
+        self._store, self._ports = dist.PrefixStore(f"ports{seat.generation}", store), _Ports()
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
+        with self._noting_ports():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"generation{seat.generation}", store),
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=timedelta(seconds=seat.timeout),
+                device_id=self.device if "nccl" in backend else None,
+            )
+            whole = dist.group.WORLD
+            assert whole is not None
+            self._whole, self._group = self, whole
+            self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         line.on_lost(self._abort)
 
@@ -125,11 +127,34 @@ class TorchWorld(_GroupWorld):
         return self._is_nccl
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        with self._naming("mesh"):
-            return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        key = tuple(axes.items())
+        if key not in self._meshes:
+            with self._naming("mesh"), self._noting_ports():
+                sizes, names = tuple(axes.values()), tuple(axes)
+                self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return self._meshes[key]
 
-    def along(self, axes: Mapping[str, int], axis: str) -> World:
-        return _Along(self, self.mesh(axes).get_group(axis))
+    def _part(self, groups: Sequence[Sequence[int]]) -> World:
+        key = tuple(map(tuple, groups))
+        if key not in self._parts:
+            timeout = timedelta(seconds=self.seat.timeout)
+            with self._naming("mesh"), self._noting_ports():
+                ours, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
+                aside = ours
+                if not self._is_nccl:
+                    aside, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
+            self._parts[key] = _Along(self, ours, aside)
+        return self._parts[key]
+
+    @contextlib.contextmanager
+    def _noting_ports(self) -> Iterator[None]:
+        """Adds the ports that new groups of gloo listen on, of all ranks: both ends of a connection are known by them.
+
+        All ranks make their groups in one order, so they meet under one number.
+        """
+        before = set(_listening_ports())
+        yield
+        self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -140,7 +165,7 @@ class TorchWorld(_GroupWorld):
         for sock in _sockets():
             with sock, contextlib.suppress(OSError):
                 ends = {sock.getsockname()[1], sock.getpeername()[1]}
-                if ends & self._ports:
+                if ends & self._ports.known:
                     sock.shutdown(socket.SHUT_RDWR)
         group = dist.group.WORLD
         if self.device.type == "cuda" and group is not None and hasattr(group, "abort"):
@@ -151,10 +176,10 @@ class TorchWorld(_GroupWorld):
 class _Along(_GroupWorld):
     """Some ranks of a world, which goes on to own the connections."""
 
-    def __init__(self, whole: TorchWorld, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup) -> None:
         seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
         super().__init__(seat, whole.line)
-        self._whole, self._group, self._aside = whole, group, group
+        self._whole, self._group, self._aside = whole, group, aside
 
     @property
     def is_recordable(self) -> bool:
@@ -212,9 +237,16 @@ def _listening_ports() -> Iterator[int]:
                 yield sock.getsockname()[1]
 
 
-def _share_ports(store: dist.Store, seat: Seat, ours: set[int]) -> set[int]:
-    """The ports that gloo listens on, of all ranks: both ends of its connections are known by them."""
-    prefix = f"ports{seat.generation}"
-    store.set(f"{prefix}/{seat.rank}", ",".join(map(str, ours)) or "0")
-    texts = [store.get(f"{prefix}/{rank}").decode() for rank in range(seat.size)]
-    return {int(port) for text in texts for port in text.split(",")} - {0}
+class _Ports:
+    """The ports that gloo listens on, of all ranks."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self._num_rounds = 0
+
+    def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> None:
+        """Takes in what every rank has opened since the last time."""
+        prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
+        store.set(f"{prefix}/{seat.rank}", ",".join(map(str, ours)) or "0")
+        texts = [store.get(f"{prefix}/{rank}").decode() for rank in range(seat.size)]
+        self.known |= {int(port) for text in texts for port in text.split(",")} - {0}

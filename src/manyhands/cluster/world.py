@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core import UsageError
 from .devices import Device, require_usable, this_host
 from .line import DirectLine, Line
 
@@ -104,10 +106,20 @@ class World(ABC):
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """A device mesh over all ranks, one dimension per axis, for torch's own parallel parts."""
 
-    def along(self, axes: Mapping[str, int], axis: str) -> World:
-        """The ranks that differ from this one along one axis of a mesh only, as a world of their own."""
-        assert self.size == 1, "only a world of one rank is the same along every axis"
-        return self
+    def along(self, axes: Mapping[str, int], *names: str) -> World:
+        """The ranks that differ from this one along some axes of a mesh only, as a world of their own.
+
+        >>> NullWorld().along({"replicas": 1, "tensor": 1}, "tensor").size
+        1
+        """
+        count = math.prod(axes.get(name, 1) for name in names)
+        if count == self.size:
+            return self
+        return NullWorld(self.seat.device, self.line) if count == 1 else self._part(groups_along(axes, *names))
+
+    def _part(self, groups: Sequence[Sequence[int]]) -> World:
+        """That of these groups of ranks which this one is in, as a world of its own."""
+        raise UsageError("this world has no parts", got=type(self).__name__, remedy="use processes of their own")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Combines a tensor over the ranks, in place."""
@@ -120,6 +132,20 @@ class World(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leaves the world."""
+
+
+def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
+    """The ranks of a mesh, the last axis innermost, in groups that differ along some axes only.
+
+    >>> groups_along({"replicas": 2, "tensor": 2}, "replicas")
+    [[0, 2], [1, 3]]
+    """
+    grid = torch.arange(math.prod(axes.values())).view(tuple(axes.values()))
+    others = [dim for dim, name in enumerate(axes) if name not in names]
+    inner = [dim for dim, name in enumerate(axes) if name in names]
+    size = math.prod(grid.shape[dim] for dim in inner)
+    groups: list[list[int]] = grid.permute(others + inner).reshape(-1, size).tolist()
+    return groups
 
 
 class NullWorld(World):

@@ -26,7 +26,7 @@ from .events import Event, EventLog, event, read_events
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
-from .spec import Mirrored, Sharded, Single, StrategySpec, as_spec
+from .spec import DATA_AXES, MESH_ORDER, Mirrored, Sharded, Single, StrategySpec, as_spec
 from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ __all__ = [
     "task_name",
     "typed",
     "StrategySpec",
+    "DATA_AXES",
+    "MESH_ORDER",
     "Single",
     "Mirrored",
     "Sharded",

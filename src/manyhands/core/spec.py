@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ ALIASES = {
 """The field's own abbreviations of our axes."""
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
+MESH_ORDER = ("replicas", "shards", "stages", "tensor")
+DATA_AXES = ("replicas", "shards")
+"""Axes along which ranks take different samples."""
 PRECISIONS = ("fp32", "bf16", "fp64")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
@@ -119,6 +123,32 @@ class StrategySpec:
             return None
         return self.replicas * self.shards * self.tensor * self.stages
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of its mesh that are more than one rank long, outermost first: who talks most sits side by side.
+
+        >>> StrategySpec(tensor=4, replicas=2).axes
+        {'replicas': 2, 'tensor': 4}
+        """
+        assert self.replicas is not None, "a spec for definite devices, see with_devices"
+        assert self.shards is not None, "a spec for definite devices, see with_devices"
+        return {name: count for name in MESH_ORDER if (count := getattr(self, name)) > 1}
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a batch is cut; ranks that differ along other axes work on the same one."""
+        return math.prod(self.axes.get(name, 1) for name in DATA_AXES)
+
+    def __mul__(self, other: StrategySpec) -> StrategySpec:
+        """Both ways of splitting at once: axes are multiplied, settings of both are kept.
+
+        >>> Sharded(4) * Mirrored(2)
+        StrategySpec(replicas=2, shards=4)
+        """
+        if not isinstance(other, StrategySpec):
+            return NotImplemented
+        return StrategySpec(**{f.name: _product(f, self, other) for f in dataclasses.fields(self)})
+
     def with_devices(self, count: int) -> StrategySpec:
         """The same with definite numbers of replicas and shards, for so many devices.
 
@@ -131,8 +161,10 @@ class StrategySpec:
             return dataclasses.replace(self, replicas=self.replicas or left, shards=self.shards or left)
         if self.num_devices == count:
             return self
+        factors = [f"{n} {axis}" for axis in AXES if (n := getattr(self, axis)) not in (None, 1)]
+        arithmetic = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
         raise StrategyError(
-            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices",
+            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices{arithmetic}",
             got=f"{count}",
             remedy="change one of its numbers, or name as many devices with on=",
         )
@@ -267,6 +299,26 @@ NAMED: dict[str, dict[str, Any]] = {
     "sharded": {"shards": None},
 }
 """Strategies by the one word that people change."""
+
+
+def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
+    """A setting of two specs together: a product for an axis, else the one that is not the default."""
+    a, b = getattr(one, field.name), getattr(other, field.name)
+    if field.name in AXES:
+        if (a is None or b is None) and 1 not in (a, b):
+            raise StrategyError(
+                f"one factor of a product may set {field.name}, where it takes all devices there are",
+                got=" and ".join("all" if n is None else str(n) for n in (a, b)),
+                remedy=f"write {field.name}= in one of them only",
+            )
+        return b if a == 1 else a if b == 1 else a * b
+    if field.default not in (a, b) and a != b:
+        raise StrategyError(
+            f"the factors of a product must agree in {field.name}",
+            got=f"{a!r} and {b!r}",
+            remedy=f"write {field.name}= in one of them only",
+        )
+    return b if a == field.default else a
 
 
 def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:

@@ -27,6 +27,11 @@ class Replica:
         """Whether the network is computed in bfloat16."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss counts: of ranks that work on the same samples it is one's."""
+        return True
+
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Where the network and its loss are computed: the chosen precision."""
         if not self.is_narrow:

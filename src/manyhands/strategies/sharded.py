@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategyError, StrategySpec
+from ..core import DATA_AXES, StrategyError, StrategySpec
 from ..sync import Course, make_policy, tell
 from .batch_stats import BatchStats
 from .mirrored import hash_of
@@ -26,22 +26,14 @@ from .replica import Replica
 
 def shard(model: nn.Module, spec: StrategySpec, world: World) -> DeviceMesh:
     """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time."""
-    axes = axes_of(spec)
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
-    mesh = world.mesh(axes)["shards"]
+    mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
     for block in blocks_of(model).values():
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, reshard_after_forward=again)
     return mesh
-
-
-def axes_of(spec: StrategySpec) -> dict[str, int]:
-    """The mesh of a spec: groups that replicate each other, and the ranks of a group."""
-    assert spec.replicas is not None
-    assert spec.shards is not None
-    return {"replicas": spec.replicas, "shards": spec.shards}
 
 
 class ShardedReplica(Replica):
@@ -64,10 +56,10 @@ class ShardedReplica(Replica):
             )
         self._mesh = mesh
         self._policy = make_policy(spec.sync)
-        self._outer = world.along(axes_of(spec), "replicas")
+        self._outer = world.along(spec.axes, "replicas")
         self._course: Course | None = None
         self._course_of: tuple[str, ...] = ()
-        self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
+        self._stats = BatchStats(model, world.along(spec.axes, *DATA_AXES)) if spec.batch_stats == "sync" else None
 
     @property
     def is_recordable(self) -> bool:

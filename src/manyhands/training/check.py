@@ -87,7 +87,7 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
         with evaluating(hand.model):
             notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
         learn_draws(hand, task, feed.peek(NUM_SAMPLES))
-    seed_all(mix(task.seed, world.rank, salt))
+    seed_all(mix(task.seed, hand.rank, salt))
     take_step(hand, task, next(iter(hand.one_epoch(feed))))
     record = StepRecord(
         losses={key or "loss": float(loss) for key, loss in hand.losses.items()},

@@ -20,8 +20,8 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
 
     Every sample counts once, whatever the number of replicas.
     """
-    sums = Sums(hand.world)
-    functions, meters = parted(task, hand.world)
+    sums = Sums(hand.replicas)
+    functions, meters = parted(task, hand.replicas)
     averaged = hand.averages.in_place() if hand.averages is not None else nullcontext()
     with averaged, evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
@@ -35,7 +35,7 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
             # A borrowed row is another replica's, which shows it to its own meters.
             for meter in meters if batch.num_samples else ():
                 meter.update(outputs, batch.data, batch.num_samples)
-    return {**sums.means(), **compute(meters, hand.world)}
+    return {**sums.means(), **compute(meters, hand.replicas)}
 
 
 def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tensor]]:
@@ -49,7 +49,7 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tenso
             for name, value in outputs.items():
                 rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
             places.extend(batch.ids.tolist())
-    gathered = hand.world.gather_objects((places, rows))
+    gathered = hand.replicas.gather_objects((places, rows))
     order = torch.tensor([place for ids, _ in gathered for place in ids]).argsort()
     return {name: _in_order([part for _, parts in gathered for part in parts[name]], order) for name in rows}
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, join_launched, resolve
-from ..core import LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
+from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import MAIN, Replica, keep_all, keep_where, realise
@@ -36,7 +36,9 @@ class Hand:
 
     def __init__(self, world: World, spec: StrategySpec) -> None:
         self.world, self.spec = world, spec
-        self.rank, self.size, self.device = world.rank, world.size, world.device
+        self.replicas = world.along(spec.axes, *DATA_AXES)
+        """The ranks that take other samples than this one, as a world; ranks along other axes work on the same ones."""
+        self.rank, self.size, self.device = self.replicas.rank, self.replicas.size, world.device
         self.is_first = world.is_first
         self.cursors: list[Cursor] = []
         """Where each dataset stands, in the order of their first use; the first is the one that is trained on."""
@@ -55,7 +57,7 @@ class Hand:
         """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
         self._seed = 0
         self._covers: list[RemovableHandle] = []
-        self.part = Part(1, world.size)
+        self.part = Part(1, self.size)
         """How much of the step's global batch the current micro-batch is."""
         self._tallies: dict[Key, Tally] = {}
         self._last_tally: Tally | None = None
@@ -276,7 +278,7 @@ class Hand:
         """Adds a loss's gradients, weighed by this replica's share of the batch; the last one starts the sums."""
         tally = self._tallies.get(key)
         if tally is None:
-            tally = self._tallies[key] = Tally(self.world)
+            tally = self._tallies[key] = Tally(self.world, speaks=self.replica.speaks)
         elif tally.is_sent:
             raise TaskError(
                 "a step has one backward per micro-batch",
@@ -395,7 +397,7 @@ class Hand:
 
     def voted_to_stop(self) -> bool:
         """Whether the last step carried such a wish; the same answer on every replica."""
-        if self.size == 1:
+        if self.world.size == 1:
             return self.world.line.stopping
         return self._last_tally is not None and self._last_tally.stopping
 
@@ -404,7 +406,7 @@ class Hand:
     def sum(self, value: Tensor | float) -> Tensor:
         """The sum over the replicas."""
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
-        self.world.all_reduce(tensor)
+        self.replicas.all_reduce(tensor)
         return tensor
 
     def mean(self, value: Tensor | float) -> Tensor:
@@ -422,12 +424,12 @@ class Hand:
         tensor([3.])
         """
         tensor = torch.as_tensor(value, device=self.device)
-        return gather_rows(self.world, tensor.unsqueeze(0) if tensor.dim() == 0 else tensor)
+        return gather_rows(self.replicas, tensor.unsqueeze(0) if tensor.dim() == 0 else tensor)
 
     def broadcast(self, value: Tensor, source: int = 0) -> Tensor:
         """The value of one replica, on all."""
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
-        self.world.broadcast(tensor, source)
+        self.replicas.broadcast(tensor, source)
         return tensor
 
     def barrier(self) -> None:

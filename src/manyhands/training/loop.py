@@ -214,7 +214,7 @@ class _Loop:
                 notice = try_loss(task, model, batch, is_split=hand.size > 1 or hand.spec.accumulate > 1)
                 if notice:
                     hand.notice(notice)
-            for notice in try_metrics(task, model, batch, hand.world):
+            for notice in try_metrics(task, model, batch, hand.replicas):
                 hand.notice(notice)
         learn_draws(hand, task, batch)
         if task.metrics and task.valid is None:
@@ -444,7 +444,7 @@ class _Reporter:
         if batch is None or step != self._hand.num_steps:
             return "lower the learning rate, set clip=1.0, or look at the data"
         # The loss is that of all replicas, so all of them come here together.
-        parts = self._hand.world.gather_objects((_not_finite(batch), batch.ids.tolist()))
+        parts = self._hand.replicas.gather_objects((_not_finite(batch), batch.ids.tolist()))
         guilty, ids = ([sample for part in parts for sample in part[which]] for which in (0, 1))
         if guilty:
             return f"the data itself is not finite: look at {_some(guilty)}"
@@ -464,7 +464,7 @@ class _Reporter:
             self.report(event("steps", steps=steps, **told))
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""
-        hand.world.line.report(event("waits", rank=hand.rank, seconds=self.breakdown(), limit=limit))
+        hand.world.line.report(event("waits", rank=hand.world.rank, seconds=self.breakdown(), limit=limit))
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         self.flush()

@@ -236,7 +236,7 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
     """What a step of this task holds on this replica; activations are measured on a few rows."""
     model, optimizers = hand.model, hand.optimizers.values()
     rows = max(1, *batch.sizes)
-    copies = 1 if hand.size == 1 else 2  # the gradient itself, and the buffer in which it travels
+    copies = 1 if hand.world.size == 1 else 2  # the gradient itself, and the buffer in which it travels
     activations, peak = _activations(hand, task, batch, rows) or ({}, 0)
     return Account(
         parameters=_bytes([*model.parameters(), *model.buffers()]),
@@ -430,7 +430,8 @@ def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -
     held = account(hand, task, batch)
     memory = room + held.parameters + sum(map(_held_state, hand.optimizers.values()))
     wanted = f", where {_spelled(asked[1])} more were asked for" if asked else ""
-    head = f"step {hand.num_steps + 1} did not fit into the memory of {hand.device} on rank {hand.rank}{where}{wanted}"
+    place = f"{hand.device} on rank {hand.world.rank}{where}{wanted}"
+    head = f"step {hand.num_steps + 1} did not fit into the memory of {place}"
     options = remedies(hand, task, batch, held, memory)
     _free(hand.device)
     texts = [head, f"a step holds about {size_text(held.total)} of {size_text(memory)}:"]

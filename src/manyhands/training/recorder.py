@@ -142,9 +142,9 @@ class Recorder:
         try:
             # Sums wait for the end here, because a rehearsal that breaks off must not have begun some; where layers
             # have collectives of their own it does not break off, and only the recording, which runs none, may fail.
-            with self._in_parts(is_deferred=hand.size > 1):
-                phases = self._phases(batch, shape, is_deferred=hand.size > 1)
-                is_strict = not self._ways.compiles(shape) and (hand.size == 1 or hand.replica.is_local)
+            with self._in_parts(is_deferred=hand.world.size > 1):
+                phases = self._phases(batch, shape, is_deferred=hand.world.size > 1)
+                is_strict = not self._ways.compiles(shape) and (hand.world.size == 1 or hand.replica.is_local)
                 with rehearsing() if is_strict else nullcontext():
                     phases[0].run()
                 for phase in phases[1:]:
@@ -289,7 +289,7 @@ class Recorder:
     def _plain_loss(self, batch: Batch, is_compiled: bool) -> float | None:
         """This replica's loss on a batch as the program says it, without a trace; None where that cannot be asked."""
         hand = self._hand
-        if hand.size > 1 and not hand.replica.is_local:
+        if hand.world.size > 1 and not hand.replica.is_local:
             return None
         state, tally = _Keepsake(hand), Tally(hand.world)
         with torch.no_grad():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..core import CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
+from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
 from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
 
@@ -28,7 +28,6 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         optimizers={key: whole(optimizer_state(o, replica.names)) for key, o in replica.optimizers.items()},
         state={
             "cursors": [cursor.to_dict() for cursor in hand.cursors],
-            "size": hand.size,
             "spec": hand.spec.to_dict(),
             "state": state,
         },
@@ -71,14 +70,19 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         hand.notice(notice)
     hand.num_steps = checkpoint.step
     hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
-    prefix = f"rank{hand.rank}."
+    prefix = f"rank{hand.world.rank}."
     states = {name.removeprefix(prefix): t for name, t in checkpoint.random.items() if name.startswith(prefix)}
-    if states and checkpoint.state["size"] == hand.size:
+    if states and _axes(checkpoint.state["spec"]) == _axes(hand.spec.to_dict()):
         restore_random_state(states, hand.device)
     else:
         seed_all(mix(checkpoint.step, hand.rank))
     state: dict[str, Any] = checkpoint.state["state"]
     return state
+
+
+def _axes(spec: dict[str, Any]) -> list[int]:
+    """How many ranks a layout has along each axis."""
+    return [spec.get(axis, 1) for axis in MESH_ORDER]
 
 
 def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:

@@ -30,8 +30,8 @@ class Part:
 class Tally:
     """Adds up losses; their sums travel over the replicas with the wish to stop, in one go."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, *, speaks: bool = True) -> None:
+        self._world, self._speaks = world, speaks
         self._totals: list[Tensor] = []
         self._plain_counts: list[float] = []
         self._token_counts: list[Tensor] = []
@@ -77,8 +77,10 @@ class Tally:
             self._sums = self._travelling.clone()
 
     def _numbers(self, vote: Tensor, dtype: torch.dtype) -> Tensor:
-        """Total, count and vote of this replica."""
+        """Total, count and vote of this replica; the vote alone where another rank has the same samples."""
         total, count = self._local()
+        if not self._speaks:
+            total, count = torch.zeros_like(total), 0.0
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=dtype, device=total.device)
         return torch.stack([total.to(dtype), count.to(dtype), vote.to(dtype)])

@@ -145,7 +145,7 @@ class Ways:
         if left * taken > WORTH_SECONDS[self._kind]:
             if has_convolutions(hand.model):
                 found.append(CHANNELS_LAST)
-            if self._kind == "cpu" and hand.size == 1 and self._num_threads > 1:
+            if self._kind == "cpu" and hand.world.size == 1 and self._num_threads > 1:
                 found.append(ONE_THREAD)
             if self._kind == "cpu" and hand.spec.precision == "bf16":
                 found.append(FULL_WIDTH)
