@@ -1,5 +1,6 @@
-"""How a step is executed: recorded as CUDA graphs where it can be, and the reason where it cannot."""
+"""How a step is executed: recorded as CUDA graphs where it can be, and the reason where it cannot; what it holds."""
 
+from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import culprit
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, make_capturable, skips_on_device
@@ -21,4 +22,9 @@ __all__ = [
     "CAPTURABLE",
     "skips_on_device",
     "culprit",
+    "lives",
+    "Life",
+    "kept_bytes",
+    "largest_sum",
+    "StorageWatch",
 ]

@@ -1,6 +1,5 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
-from .activations import Life, kept_bytes, largest_sum, lives
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica
 from .realise import MAIN, optimizers_of, realise, require_built
@@ -19,8 +18,4 @@ __all__ = [
     "keep_where",
     "recompute",
     "keep_all",
-    "kept_bytes",
-    "largest_sum",
-    "lives",
-    "Life",
 ]

@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
 from ..data import Batch, first_dim, split
-from ..strategies import Life, keep_all, kept_bytes, largest_sum, lives, recompute
+from ..graph import Life, kept_bytes, largest_sum, lives
+from ..strategies import keep_all, recompute
 from .hand import Hand
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -39,7 +39,7 @@ def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
     >>> [(life.name, life.size) for life in lives(net, lambda: net(inputs).sum()) if not life.in_backward]
     [('0', 512), ('1', 512), ('2', 64), ('', 4)]
     """
-    watch = _Watch({module: name for name, module in model.named_modules()})
+    watch = StorageWatch({module: name for name, module in model.named_modules()})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with watch.modules(), watch:
         loss = forward()
@@ -84,7 +84,7 @@ def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows:
     return max(accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
-class _Watch(TorchDispatchMode):
+class StorageWatch(TorchDispatchMode):
     """Notes every storage that an operation makes, and whose it is."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:

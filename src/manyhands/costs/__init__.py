@@ -1,0 +1,27 @@
+"""What a network costs, traced without computing; what devices and links deliver."""
+
+from .exchanges import START, Group, Servers, all_gather, all_reduce, send
+from .hardware import Chip, Link, blend, chip, link, make_chip
+from .network import Network, Piece, Work
+from .trace import CannotTrace, pieces_of, trace
+
+__all__ = [
+    "Network",
+    "Piece",
+    "Work",
+    "trace",
+    "pieces_of",
+    "CannotTrace",
+    "Chip",
+    "chip",
+    "make_chip",
+    "Link",
+    "link",
+    "blend",
+    "Group",
+    "all_reduce",
+    "all_gather",
+    "send",
+    "Servers",
+    "START",
+]

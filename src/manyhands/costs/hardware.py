@@ -1,0 +1,158 @@
+"""Hardware: what one device computes and what one link carries, with the catalogue of known ones."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..core import DeviceError
+from .network import Work
+
+SHARPNESS = 3.0
+"""How abruptly the slower of two things that run at once decides; fitted to published iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of device.
+
+    >>> chip("H100").flops["bf16"] / chip("A100").flops["bf16"] > 3
+    True
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    """Datasheet operations per second of dense products, by precision."""
+    memory: float
+    bandwidth: float
+    inside: str = "PCIe 4"
+    """The link to the other devices of its host."""
+    reach: float = 0.6
+    """The share of `flops` that large products get."""
+    half: float = 2e9
+    """Operations of a product at which half of that is reached."""
+    streaming: float = 0.67
+    """The share of the memory's bandwidth that operations get."""
+    operation: float = 25e-6
+    """Seconds that the host needs to start one operation."""
+    replayed: float = 2e-6
+    """Seconds for one operation of a recorded step."""
+    source: str = ""
+
+    def rate(self, precision: str) -> float:
+        """Operations per second that large products get."""
+        return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
+
+    def seconds(
+        self, work: Work, samples: float, precision: str, *, cut: int = 1, uncut: float = 0.3, recorded: bool = False
+    ) -> float:
+        """The time of a forward or backward for so many times the traced samples.
+
+        With `cut` devices the products are shared out; of the bytes the part `uncut` is not.
+        """
+        flops = work.flops * samples / cut
+        products = max(1.0, work.operations / 4) if flops else 0.0
+        computing = (flops + products * self.half) / self.rate(precision) if flops else 0.0
+        moved = work.moved * samples * (uncut + (1 - uncut) / cut) + work.fixed / cut
+        device = computing + moved / (self.bandwidth * self.streaming)
+        host = work.operations * (self.replayed if recorded else self.operation)
+        return blend(device, host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between devices or hosts."""
+
+    name: str
+    bandwidth: float
+    """Bytes per second in one direction, at line rate."""
+    share: float = 0.8
+    """The part of it that a large exchange gets."""
+    latency: float = 5e-6
+    """Seconds for one hop."""
+    source: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that an exchange gets."""
+        return self.bandwidth * self.share
+
+
+def blend(*times: float) -> float:
+    """The time of things that run at once: the longest, a little more where two are near.
+
+    >>> blend(0.0, 2.0), round(blend(1.0, 1.0), 2)
+    (2.0, 1.26)
+    """
+    longest = max(times)
+    if longest <= 0:
+        return 0.0
+    return float(longest * sum((time / longest) ** SHARPNESS for time in times) ** (1 / SHARPNESS))
+
+
+def chip(name: str) -> Chip:
+    """A device of the catalogue by its name, or by that which its driver gives it.
+
+    >>> chip("NVIDIA H200").name, chip("V100-16GB").name
+    ('H200', 'V100')
+    """
+    known = _catalogue()["devices"]
+    words = set(re.split(r"[\s_-]+", name.upper()))
+    within = [key for key in known if set(key.upper().split("-")) <= words]
+    if not within:
+        raise DeviceError(
+            f"the catalogue has {', '.join(known)}",
+            got=repr(name),
+            remedy="name one of these, or give its flops, memory and bandwidth in a cluster file",
+        )
+    return make_chip(max(within, key=len), {})
+
+
+def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
+    """A device from the catalogue with figures of one's own, or one that is given completely."""
+    known = _catalogue()["devices"]
+    values: dict[str, Any] = {}
+    entry: dict[str, Any] = {**known.get(name, {}), **given}
+    if "like" in entry:
+        values.update(known[entry.pop("like")])
+    values.update(entry)
+    for wanted in ("flops", "memory", "bandwidth"):
+        if wanted not in values:
+            raise DeviceError(
+                "a device has flops, memory and bandwidth", got=f"{name} without {wanted}", remedy=f"add {wanted} = ..."
+            )
+    if not isinstance(values["flops"], Mapping):
+        values["flops"] = {"fp32": float(values["flops"]), "bf16": float(values["flops"])}
+    try:
+        return Chip(name=name, **values)
+    except TypeError as error:
+        raise DeviceError(
+            f"a device has {', '.join(Chip.__dataclass_fields__)}",
+            got=str(error).split("argument ")[-1],
+            remedy="correct it",
+        ) from None
+
+
+def link(name: str, bandwidth: float | None = None) -> Link:
+    """A link of the catalogue; networks take the line rate that is given, in bytes per second.
+
+    >>> round(link("InfiniBand", 12.5e9).rate / 1e9, 1)
+    10.0
+    """
+    known = _catalogue()["links"]
+    if name not in known:
+        raise DeviceError(f"the catalogue has {', '.join(known)}", got=repr(name), remedy="name one of these")
+    made = {"name": name, **known[name]}
+    if bandwidth is not None:
+        made["bandwidth"] = bandwidth
+    return Link(**made)
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,446 @@
+"""Tracing: what a plain network costs, found without memory for it and without computing anything.
+
+The network and a batch are made of tensors that have a shape but no numbers. Every piece is run by itself, forward and
+backward, the first time that one of its kind is met; the others of that kind, and the lines around them, see only its
+result. So a network of a hundred equal blocks costs the tracing of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from ..core import Mean, Task, TaskError
+from ..graph import Life, StorageWatch, culprit
+from .network import Network, Piece, Work
+
+OWN_LINES = "(own lines and loss)"
+"""The piece of whatever runs outside of modules."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_ATEN = torch.ops.aten
+_ATTENTION = {
+    # The CPU's own attention has no count of its own; it computes what the others compute.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+
+
+class CannotTrace(TaskError):
+    """A network whose costs cannot be found without computing; names the line."""
+
+
+def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Network:
+    """What one micro-batch of so many rows costs, by pieces of the task's network.
+
+    `batch` is any batch of the task's data; its first dimension is stretched to `rows`.
+
+    >>> task = Task(
+    ...     model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=torch.ones(2, 4),
+    ... )
+    >>> network = trace(task, torch.ones(2, 4), rows=16)
+    >>> [piece.name for piece in network.pieces], network.pieces[0].forward.flops
+    (['0', '1', '2', '(own lines and loss)'], 1024.0)
+    """
+    if task.loss is None:
+        raise CannotTrace("a task with a step of its own is measured, not traced", remedy="measured costs are used")
+    try:
+        with _alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model = _weightless(task.model, mode)
+            return _Tracer(model, precision).network(task, _stretched(batch, rows), rows)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise CannotTrace(
+            "a network is traced with tensors that have shapes but no numbers",
+            got=f"{type(error).__name__} at {culprit(error)}",
+            remedy="whole steps are measured instead; without that line it could be planned piece by piece",
+        ) from error
+
+
+def pieces_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that run as one: what containers hold, and what stands beside them.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> list(pieces_of(nn.ModuleDict({"stem": nn.Linear(2, 2), "blocks": nn.ModuleList([block(), block()])})))
+    ['stem', 'blocks.0', 'blocks.1']
+    """
+    found: dict[str, nn.Module] = {}
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        repeated = _is_repeating(module)
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            is_leaf = not any(True for _ in child.children())
+            if is_leaf or (repeated and not isinstance(child, nn.ModuleList)) or not _has_blocks(child):
+                found[path] = child
+            else:
+                walk(child, f"{path}.")
+
+    walk(model, "")
+    return found or {"": model}
+
+
+def _is_repeating(module: nn.Module) -> bool:
+    """Whether a container holds several of one class with parts of their own."""
+    kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
+    return isinstance(module, _CONTAINERS) and len(kinds) > len(set(kinds))
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS) or any(_is_repeating(inner) for inner in module.modules())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Leaves the caller's random numbers as they were; networks draw their first weights."""
+    state = torch.get_rng_state()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """The network without memory for its weights; made in earnest where its making looks at numbers."""
+    try:
+        return make()
+    except Exception:
+        with torch.utils._python_dispatch._disable_current_modes():
+            model = make()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = mode.from_tensor(parameter.detach())
+                    module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = mode.from_tensor(buffer)
+        return model
+
+
+def _stretched(batch: Any, rows: int) -> Any:
+    """A batch of so many rows, without numbers."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
+    there = tensors[0].shape[0] if tensors else 0
+
+    def stretch(leaf: Any) -> Any:
+        if not isinstance(leaf, (Tensor, np.ndarray)):
+            return leaf
+        kind = leaf.dtype if isinstance(leaf, Tensor) else torch.from_numpy(leaf[:0]).dtype
+        shape = (rows, *leaf.shape[1:]) if leaf.ndim and leaf.shape[0] == there else tuple(leaf.shape)
+        return torch.empty(shape, dtype=kind)
+
+    return tree_map(stretch, batch)
+
+
+class _Counter(StorageWatch):
+    """Counts operations, their FLOPs and bytes, and follows what they hold."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__({})
+        self._parameters = parameters
+        self._is_paused = False
+        self.works = [Work(), Work()]
+        self.multiplied: set[int] = set()
+        self._copies: dict[int, Tensor] = {}
+        """Parameters in another precision, as autocast makes them; held, so that no other storage gets their place."""
+        self.saved: set[int] = set()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        old = {key_of(tensor) for tensor in inputs}
+        is_view = not func._schema.is_mutable and all(key_of(tensor) in old for tensor in outputs)
+        if outputs and not is_view and func._overloadpacket is not _ATEN.detach:
+            self._count(func, args, kwargs or {}, result, inputs, outputs)
+        return result
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        count = flop_registry.get(_ATTENTION.get(func._overloadpacket, func._overloadpacket))
+        flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+        mine = [tensor for tensor in inputs if key_of(tensor) in self._parameters | self._copies.keys()]
+        touched = sum(map(size_of, [*inputs, *outputs]))
+        fixed = sum(map(size_of, mine))
+        if func._overloadpacket is _ATEN.embedding:
+            touched, fixed = 2 * size_of(outputs[0]), 0  # of a table only the rows that are asked for are read
+        if func._overloadpacket is _ATEN._to_copy and mine:
+            self._copies[key_of(outputs[0])] = outputs[0]
+            touched = fixed = fixed + size_of(outputs[0])
+        elif flops and mine and not self._in_backward:
+            self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
+        work = Work(flops=flops, moved=touched - fixed, fixed=fixed, operations=1)
+        self.works[self._in_backward] = self.works[self._in_backward] + work
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Notes what autograd keeps."""
+        if not self._is_paused:
+            self.saved.add(key_of(tensor))
+        return tensor
+
+    def drop_copies(self) -> int:
+        """Takes copies of parameters out of the account; returns the bytes of those that backward needs."""
+        self.forget(list(self._copies.values()))
+        return sum(size_of(copy) for key, copy in self._copies.items() if key in self.saved)
+
+    def forget(self, tensors: Sequence[Any]) -> None:
+        """Takes storages out of the account that are counted elsewhere."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and key_of(tensor) in self._made:
+                self._made[key_of(tensor)][1].size = 0
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of all pieces of one kind."""
+
+    piece: Piece
+    outputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    layout: Any
+    saved_inputs: tuple[bool, ...]
+    saved_output: bool
+    passes_on: bool
+    """Whether its result is one of its inputs, or a view of it."""
+
+
+class _Tracer:
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self._model = model
+        self._parts = pieces_of(model)
+        self._precision = precision
+        self._parameters = {key_of(parameter) for parameter in model.parameters()}
+        self._outer = _Counter(self._parameters)
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._kinds: dict[Any, _Kind] = {}
+        self._met: list[tuple[str, Any, int]] = []
+        self._needed: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def network(self, task: Task, batch: Any, rows: int) -> Network:
+        """Runs the loss and its backward once."""
+        self._model.train()
+        for name, module in self._parts.items():
+            module.forward = self._instead(name, module.forward, module)
+        with self._scope(), self._outer, _saving(self._outer):
+            value = task.loss(self._model, batch)  # type: ignore[misc]
+            loss = value.total if isinstance(value, Mean) else value
+            self._outer.begin_backward()
+            parameters = [p for p in self._model.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss.sum(), [self._anchor, *parameters], allow_unused=True)
+            self._outer.forget(gradients)
+        self._needed |= self._outer.saved
+        return Network(
+            rows=rows,
+            pieces=tuple(self._pieces()),
+            precision=self._precision,
+            state_bytes=_state_bytes(task, self._model),
+            input_bytes=sum(size_of(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+            buffer_bytes=sum(map(size_of, self._model.buffers())),
+        )
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        if self._precision == "bf16":
+            return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+        return contextlib.nullcontext()
+
+    def _instead(self, name: str, forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._outer.paused():
+                leaves, _ = tree_flatten((args, kwargs))
+                key = (str(module), tuple(map(_shape, module.parameters())), tuple(map(_shape, leaves)))
+                if key not in self._kinds:
+                    self._kinds[key] = self._measured(forward, module, args, kwargs)
+                kind = self._kinds[key]
+                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                self._needed |= {key_of(t) for t, is_saved in zip(tensors, kind.saved_inputs, strict=True) if is_saved}
+                if kind.passes_on:
+                    result = forward(*args, **kwargs)
+                    self._met.append((name, key, 0))
+                    return result
+                outputs = _Stub.apply(  # type: ignore[no-untyped-call]
+                    self._outer, kind.outputs, self._anchor, *tensors
+                )
+                self._alive += outputs
+                self._met.append((name, key, key_of(outputs[0]) if outputs else 0))
+                return tree_unflatten(list(outputs), kind.layout)
+
+        return call
+
+    def _measured(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> _Kind:
+        counter = _Counter(self._parameters)
+        leaves, layout = tree_flatten((args, kwargs))
+        # Copies, since a piece may change its inputs in place, which no leaf allows.
+        starts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [start.clone() for start in starts]
+        copies_left = iter(tensors)
+        inputs = [next(copies_left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = {key_of(tensor) for tensor in tensors}
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        with counter, _saving(counter):
+            again_args, again_kwargs = tree_unflatten(inputs, layout)
+            result = forward(*again_args, **again_kwargs)
+            outputs, out_layout = tree_flatten(result)
+            copies = counter.drop_copies()
+            counter.begin_backward()
+            kept = sum(life.size for life in counter.lives if life.is_kept)
+            ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+            wanted = [t for t in [*starts, *parameters] if t.requires_grad]
+            if ends and wanted:
+                with counter.paused():
+                    seeds = [torch.empty_like(t) for t in ends]
+                gradients = torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
+                counter.forget(gradients[len(wanted) - len(parameters) :])
+        made = [t for t in outputs if isinstance(t, Tensor) and key_of(t) not in given]
+        output = sum(size_of(t) for t in made)
+        forward_peak, backward_peak = _peaks(counter.lives, kept)
+        gradient_bytes = sum(map(size_of, parameters))
+        backward = replace(counter.works[1], fixed=counter.works[1].fixed + gradient_bytes, peak=backward_peak)
+        piece = Piece(
+            name="",
+            forward=replace(counter.works[0], peak=forward_peak),
+            backward=backward,
+            kept=max(0.0, kept - output),
+            copies=copies,
+            output=output,
+            products=len(counter.multiplied),
+        )
+        return _Kind(
+            piece=piece,
+            outputs=tuple((t.shape, t.dtype, t.requires_grad) for t in outputs if isinstance(t, Tensor)),
+            layout=out_layout,
+            saved_inputs=tuple(key_of(t) in counter.saved for t in tensors),
+            saved_output=any(key_of(t) in counter.saved for t in made),
+            passes_on=not made or len(made) < len([t for t in outputs if isinstance(t, Tensor)]) or _odd(outputs),
+        )
+
+    def _pieces(self) -> Iterator[Piece]:
+        seen: set[int] = set()
+        counts: dict[Any, int] = {}
+        for name, key, _ in self._met:
+            counts[key] = counts.get(key, 0) + any(True for _ in self._parts[name].children())
+        for name, key, output in self._met:
+            kind = self._kinds[key]
+            is_kept = kind.saved_output or output in self._needed
+            kept = kind.piece.kept + (kind.piece.output if is_kept else 0)
+            own = _owned(self._parts[name].parameters(), seen)
+            yield replace(kind.piece, name=name, kept=kept, is_repeated=counts[key] > 1, **own)
+        kept = sum(life.size for life in self._outer.lives if life.is_kept)
+        forward_peak, backward_peak = _peaks(self._outer.lives, kept)
+        yield Piece(
+            name=OWN_LINES,
+            forward=replace(self._outer.works[0], peak=forward_peak),
+            backward=replace(self._outer.works[1], peak=backward_peak),
+            kept=kept,
+            products=0,
+            **_owned(self._model.parameters(), seen),
+        )
+
+
+class _Stub(torch.autograd.Function):
+    """Stands for a piece whose kind is known: its result and its gradients have the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: _Counter, outputs: Any, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.counter = counter
+        ctx.shapes = [(t.shape, t.dtype) if t.is_floating_point() else None for t in inputs]
+        made = tuple(torch.empty(shape, dtype=kind) for shape, kind, _ in outputs)
+        ctx.mark_non_differentiable(*[t for t, (_, _, grad) in zip(made, outputs, strict=True) if not grad])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with ctx.counter.paused():
+            shapes = [None if shape is None else torch.empty(shape[0], dtype=shape[1]) for shape in ctx.shapes]
+            return None, None, None, *shapes
+
+
+def _saving(counter: _Counter) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor)
+
+
+def _peaks(lives: Sequence[Life], kept: float) -> tuple[float, float]:
+    """What is held at the most beyond the start, in forward, and beyond what forward left, in backward."""
+    changes: dict[int, float] = {}
+    turn = min((2 * life.born for life in lives if life.in_backward), default=math.inf)
+    for life in lives:
+        changes[2 * life.born] = changes.get(2 * life.born, 0.0) + life.size
+        if life.died is not None:
+            changes[2 * life.died - 1] = changes.get(2 * life.died - 1, 0.0) - life.size
+    times = sorted(changes)
+    sums = list(accumulate(changes[time] for time in times))
+    forward = max((s for time, s in zip(times, sums, strict=True) if time < turn), default=0.0)
+    backward = max((s for time, s in zip(times, sums, strict=True) if time >= turn), default=0.0)
+    return forward, max(0.0, backward - kept)
+
+
+def _owned(parameters: Iterator[nn.Parameter], seen: set[int]) -> dict[str, Any]:
+    """Parameters that no piece before had; tied ones are counted once."""
+    own = [p for p in parameters if key_of(p) not in seen]
+    seen |= {key_of(p) for p in own}
+    return {
+        "params": sum(p.numel() for p in own),
+        "param_bytes": sum(map(size_of, own)),
+        "largest": max(map(size_of, own), default=0),
+    }
+
+
+def _state_bytes(task: Task, model: nn.Module) -> int:
+    """What the optimizer will keep: its first step is taken on tensors without numbers."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        made: Any = task.optimizer(model)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
+        for optimizer in optimizers:
+            optimizer.step()
+        states = [value for optimizer in optimizers for value in tree_leaves(dict(optimizer.state))]
+        return sum(size_of(value) for value in states if isinstance(value, Tensor))
+    except Exception:
+        # An optimizer that looks at numbers; most such keep two per parameter.
+        return 2 * sum(map(size_of, parameters))
+
+
+def _odd(outputs: Sequence[Any]) -> bool:
+    return any(not isinstance(leaf, Tensor) for leaf in outputs)
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Its bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def key_of(tensor: Tensor) -> int:
+    """What tells storages apart; 0 for a sparse tensor, which has none of its own."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

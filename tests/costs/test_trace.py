@@ -1,0 +1,150 @@
+"""Tracing: counts equal torch's own on real tensors, blocks are traced once, and what cannot be traced is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import manyhands as mh
+from manyhands.costs import CannotTrace, Network, pieces_of, trace
+from manyhands.graph import kept_bytes, lives
+
+from .networks import GPT, classes, cnn_task, gpt_task, mlp_task, task
+
+ROWS = 8
+
+
+def first_rows(data: Any, count: int = ROWS) -> Any:
+    return tuple(part[:count] for part in data) if isinstance(data, tuple) else data[:count]
+
+
+@pytest.mark.parametrize("make", [mlp_task, cnn_task, gpt_task])
+def test_flops_and_kept_bytes_are_those_of_real_tensors(make: Any) -> None:
+    made = make()
+    batch = first_rows(made.data)
+    network = trace(made, first_rows(made.data, 2), rows=ROWS)
+    model = made.model()
+    with FlopCounterMode(display=False) as counter:
+        made.loss(model, batch).backward()
+    counted = counter.get_total_flops()
+    attention = 0.0
+    if make is gpt_task:  # torch does not count the CPU's attention: 2 products forward, 5 backward, 4 blocks
+        attention = 4 * 7 * 2 * ROWS * 16 * 16 * 32
+    assert network.flops_per_sample * ROWS == pytest.approx(counted + attention)
+    kept = sum(kept_bytes(lives(model, lambda: made.loss(model, batch))).values())
+    assert network.kept_per_sample * ROWS == pytest.approx(kept, rel=0.05)
+    assert network.params == sum(p.numel() for p in model.parameters())
+    assert network.state_bytes == pytest.approx(2 * network.param_bytes, rel=0.01)
+
+
+def test_costs_grow_with_the_rows() -> None:
+    made = gpt_task()
+    small, large = (trace(made, made.data[:2], rows=rows) for rows in (2, 64))
+    assert large.flops_per_sample == pytest.approx(small.flops_per_sample)
+    assert large.kept_per_sample == pytest.approx(small.kept_per_sample, rel=0.02)
+
+
+def test_equal_blocks_are_run_once() -> None:
+    calls: list[int] = []
+
+    class Counting(GPT):
+        def __init__(self) -> None:
+            super().__init__(layers=12)
+            for block in self.blocks:
+                block.mlp.register_forward_hook(lambda *_: calls.append(1))
+
+    network = trace(task(Counting, gpt_task().loss, None), gpt_task().data, rows=2)
+    assert len(calls) == 1
+    blocks = [piece for piece in network.pieces if piece.is_repeated]
+    assert [piece.name for piece in blocks] == [f"blocks.{index}" for index in range(12)]
+    assert {piece.products for piece in blocks} == {4}
+    assert len({piece.forward for piece in blocks}) == 1
+
+
+def test_autocast_halves_what_is_kept_and_keeps_products() -> None:
+    made = gpt_task(width=64, length=64)
+    plain, mixed = (trace(made, made.data, rows=8, precision=precision) for precision in ("fp32", "bf16"))
+    assert mixed.kept_per_sample < 0.85 * plain.kept_per_sample
+    assert mixed.flops_per_sample == pytest.approx(plain.flops_per_sample)
+    assert [p.products for p in mixed.pieces if p.is_repeated] == [4] * 4
+    assert any(piece.copies for piece in mixed.pieces)
+
+
+def test_tied_weights_count_once() -> None:
+    made = gpt_task()
+    network = trace(made, made.data, rows=2)
+    by_name = dict(network.named())
+    assert by_name["head"].params == 0
+    assert by_name["tokens"].params == 100 * 32
+
+
+def test_a_big_network_takes_no_memory() -> None:
+    network = trace(
+        gpt_task(width=4096, layers=32, heads=32, words=50000, length=1024), torch.zeros(1, 1025).long(), rows=1
+    )
+    assert 6e9 < network.params < 7e9
+
+
+def test_what_looks_at_numbers_is_named_with_its_line() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (2 if x.sum().item() > 0 else 1)
+
+    with pytest.raises(CannotTrace, match=r"x\.sum\(\)\.item\(\)"):
+        trace(task(Looks, classes, None), first_rows(mlp_task().data), rows=2)
+
+
+def test_a_network_whose_making_looks_at_numbers_is_made_in_earnest() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 10)
+            self.scale = 1 / float(self.layer.weight.detach().abs().max())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    network = trace(task(Scaled, classes, None), first_rows(mlp_task().data), rows=4)
+    assert network.flops_per_sample == 2 * 2 * 12 * 10
+
+
+def test_a_step_of_ones_own_is_measured() -> None:
+    made = mh.Task(model=GPT, step=lambda hand, batch: None, optimizer=lambda m: None, data=[1])
+    with pytest.raises(CannotTrace, match="measured"):
+        trace(made, torch.zeros(1, 17).long(), rows=1)
+
+
+def test_tracing_leaves_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    trace(mlp_task(), first_rows(mlp_task().data), rows=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pieces_of_wrapped_and_flat_networks() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = GPT(layers=2)
+            self.head = nn.Linear(2, 2)
+
+    names = list(pieces_of(Outer()))
+    assert names[:4] == ["inner.tokens", "inner.places", "inner.blocks.0", "inner.blocks.1"]
+    assert list(pieces_of(nn.Linear(2, 2))) == [""]
+
+
+def test_grouping_keeps_the_sums() -> None:
+    network = trace(gpt_task(), gpt_task().data, rows=2)
+    grouped = network.grouped(3)
+    assert isinstance(grouped, Network)
+    assert len(grouped.pieces) == 3
+    assert grouped.params == network.params
+    assert grouped.flops_per_sample == pytest.approx(network.flops_per_sample)
