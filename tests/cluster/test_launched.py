@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster import Launched
+from manyhands.cluster import launched
 from manyhands.core import SettingsError
 from manyhands.testing import Hosts
 
@@ -81,18 +81,39 @@ def test_torchrun_makes_one_world(tmp_path: Path) -> None:
     assert [len(rank["losses"]) for rank in ranks] == [6, 6]
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is below WORLD_SIZE"),
-    ],
-)
-def test_an_environment_that_makes_no_sense_is_refused(variables: dict[str, str], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        Launched.found(variables)
-
-
 def test_a_plain_program_was_not_launched() -> None:
-    assert Launched.found({"PATH": "/bin"}) is None
+    assert launched(environ={"PATH": "/bin"}) is None
+    alone = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert launched(environ={**alone, "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "4"}) is None
+
+
+def test_a_tf_config_gives_its_workers_ranks(tmp_path: Path) -> None:
+    """A cluster that TensorFlow set up trains as it is; whoever is no worker there is refused."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    roles = {"chief": ["localhost:29523"], "worker": ["localhost:29524"], "ps": ["localhost:29525"]}
+
+    def variables(role: str) -> dict[str, str]:
+        return environment(TF_CONFIG=json.dumps({"cluster": roles, "task": {"type": role, "index": 0}}))
+
+    command = [sys.executable, str(script), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=variables(role), stdout=subprocess.PIPE, text=True) for role in ("chief", "worker")
+    ]
+    first, second = told([rank.communicate(timeout=90)[0] for rank in ranks])
+    assert [first["total"], second["total"]] == [3.0, 3.0]
+    assert first["losses"] == second["losses"]
+    with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:29525"):
+        launched(environ=variables("ps"))
+
+
+def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("localhost slots=4\nhost2 slots=4\n")
+    with pytest.raises(SettingsError, match="one process for the 4 devices of localhost"):
+        launched(str(hosts), {})
+    hosts.write_text("host2\nlocalhost\n")
+    cluster = launched(str(hosts), {})
+    assert cluster is not None
+    assert cluster.place is not None
+    assert (cluster.place.rank, cluster.place.size, cluster.address) == (1, 2, "host2")

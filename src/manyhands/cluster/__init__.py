@@ -3,10 +3,11 @@
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .health import Finding, doctor
-from .launched import Launched, join_launched, meet
+from .launched import join_launched, launched, meet
 from .leases import leased
 from .line import DirectLine, Line
 from .local import LocalEngine
+from .resolvers import Cluster, Host, HostsFile, Place, Resolver, understood
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, innermost
 
@@ -34,8 +35,14 @@ __all__ = [
     "OnEvent",
     "OnOutput",
     "LocalEngine",
-    "Launched",
+    "launched",
     "join_launched",
     "meet",
+    "understood",
+    "Cluster",
+    "Host",
+    "Place",
+    "Resolver",
+    "HostsFile",
     "DEFAULT_TIMEOUT",
 ]

@@ -1,17 +1,18 @@
-"""Ranks that somebody else has launched: torchrun, or a shell per rank with the same environment variables."""
+"""Ranks that somebody else has launched: torchrun, a scheduler, or a shell on every host."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from ..core import DeviceError, SettingsError
 from .devices import Device, resolve, this_host
 from .line import DirectLine, Line
-from .network import address_towards, interface_of, is_ours, listen, reach_store, resolve_host, serve_store
+from .network import address_towards, interface_of, is_ours, is_this_host, listen, reach_store, resolve_host, serve_store
+from .resolvers import CHIEF, WORKER, Cluster, HostsFile, Place, is_hosts_file, understood
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Seat, World, current_world, enter_world
 
@@ -19,52 +20,36 @@ _kept: list[dist.Store] = []
 """The store that this process serves, for as long as it lives."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """What the environment says of a rank."""
+def launched(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
+    """The cluster that this process is a rank of, with its place; None in a program that was started by hand.
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
-    generation: int = 0
-    is_served: bool = False
-    """Whether the launcher itself serves the store."""
+    >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
+    2
+    """
+    given = os.environ if environ is None else environ
+    cluster = HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
+    if cluster is None or (cluster.place is None and cluster.num_hosts == 1):
+        return None
+    return cluster if cluster.place is not None else _with_place(cluster)
 
-    @classmethod
-    def found(cls, environ: Mapping[str, str] | None = None) -> Launched | None:
-        """Reads torchrun's variables; None in a program that was started by hand.
 
-        >>> Launched.found({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
-        2
-        """
-        given = os.environ if environ is None else environ
-        if "RANK" not in given or "WORLD_SIZE" not in given:
-            return None
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in given:
-                raise SettingsError(
-                    "ranks that were launched need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-                    got=f"no {name}",
-                    remedy="set it, or take RANK and WORLD_SIZE out of the environment",
-                )
-        launched = cls(
-            rank=_number(given, "RANK"),
-            size=_number(given, "WORLD_SIZE"),
-            local_rank=_number(given, "LOCAL_RANK", "0"),
-            local_size=_number(given, "LOCAL_WORLD_SIZE", "1"),
-            address=given["MASTER_ADDR"],
-            port=_number(given, "MASTER_PORT"),
-            generation=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
-            is_served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+def _with_place(cluster: Cluster) -> Cluster:
+    """A process that speaks for its whole host is one rank, where the host has one device."""
+    trainers = [host for host in cluster.hosts if host.role in (CHIEF, WORKER)]
+    if cluster.host not in trainers:
+        raise SettingsError(
+            f"{CHIEF} and {WORKER} train; {cluster.source} gives this process another part",
+            got=f"{cluster.host.role} at {cluster.host}",
+            remedy="start no training there",
         )
-        if not launched.rank < launched.size:
-            raise SettingsError(
-                "RANK is below WORLD_SIZE", got=f"{launched.rank} of {launched.size}", remedy="number ranks from 0"
-            )
-        return launched
+    many = [host for host in trainers if (host.num_devices or 1) > 1]
+    if many:
+        raise SettingsError(
+            f"a process that {cluster.source} started is one rank, on one device",
+            got=f"one process for the {many[0].num_devices} devices of {many[0]}",
+            remedy="start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node, mpirun)",
+        )
+    return replace(cluster, place=Place(trainers.index(cluster.host), len(trainers)))
 
 
 def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World | None:
@@ -72,20 +57,22 @@ def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World 
     world = current_world()
     if world is not None:
         return world
-    launched = Launched.found()
-    if launched is None:
+    cluster = launched(on)
+    if cluster is None:
         return None
+    place = cluster.place
+    assert place is not None
     seat = Seat(
-        rank=launched.rank,
-        size=launched.size,
-        device=_device(launched, on),
-        generation=launched.generation,
+        rank=place.rank,
+        size=place.size,
+        device=_device(place, None if is_hosts_file(on) else on),
+        generation=cluster.generation,
         timeout=timeout,
     )
-    if launched.size == 1:
+    if place.size == 1:
         world = NullWorld(seat.device, DirectLine())
     else:
-        world = meet(launched.address, launched.port, seat, DirectLine(), is_served=launched.is_served)
+        world = meet(cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served)
     enter_world(world)
     return world
 
@@ -118,22 +105,15 @@ def _backend(store: dist.Store, seat: Seat) -> str:
     return "cpu:gloo,cuda:nccl" if is_alone else "gloo"
 
 
-def _device(launched: Launched, on: object) -> Device:
+def _device(place: Place, on: object) -> Device:
     """The device of this rank's number on its host; a CPU is shared by all of them."""
     found, _ = resolve(on)  # type: ignore[arg-type]
-    if launched.local_rank < len(found):
-        return found[launched.local_rank]
+    if place.local_rank < len(found):
+        return found[place.local_rank]
     if found[0].kind != "cpu":
         raise DeviceError(
             f"every rank of a host needs a device; {this_host()} has {', '.join(map(str, found))}",
-            got=f"LOCAL_RANK={launched.local_rank}",
+            got=f"local rank {place.local_rank}",
             remedy="launch fewer ranks there",
         )
-    return Device("cpu", share=1 / max(1, launched.local_size), slot=launched.local_rank)
-
-
-def _number(given: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = given.get(name, default) or ""
-    if not text.isdecimal():
-        raise SettingsError(f"{name} is a whole number", got=repr(text), remedy="correct the environment")
-    return int(text)
+    return Device("cpu", share=1 / max(1, place.local_size), slot=place.local_rank)

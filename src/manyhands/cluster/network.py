@@ -59,6 +59,20 @@ def is_ours(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback or address in _addresses()
 
 
+def is_this_host(name: str) -> bool:
+    """Whether a name or an address is this machine's.
+
+    >>> is_this_host("localhost")
+    True
+    """
+    if name == socket.gethostname():
+        return True
+    try:
+        return is_ours(resolve_host(name))
+    except SettingsError:
+        return False
+
+
 def interface_of(address: str) -> str:
     """The name of the interface that has an address."""
     if ipaddress.ip_address(address).is_loopback:

@@ -1,0 +1,22 @@
+"""Who is in the cluster: a description from torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file."""
+
+from .hosts_file import HostsFile, is_hosts_file
+from .registry import CHOICE, RESOLVERS, understood
+from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, Place, Resolver, expand
+
+__all__ = [
+    "understood",
+    "Cluster",
+    "Host",
+    "Place",
+    "Resolver",
+    "HostsFile",
+    "is_hosts_file",
+    "RESOLVERS",
+    "CHOICE",
+    "CHIEF",
+    "WORKER",
+    "SERVER",
+    "EVALUATOR",
+    "expand",
+]

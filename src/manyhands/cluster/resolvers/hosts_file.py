@@ -1,0 +1,79 @@
+"""A hosts file: a line per host, as people write it for mpirun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ...core import SettingsError
+from .resolver import Cluster, Environ, Host, Resolver, port_of
+
+_LINE = re.compile(
+    r"(?P<name>[A-Za-z0-9_.-]+)(?::(?P<colon>\d+))?(?:\s+(?:slots|max_slots|devices)\s*=\s*(?P<slots>\d+))?"
+)
+
+
+def is_hosts_file(on: object) -> bool:
+    """Whether `on=` names a hosts file rather than devices.
+
+    >>> is_hosts_file("hosts.txt"), is_hosts_file("cpu*2")
+    (True, False)
+    """
+    return isinstance(on, str) and "," not in on and (on.endswith((".txt", ".hosts")) or Path(on).is_file())
+
+
+class HostsFile(Resolver):
+    """Lines such as `host1`, `host1:4` or `host1 slots=4`; # begins a comment. Ranks meet at the first host.
+
+    `is_here` says whether a name is this machine's.
+    """
+
+    def __init__(self, path: str | Path, is_here: Callable[[str], bool]) -> None:
+        self.path, self._is_here = Path(path), is_here
+        self.name = f"the hosts file {self.path}"
+
+    def is_present(self, environ: Environ) -> bool:
+        return self.path.is_file()
+
+    def read(self, environ: Environ) -> Cluster:
+        hosts = tuple(self._hosts())
+        here = [index for index, host in enumerate(hosts) if self._is_here(host.name)]
+        if len(here) != 1:
+            got = "none of " + ", ".join(map(str, hosts)) if not here else ", ".join(str(hosts[i]) for i in here)
+            raise SettingsError(
+                f"{self.name} names this machine once", got=got, remedy="write its name or an address of it there, once"
+            )
+        return Cluster(
+            source=self.name,
+            hosts=hosts,
+            here=here[0],
+            address=hosts[0].name,
+            port=port_of(environ),
+            variables=(str(self.path),),
+        )
+
+    def _hosts(self) -> list[Host]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                "a hosts file must be readable text", got=str(error), remedy="correct its name"
+            ) from None
+        found = []
+        for number, line in enumerate(lines, 1):
+            text = line.split("#")[0].strip()
+            if not text:
+                continue
+            match = _LINE.fullmatch(text)
+            slots = match and (match["slots"] or match["colon"])
+            if match is None or slots == "0":
+                raise SettingsError(
+                    "a line of a hosts file is a host, host:4 or host slots=4",
+                    got=f"{text!r} in line {number} of {self.path}",
+                    remedy="correct that line",
+                )
+            found.append(Host(match["name"], int(slots) if slots else None))
+        if not found:
+            raise SettingsError("a hosts file names hosts", got=f"none in {self.path}", remedy="write a host per line")
+        return found

@@ -1,0 +1,64 @@
+"""Kubernetes: the pods of a Kubeflow PyTorchJob or TrainJob, or of a JobSet."""
+
+from __future__ import annotations
+
+from ...core import SettingsError
+from .resolver import Cluster, Environ, Resolver, named, number, port_of
+
+NUM_HOSTS = "MANYHANDS_HOSTS"
+"""How many pods a JobSet has; our manifest sets it, since Kubernetes tells a pod its own number only."""
+
+
+class Kubernetes(Resolver):
+    """PET_* of Kubeflow's operators, or an indexed job's number; every pod counts as a host."""
+
+    name = "Kubernetes"
+
+    def is_present(self, environ: Environ) -> bool:
+        return "PET_NNODES" in environ or ("JOB_COMPLETION_INDEX" in environ and NUM_HOSTS in environ)
+
+    def read(self, environ: Environ) -> Cluster:
+        is_kubeflow = "PET_NNODES" in environ
+        address = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
+        if not address:
+            raise SettingsError(
+                "pods meet at MASTER_ADDR",
+                got="none",
+                remedy="give the job a Master replica" if is_kubeflow else "name the first pod in MASTER_ADDR",
+            )
+        _require_one_master(environ)
+        num_hosts = _num_pods(environ) if is_kubeflow else number(environ, NUM_HOSTS)
+        return Cluster(
+            source=self.name,
+            hosts=named(num_hosts, {0: address}, _num_ranks(environ)),
+            here=number(environ, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK"),
+            address=address,
+            port=port_of(environ, port_of(environ), "PET_MASTER_PORT"),
+            generation=number(environ, "JOBSET_RESTART_ATTEMPT", default=0),
+            variables=tuple(n for n in ("PET_NNODES", "PET_NODE_RANK", "JOB_COMPLETION_INDEX") if n in environ),
+        )
+
+
+def _num_pods(environ: Environ) -> int:
+    """An elastic job says "1:4"; how many of them came is not known before they meet."""
+    text = environ["PET_NNODES"]
+    if not text.isdecimal():
+        raise SettingsError(
+            "PET_NNODES is a number of pods", got=repr(text), remedy="leave elasticPolicy away: hosts may come and go"
+        )
+    return int(text)
+
+
+def _num_ranks(environ: Environ) -> int | None:
+    text = environ.get("PET_NPROC_PER_NODE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _require_one_master(environ: Environ) -> None:
+    mine, theirs = environ.get("MASTER_ADDR"), environ.get("PET_MASTER_ADDR")
+    if mine and theirs and mine != theirs:
+        raise SettingsError(
+            "a cluster has one master",
+            got=f"MASTER_ADDR={mine} and PET_MASTER_ADDR={theirs}",
+            remedy="take MASTER_ADDR out of the pod's template",
+        )

@@ -1,0 +1,80 @@
+"""The resolvers there are, and which of them is believed where several speak."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import replace
+
+from ...core import SettingsError
+from .kubernetes import Kubernetes
+from .mpi import Mpi
+from .resolver import Cluster, Environ, Resolver
+from .slurm import Slurm
+from .tf_config import TfConfig
+from .torchrun import Torchrun
+
+RESOLVERS: tuple[Resolver, ...] = (Torchrun(), Mpi(), Kubernetes(), Slurm(), TfConfig())
+"""From the innermost launcher to the outermost scheduler: torchrun may run in a SLURM job, never the other way."""
+CHOICE = "MANYHANDS_CLUSTER"
+"""Names the source to believe where several contradict each other."""
+
+
+def understood(environ: Environ | None = None) -> Cluster | None:
+    """The cluster that this process was started in; None in a program that was started by hand.
+
+    >>> understood({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).source
+    'torchrun'
+    """
+    given = os.environ if environ is None else environ
+    present = [resolver for resolver in RESOLVERS if resolver.is_present(given)]
+    chosen = given.get(CHOICE, "")
+    if chosen:
+        present = [resolver for resolver in present if resolver.name.lower() == chosen.lower()]
+        if not present:
+            names = ", ".join(resolver.name for resolver in RESOLVERS)
+            raise SettingsError(f"{CHOICE} is one of {names}, and in the environment", got=chosen, remedy="correct it")
+    if not present:
+        return None
+    first, *others = (resolver.read(given) for resolver in present)
+    for other in others:
+        _require_agreement(first, other)
+    also = tuple(f"{other.source} is here too, and agrees" for other in others)
+    return replace(first, warnings=(*first.warnings, *also)) if also else first
+
+
+def _require_agreement(inner: Cluster, outer: Cluster) -> None:
+    """An outer source may know hosts only where the inner one knows ranks, but not others, nor another first one."""
+    remedy = f"set {CHOICE}={inner.source} or {outer.source} to say which one counts, or clear the other's variables"
+    if outer.num_hosts != inner.num_hosts and outer.size != inner.size and outer.num_hosts > 1:
+        raise SettingsError(
+            f"{inner.source} and {outer.source} must describe the same cluster",
+            got=f"{_counted(inner)} and {_counted(outer)}",
+            remedy=remedy,
+        )
+    if outer.num_hosts == inner.num_hosts > 1 and _differ(inner.address, outer.address):
+        raise SettingsError(
+            "a cluster has one master",
+            got=f"{inner.address} by {inner.source} and {outer.address} by {outer.source}",
+            remedy=remedy,
+        )
+
+
+def _counted(cluster: Cluster) -> str:
+    ranks = f", {cluster.size} ranks" if cluster.size is not None else ""
+    return f"{cluster.num_hosts} host{'s' * (cluster.num_hosts != 1)}{ranks} by {cluster.source}"
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two names cannot be one host; an address and a name may be."""
+    if _is_address(one) != _is_address(other):
+        return False
+    return one != other if _is_address(one) else one.split(".")[0] != other.split(".")[0]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,218 @@
+"""Resolvers: what an environment says about who is in the cluster, as one description whoever wrote it."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core import SettingsError
+
+Environ = Mapping[str, str]
+CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
+DEFAULT_PORT = 29500
+"""Where ranks meet when nobody named a port; torchrun's own."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a cluster, or one task on it where a scheduler counts tasks."""
+
+    name: str = ""
+    """By which the others reach it; empty where the source does not tell."""
+    num_devices: int | None = None
+    """Ranks or devices there; None where the source does not tell."""
+    role: str = WORKER
+    port: int = 0
+
+    def __str__(self) -> str:
+        return (self.name or "?") + (f":{self.port}" if self.port else "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands that is one rank of a job."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Who works together, as understood from one source."""
+
+    source: str
+    hosts: tuple[Host, ...]
+    here: int
+    """Which of the hosts this is."""
+    address: str
+    """Where the ranks meet: a name or address of the first host."""
+    port: int = DEFAULT_PORT
+    place: Place | None = None
+    """This process's place among the ranks; None where it speaks for its whole host, and starts a rank per device."""
+    generation: int = 0
+    is_served: bool = False
+    """Whether the launcher itself serves the store where ranks meet."""
+    variables: tuple[str, ...] = ()
+    """The variables, or the file, that this was read from."""
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_places(self)
+        _require_distinct(self.source, self.hosts)
+
+    @property
+    def host(self) -> Host:
+        """This host."""
+        return self.hosts[self.here]
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(self.hosts)
+
+    @property
+    def size(self) -> int | None:
+        """How many ranks there are; None where hosts are still to tell how many devices they have."""
+        if self.place is not None:
+            return self.place.size
+        counts = [host.num_devices for host in self.hosts]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+
+class Resolver(ABC):
+    """Reads one scheduler's or launcher's environment."""
+
+    name = ""
+
+    @abstractmethod
+    def is_present(self, environ: Environ) -> bool:
+        """Whether this environment was made by it."""
+
+    @abstractmethod
+    def read(self, environ: Environ) -> Cluster:
+        """The cluster that it describes; raises where that makes no sense."""
+
+
+def number(environ: Environ, *names: str, default: int | None = None) -> int:
+    """A whole number from the first of these variables that is set.
+
+    >>> number({"SLURM_NNODES": "4"}, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    4
+    """
+    for name in names:
+        if environ.get(name, "") != "":
+            text = environ[name].strip()
+            if not text.isdecimal():
+                raise SettingsError(f"{name} is a whole number", got=repr(environ[name]), remedy="correct it")
+            return int(text)
+    if default is None:
+        raise SettingsError(
+            f"{' or '.join(names)} must be set", got="none", remedy="set it, or start the program without a scheduler"
+        )
+    return default
+
+
+def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_PORT") -> int:
+    """A port from the environment.
+
+    >>> port_of({"MASTER_PORT": "3389"})
+    3389
+    """
+    port = number(environ, name, default=default)
+    if not 0 < port < 65536:
+        raise SettingsError(f"{name} lies between 1 and 65535", got=port, remedy="choose another port")
+    return port
+
+
+def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tuple[Host, ...]:
+    """So many hosts, of which some have names."""
+    return tuple(Host(names.get(index, ""), num_devices) for index in range(count))
+
+
+def _require_places(cluster: Cluster) -> None:
+    source, count, place = cluster.source, cluster.num_hosts, cluster.place
+    if not 0 <= cluster.here < count:
+        raise SettingsError(
+            f"{source} numbers {count} host{'s' * (count != 1)} from 0",
+            got=f"number {cluster.here}",
+            remedy="see that every host was given its own number",
+        )
+    if place is None:
+        return
+    if not 0 <= place.rank < place.size:
+        raise SettingsError(
+            f"{source} numbers {place.size} ranks from 0",
+            got=f"rank {place.rank}",
+            remedy="see how ranks were numbered",
+        )
+    if not 0 <= place.local_rank < place.local_size:
+        raise SettingsError(
+            f"{source} numbers the {place.local_size} ranks of a host from 0",
+            got=f"local rank {place.local_rank} on {cluster.host}",
+            remedy="see how ranks were numbered",
+        )
+    told = cluster_size(cluster.hosts)
+    if told is not None and told != place.size:
+        raise SettingsError(
+            f"{source}'s hosts have {place.size} ranks together",
+            got=f"{told} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
+            remedy="start the missing ranks, or ask for fewer",
+        )
+
+
+def cluster_size(hosts: Sequence[Host]) -> int | None:
+    """Ranks of all hosts together; None where one does not tell."""
+    counts = [host.num_devices for host in hosts]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def _require_distinct(source: str, hosts: Sequence[Host]) -> None:
+    seen: set[str] = set()
+    for host in hosts:
+        text = str(host)
+        if host.name and text in seen:
+            raise SettingsError(
+                f"{source} names every host once",
+                got=f"{text} twice",
+                remedy="take one away, or give it a port of its own" if host.port else "take one of them away",
+            )
+        seen.add(text)
+
+
+def expand(text: str) -> list[str]:
+    """The hosts of a compressed list, as SLURM writes it.
+
+    >>> expand("gpu[01-03,7],login,rack[1-2]n[1-2]")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']
+    """
+    names = [name for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text.strip()) for name in _expanded(part)]
+    if not names or text.count("[") != text.count("]"):
+        raise SettingsError(
+            "a list of hosts is written like node[01-03,07],login1", got=repr(text), remedy="correct the list"
+        )
+    return names
+
+
+def _expanded(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part.strip()]
+    tails = _expanded(part[match.end() :]) if part[match.end() :] else [""]
+    return [f"{part[: match.start()]}{middle}{tail}" for middle in _numbers(match[1]) for tail in tails]
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise SettingsError(
+                "a range of hosts is written like [01-03,07]", got=f"[{text}]", remedy="correct the list"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        found += [str(index).zfill(len(match[1])) for index in range(first, last + 1)]
+    return found
