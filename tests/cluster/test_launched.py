@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from manyhands.cluster import launched
+import manyhands as mh
+from manyhands.cluster import World, launched
+from manyhands.cluster.world import _current
 from manyhands.core import SettingsError
 from manyhands.testing import Hosts
 
+Ranks = Callable[[Callable[[World], Any], int], list[Any]]
 SCRIPT = """
 import json, os, sys
 import psutil, torch
@@ -87,23 +92,25 @@ def test_a_plain_program_was_not_launched() -> None:
     assert launched(environ={**alone, "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "4"}) is None
 
 
-def test_a_tf_config_gives_its_workers_ranks(tmp_path: Path) -> None:
+def test_a_tf_config_gives_its_workers_ranks(run_ranks: Ranks) -> None:
     """A cluster that TensorFlow set up trains as it is; whoever is no worker there is refused."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    roles = {"chief": ["localhost:29523"], "worker": ["localhost:29524"], "ps": ["localhost:29525"]}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    roles = {"chief": [f"localhost:{port}"], "worker": ["localhost:1"], "ps": ["localhost:2"]}
 
     def variables(role: str) -> dict[str, str]:
-        return environment(TF_CONFIG=json.dumps({"cluster": roles, "task": {"type": role, "index": 0}}))
+        return {"TF_CONFIG": json.dumps({"cluster": roles, "task": {"type": role, "index": 0}})}
 
-    command = [sys.executable, str(script), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(command, env=variables(role), stdout=subprocess.PIPE, text=True) for role in ("chief", "worker")
-    ]
-    first, second = told([rank.communicate(timeout=90)[0] for rank in ranks])
-    assert [first["total"], second["total"]] == [3.0, 3.0]
-    assert first["losses"] == second["losses"]
-    with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:29525"):
+    def join(world: World) -> tuple[int, int, float]:
+        os.environ.update(variables(("chief", "worker")[world.rank]))
+        world.close()
+        _current.clear()  # as in a process that nobody of ours has started
+        hand = mh.hand()
+        return hand.rank, hand.size, float(hand.sum(hand.rank + 1.0))
+
+    assert run_ranks(join, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
+    with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:2"):
         launched(environ=variables("ps"))
 
 

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from ..core import DeviceError, SettingsError
 from .devices import Device, resolve, this_host
 from .line import DirectLine, Line
-from .network import address_towards, interface_of, is_ours, is_this_host, listen, reach_store, resolve_host, serve_store
+from .network import (
+    address_towards,
+    interface_of,
+    is_ours,
+    is_this_host,
+    listen,
+    reach_store,
+    resolve_host,
+    serve_store,
+)
 from .resolvers import CHIEF, WORKER, Cluster, HostsFile, Place, is_hosts_file, understood
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Seat, World, current_world, enter_world

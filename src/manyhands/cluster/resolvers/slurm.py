@@ -39,7 +39,9 @@ class Slurm(Resolver):
         is_host = num_tasks == 1 or (num_gpus > 1 and set(counts) == {1})
         return Cluster(
             source=self.name,
-            hosts=tuple(Host(name, (num_gpus or None) if is_host else count) for name, count in zip(names, counts, strict=True)),
+            hosts=tuple(
+                Host(name, (num_gpus or None) if is_host else count) for name, count in zip(names, counts, strict=True)
+            ),
             here=here,
             address=environ.get("MASTER_ADDR") or names[0],
             port=_port(environ),
