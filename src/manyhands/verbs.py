@@ -540,8 +540,7 @@ def _notices(spec: StrategySpec) -> list[str]:
         return []
     if spec.replicas == 1:
         return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
-    start = f" after {policy.warmup} exact steps" if policy.warmup else ""
-    return [f"sync={policy} changes the mathematics{start}: results differ from one device's"]
+    return [policy.said]
 
 
 def _place(devices: Sequence[Device]) -> str:

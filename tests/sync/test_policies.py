@@ -10,7 +10,7 @@ from torch import Tensor
 
 import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec
-from manyhands.sync import BF16, FP16, POLICIES, Int8, PowerSGD, TopK, make_policy
+from manyhands.sync import BF16, FP16, POLICIES, DiLoCo, Int8, LocalSteps, PowerSGD, TopK, make_policy
 from manyhands.testing import PolicyContract
 
 
@@ -63,6 +63,20 @@ class TestPowerSGD(PolicyContract):
         return torch.outer(left, super().suiting(name, (math.prod(shape[1:]),), generator)).view(shape)
 
 
+class TestLocalSteps(PolicyContract):
+    """How it sums the ways."""
+
+    policy = LocalSteps(4, by="int8")
+    precision = 0.02
+    share = 0.26
+
+
+class TestDiLoCo(PolicyContract):
+    policy = DiLoCo(4)
+    precision = 1e-6
+    share = 1.01
+
+
 def test_every_policy_of_ours_has_a_contract_here() -> None:
     kept = {kit.policy.name for kit in PolicyContract.__subclasses__()}
     assert kept == {name for name, kind in POLICIES.items() if kind.__module__.startswith("manyhands.sync")} - {
@@ -84,7 +98,7 @@ def test_rank_4_carries_four_outer_products_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("telepathy", "sync must be one of allreduce, bf16, fp16, int8, powersgd, topk"),
+        ("telepathy", "sync must be one of allreduce, localsteps, diloco, bf16, fp16, int8, powersgd, topk"),
         ("topk(2)", "fraction lies above 0 and not above 1, but got 2"),
         ("topk(0)", "fraction lies above 0 and not above 1, but got 0"),
         ("topk(many)", "fraction lies above 0 and not above 1, but got 'many'"),

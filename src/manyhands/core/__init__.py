@@ -26,7 +26,7 @@ from .events import Event, EventLog, event, read_events
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
-from .spec import DATA_AXES, MESH_ORDER, Mirrored, Sharded, Single, StrategySpec, as_spec
+from .spec import DATA_AXES, MESH_ORDER, Mirrored, Sharded, Single, StrategySpec, as_spec, split_settings
 from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "Mirrored",
     "Sharded",
     "as_spec",
+    "split_settings",
     "Resolved",
     "resolve_settings",
     "Predictor",

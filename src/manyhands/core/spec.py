@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +27,6 @@ DATA_AXES = ("replicas", "shards")
 PRECISIONS = ("fp32", "bf16", "fp64")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
-_COMMA = re.compile(r",(?![^()]*\))")
-"""A comma between settings, not one within the brackets of a policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +187,7 @@ class StrategySpec:
     def parse(cls, text: str) -> StrategySpec:
         """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
         values: dict[str, Any] = {}
-        for part in filter(None, (piece.strip() for piece in _COMMA.split(text))):
+        for part in filter(None, (piece.strip() for piece in split_settings(text))):
             key, equals, value = part.partition("=")
             if equals:
                 values.update([_setting(key.strip().lower(), value.strip())])
@@ -334,6 +331,22 @@ def as_spec(strategy: StrategySpec | str | None) -> StrategySpec:
             remedy='pass mh.Mirrored(), mh.Single() or "replicas=2"',
         )
     return strategy
+
+
+def split_settings(text: str) -> list[str]:
+    """Settings between commas; what stands in brackets stays together.
+
+    >>> split_settings("replicas=2,sync=localsteps(16,by=topk(0.1,warmup=1))")
+    ['replicas=2', 'sync=localsteps(16,by=topk(0.1,warmup=1))']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _named(word: str) -> dict[str, Any]:

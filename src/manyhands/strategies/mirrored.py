@@ -100,18 +100,7 @@ class MirroredReplica(Replica):
 
     def differences(self) -> list[str]:
         """Compares a hash of every tensor; replicas with local batch statistics may differ in those."""
-        named = dict(self._comparable())
-        if not named:
-            return []
-        hashes = torch.stack([hash_of(tensor) for tensor in named.values()])
-        gathered = self.world.all_gather(hashes)
-        usual = gathered.mode(dim=0).values
-        found = []
-        for index, name in enumerate(named):
-            odd = [rank for rank in range(self.world.size) if gathered[rank, index] != usual[index]]
-            if odd:
-                found.append(f"{name} (on rank {', '.join(map(str, odd))})")
-        return found
+        return odd_ones(self.world, dict(self._comparable()))
 
     def close(self) -> None:
         for buckets in self._buckets.values():
@@ -131,6 +120,20 @@ def mirror(model: nn.Module, world: World) -> None:
     """Makes every replica start from the first one's values."""
     for tensor in (*model.parameters(), *model.buffers()):
         world.broadcast(tensor.data)
+
+
+def odd_ones(world: World, named: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that differ from those of most ranks, and where."""
+    if not named:
+        return []
+    gathered = world.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
+    usual = gathered.mode(dim=0).values
+    found = []
+    for index, name in enumerate(named):
+        odd = [rank for rank in range(world.size) if gathered[rank, index] != usual[index]]
+        if odd:
+            found.append(f"{name} (on rank {', '.join(map(str, odd))})")
+    return found
 
 
 def hash_of(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
-from ..sync import make_policy
+from ..sync import Local, make_policy
+from .local import LocalReplica
 from .mirrored import MirroredReplica, mirror
 from .recompute import recompute
 from .replica import Replica
@@ -42,7 +43,8 @@ def realise(
 
         inner = shard(model, spec, world)
         return ShardedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)), inner)
-    return MirroredReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
+    kind = LocalReplica if isinstance(make_policy(spec.sync), Local) else MirroredReplica
+    return kind(spec, world, model, optimizers_of(model, make_optimizer(model)))
 
 
 def require_built(spec: StrategySpec) -> None:

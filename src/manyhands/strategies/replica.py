@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Replica:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self.is_narrow = spec.precision == "bf16"
         """Whether the network is computed in bfloat16."""
+        self.group: World = world
+        """The ranks whose gradients are summed in every step; all of them, unless replicas go apart."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
     @property
@@ -66,6 +68,26 @@ class Replica:
     def records_exchange(self) -> bool:
         """Whether the sums over the replicas may stand in a CUDA graph too."""
         return self.world.is_recordable
+
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas go apart between agreements."""
+        return False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all replicas hold the same network now."""
+        return True
+
+    def note(self, key: str, row: Tensor) -> bool:
+        """Replicas that drift have taken a step, with its numbers in a row; True when it is time to agree."""
+        return False
+
+    def meet(self, key: str) -> None:
+        """Makes the replicas agree on one optimizer's parameters; rows become their sums. All must call it together."""
+
+    def join(self, others: Iterable[Tensor] = ()) -> None:
+        """Averages what stays a replica's own when they agree: the states of its optimizers, and whatever else."""
 
     @property
     def num_bytes(self) -> int:

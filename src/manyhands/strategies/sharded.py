@@ -5,7 +5,7 @@ torch's `fully_shard` cuts and gathers on the inner axis; the outer replica axis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import DATA_AXES, StrategyError, StrategySpec
-from ..sync import Course, make_policy, tell
+from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
+from .local import common_slots
 from .mirrored import hash_of
 from .recompute import blocks_of
 from .replica import Replica
@@ -59,7 +60,15 @@ class ShardedReplica(Replica):
         self._outer = world.along(spec.axes, "replicas")
         self._course: Course | None = None
         self._course_of: tuple[str, ...] = ()
-        self._stats = BatchStats(model, world.along(spec.axes, *DATA_AXES)) if spec.batch_stats == "sync" else None
+        self._agreement: Agreement | None = None
+        alike: tuple[str, ...] = DATA_AXES
+        if isinstance(self._policy, Local) and self._outer.size > 1:
+            # The ranks of one group go on together, batch statistics included; the groups go apart.
+            alike = ("shards",)
+            self.group = world.along(spec.axes, *alike)
+            parameters = next(iter(self.groups.values()))
+            self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, _local)
+        self._stats = BatchStats(model, world.along(spec.axes, *alike)) if spec.batch_stats == "sync" else None
 
     @property
     def is_recordable(self) -> bool:
@@ -81,10 +90,34 @@ class ShardedReplica(Replica):
 
     def finish(self, key: str, count: Tensor | None) -> None:
         gradients = list(self._gradients(key))
-        if self._outer.size > 1 and gradients:
+        if self._outer.size > 1 and gradients and self._agreement is None:
             self._add_over_replicas(key, gradients)
         if count is not None:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+
+    @property
+    def drifts(self) -> bool:
+        return self._agreement is not None
+
+    @property
+    def agrees(self) -> bool:
+        return self._agreement is None or self._agreement.is_reached
+
+    def note(self, key: str, row: Tensor) -> bool:
+        return self._agreement is not None and self._agreement.note(row)
+
+    def meet(self, key: str) -> None:
+        if self._agreement is not None:
+            self._agreement.meet()
+
+    @torch.no_grad()
+    def join(self, others: Iterable[Tensor] = ()) -> None:
+        average(self._outer, map(_local, (*common_slots(self.world, self), *others)))
+
+    def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        super().load(whole, strict=strict)
+        if self._agreement is not None:
+            self._agreement.restart()
 
     def _add_over_replicas(self, key: str, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -110,9 +143,27 @@ class ShardedReplica(Replica):
 
     @property
     def num_bytes(self) -> int:
+        if self._agreement is not None:
+            return self._agreement.num_bytes
         return 0 if self._course is None else self._course.num_bytes
 
+    def policy_state(self) -> dict[str, Tensor]:
+        if self._agreement is None:
+            return {}
+        state = self._agreement.state()
+        shared = {key: _global(held, self._parameter(key)) for key, held in state.shared.items()}
+        whole = {key: self.whole(value) for key, value in shared.items()}
+        return State({}, whole, state.num_steps).tensors()
+
+    def _parameter(self, key: str) -> nn.Parameter:
+        return next(iter(self.groups.values()))[key.partition("/")[2]]
+
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
+        if self._agreement is not None and saved:
+            state = State.of(saved)
+            parts = {key: _local(self.part_for(held, self._parameter(key))) for key, held in state.shared.items()}
+            self._agreement.take_over(State({}, parts, state.num_steps))
+            return ""
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return super().load_policy_state(saved)
         return f"sync={self._policy} starts anew: what it keeps of parts of a network is in no checkpoint"
@@ -130,7 +181,7 @@ class ShardedReplica(Replica):
         fine = [gradient.isfinite().all() for gradient in self._gradients(key)]
         flag = torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool, device=self.world.device)
         number = flag.to(torch.int64)
-        self.world.all_reduce(number, "min")
+        self.group.all_reduce(number, "min")
         return number > 0
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -150,7 +201,7 @@ class ShardedReplica(Replica):
         """Compares the parts of ranks that should hold the same."""
         named = {name: _local(tensor.detach()) for name, tensor in self.model.named_parameters()}
         found = []
-        if named and self._outer.size > 1:
+        if named and self._outer.size > 1 and self.agrees:
             gathered = self._outer.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
             same = (gathered == gathered[0]).all(0).tolist()
             found = [name for name, is_same in zip(named, same, strict=True) if not is_same]
@@ -160,6 +211,13 @@ class ShardedReplica(Replica):
     def close(self) -> None:
         if self._stats is not None:
             self._stats.close()
+
+
+def _global(part: Tensor, like: Tensor) -> Tensor:
+    """A rank's part of something that is laid out like a parameter, known as such."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def _local(tensor: Any) -> Tensor:

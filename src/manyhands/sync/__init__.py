@@ -1,9 +1,11 @@
 """How replicas agree: policies, and the buckets that carry gradients to them."""
 
+from .agreement import Agreement, average
 from .buckets import Buckets
 from .carrying import carrying
 from .coded import BF16, FP16, Int8
 from .course import Course, State, tell
+from .local import DiLoCo, Local, LocalSteps
 from .memory import Memory, key_of
 from .policy import POLICIES, AllReduce, Policy, make_policy
 from .powersgd import PowerSGD
@@ -18,6 +20,9 @@ __all__ = [
     "Int8",
     "TopK",
     "PowerSGD",
+    "Local",
+    "LocalSteps",
+    "DiLoCo",
     "POLICIES",
     "make_policy",
     "carrying",
@@ -25,6 +30,8 @@ __all__ = [
     "Memory",
     "key_of",
     "Buckets",
+    "Agreement",
+    "average",
     "Course",
     "State",
     "tell",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .course import Course, State, tell
 from .memory import lay_like
 from .policy import Policy
 
+T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
 BUCKET_BYTES = 25 << 20
@@ -42,7 +44,7 @@ class Buckets:
     def _make(self) -> None:
         """Lays the trainable parameters out in buckets, and hooks them."""
         self._trainable = [p.requires_grad for p in self._parameters.values()]
-        plan = _plan({name: p for name, p in self._parameters.items() if p.requires_grad})
+        plan = pieces({name: p for name, p in self._parameters.items() if p.requires_grad})
         self._buckets = [
             _Bucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
         ]
@@ -246,10 +248,10 @@ class _Bucket:
                 )
 
 
-def _plan(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+def pieces(parameters: Mapping[str, T]) -> list[dict[str, T]]:
     """Parameters by bucket, in the order in which backward makes their gradients: last layers first."""
-    plan: list[dict[str, nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
+    plan: list[dict[str, T]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, T], int]] = {}
     for name, parameter in reversed(list(parameters.items())):
         key = (parameter.dtype, parameter.device)
         bucket, num_bytes = open_buckets.get(key, ({}, 0))

@@ -128,7 +128,7 @@ class Course:
 
     def _lossy(self, memory: Memory, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
-        exact = gradient.clone() if self.measures and _is_look(self.num_lossy) else None
+        exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
         exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
         wide = gradient + memory.feedback
         memory.feedback.zero_()
@@ -165,19 +165,28 @@ def tell(world: World, policy: Policy, course: Course, num_bytes: int, num_exact
     error = float(course.error)
     if not math.isfinite(error):
         return
-    saved = f"{_size(num_bytes)} a step on the wire instead of {_size(num_exact_bytes)}"
+    saved = sizes_told(num_bytes, num_exact_bytes)
     text = f"sync={policy}: the mean gradient was {error:.2g} from the exact one, relative to it; {saved}"
     told = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
     world.line.report(event("sync", num_lossy=course.num_lossy, **told))
     world.line.report(event("notice", text=text))
 
 
+def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:
+    """What a policy saves, in words.
+
+    >>> sizes_told(2000, 10**7)
+    '2 kB a step on the wire instead of 10 MB'
+    """
+    return f"{_size(num_bytes)} a step on the wire instead of {_size(num_exact_bytes)}"
+
+
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
 
 
-def _is_look(count: int) -> bool:
-    """The 1st, 10th, 100th … step that is not exact."""
+def is_look(count: int) -> bool:
+    """The 1st, 10th, 100th … time."""
     return count >= 1 and 10 ** round(math.log10(count)) == count
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..cluster import Pending
-from ..core import StrategyError
+from ..core import StrategyError, split_settings
 from .memory import Memory
 from .wire import Wire
 
@@ -68,6 +68,12 @@ class Policy(ABC):
         replicas gradient = result + feedback. The result must be the same on all of them, bit for bit.
         """
 
+    @property
+    def said(self) -> str:
+        """What a person is told of a policy that changes the mathematics."""
+        start = f" after {self.warmup} exact steps" if self.warmup else ""
+        return f"sync={self} changes the mathematics{start}: results differ from one device's"
+
     def __str__(self) -> str:
         given = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
         shown = [str(value) for f, value in given if not f.kw_only]
@@ -114,7 +120,7 @@ def require(holds: bool, rule: str, got: object) -> None:
 def _made(kind: type[Policy], text: str, inside: str) -> Policy:
     given: list[Any] = []
     named: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in inside.split(","))):
+    for part in filter(None, (piece.strip() for piece in split_settings(inside))):
         key, equals, value = part.partition("=")
         if equals:
             named[key.strip()] = _value(value.strip())

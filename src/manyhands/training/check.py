@@ -89,6 +89,7 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
         learn_draws(hand, task, feed.peek(NUM_SAMPLES))
     seed_all(mix(task.seed, hand.rank, salt))
     take_step(hand, task, next(iter(hand.one_epoch(feed))))
+    hand.agree()
     record = StepRecord(
         losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
         gradients=gradients,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -29,6 +30,15 @@ Key = str
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has built for tasks: one that comes again would go on from where it was left."""
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A step of a replica that drifts: its total, count and vote, which become those of all, and what they decide."""
+
+    row: Tensor
+    loss: Tensor
+    good: Tensor | None
 
 
 class Hand:
@@ -63,6 +73,11 @@ class Hand:
         self._last_tally: Tally | None = None
         self._vote = torch.zeros((), device=self.device)
         self._has_voted = False
+        self._noted: dict[Key, list[_Noted]] = {}
+        """Steps since the replicas last agreed, where they drift apart."""
+        self._due: list[Key] = []
+        self._heard_stop = False
+        self._joined_at = -1
         self.skips = False
         """Whether a step whose gradient is not finite is left out."""
         self.good: Tensor | None = None
@@ -70,7 +85,7 @@ class Hand:
         self.look_every = 1 if self.device.type == "cpu" else 50
         """Steps between two looks at losses and votes: on a GPU a look waits for the device."""
         self.losses: dict[Key, Tensor] = {}
-        """The losses of the last step, over all replicas."""
+        """The losses of the last step, over all replicas; where they drift, of this one until they agree."""
         self._stores: dict[Path, CheckpointStore] = {}
 
     # -- setting up -----------------------------------------------------------------------------------------------
@@ -190,7 +205,7 @@ class Hand:
             while self.cursors[which].epoch < last:
                 for batch in self.one_epoch(feed, which):
                     yield batch.data
-                    if self.num_steps % self.look_every == 0 and self.voted_to_stop():
+                    if self.is_look and self.voted_to_stop():
                         return
         finally:
             feed.close()
@@ -278,7 +293,8 @@ class Hand:
         """Adds a loss's gradients, weighed by this replica's share of the batch; the last one starts the sums."""
         tally = self._tallies.get(key)
         if tally is None:
-            tally = self._tallies[key] = Tally(self.world, speaks=self.replica.speaks)
+            replica = self.replica
+            tally = self._tallies[key] = Tally(replica.group, speaks=replica.speaks, drifts=replica.drifts)
         elif tally.is_sent:
             raise TaskError(
                 "a step has one backward per micro-batch",
@@ -311,6 +327,11 @@ class Hand:
 
     def step(self, key: Key = MAIN) -> None:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""
+        self.update(key)
+        self.note(key)
+
+    def update(self, key: Key = MAIN) -> None:
+        """What a step does within this replica and with its gradients."""
         tally = self._tallies.pop(key, None)
         if tally is None:
             raise TaskError(
@@ -331,6 +352,45 @@ class Hand:
         self._last_tally = tally
         if key == MAIN:
             self.num_steps += 1
+
+    def note(self, key: Key = MAIN) -> None:
+        """Where replicas drift, keeps what the step has learnt from until they agree, which may be now."""
+        if not self.replica.drifts:
+            return
+        assert self._last_tally is not None
+        row, good = self._last_tally.row, self.good
+        if good is not None:
+            # A replica that left the step out has learnt nothing from it; its vote counts all the same.
+            row[:2] = torch.where(good, row[:2], torch.zeros_like(row[:2]))
+        self._noted.setdefault(key, []).append(_Noted(row, self.losses[key], good))
+        if self.replica.note(key, row):
+            self._due.append(key)
+        if not self.skips:
+            self.meet()
+
+    def meet(self) -> None:
+        """Agrees with the other replicas where it is time; the losses since then become those of all."""
+        due, self._due = self._due, []
+        for key in due:
+            self.replica.meet(key)
+            noted = self._noted.pop(key, [])
+            for step in noted:
+                step.loss.copy_(step.row[0] / step.row[1])
+                if step.good is not None:
+                    step.good.copy_(step.row[1] > 0)
+            self._heard_stop = self._heard_stop or (bool(noted) and bool(noted[-1].row[2] > 0))
+
+    def agree(self) -> None:
+        """Makes all replicas one network with one optimizer's state, where a policy lets them go apart.
+
+        Validation, checkpoints and the end of `fit` do so; a loop of one's own must, before it evaluates.
+        """
+        if not self.replica.drifts or (self.replica.agrees and self._joined_at == self.num_steps):
+            return
+        self._due = list(self.replica.groups)
+        self.meet()
+        self.replica.join(() if self.averages is None else self.averages.tensors.values())
+        self._joined_at = self.num_steps
 
     def _flag(self, key: Key, norm: Tensor | None) -> Tensor | None:
         """Whether this update is to be taken, where some may be left out."""
@@ -387,8 +447,13 @@ class Hand:
         return self.losses[key]
 
     @property
+    def is_look(self) -> bool:
+        """Whether it is time to look at losses and votes; all replicas do so together."""
+        return self.replica.agrees if self.replica.drifts else self.num_steps % self.look_every == 0
+
+    @property
     def loss(self) -> float:
-        """The last step's loss over all replicas."""
+        """The last step's loss over all replicas; where they drift, of this one until they agree."""
         return float(next(iter(self.losses.values())))
 
     def stop(self) -> None:
@@ -399,6 +464,8 @@ class Hand:
         """Whether the last step carried such a wish; the same answer on every replica."""
         if self.world.size == 1:
             return self.world.line.stopping
+        if self.replica.drifts:
+            return self._heard_stop
         return self._last_tally is not None and self._last_tally.stopping
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -452,6 +519,7 @@ class Hand:
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
         """Writes a checkpoint in the background: network, optimizers, place in the data, random states, and `state`."""
         with self.timed("save"):
+            self.agree()
             checkpoint = take_snapshot(self, state)
             if self.is_first:
                 self.store(path).save(checkpoint, score=score)
@@ -462,6 +530,7 @@ class Hand:
         if not self.world.gather_objects(bool(store.steps()))[0]:
             return None
         self.num_restores += 1
+        self._noted.clear()
         return restore_snapshot(self, store.load())
 
     def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:

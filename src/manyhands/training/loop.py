@@ -114,7 +114,8 @@ class _Loop:
         self.measured_at = 0
         self.measured: dict[str, float] = {}
         """What was measured of the network as it is now: mean losses and metrics; nothing once a step is taken."""
-        self.compared = False
+        self.compare_at = 0
+        """The step from which on the replicas are compared next."""
         self.told_guess = False
         self.noticed: set[str] = set()
         self.limit = "compute"
@@ -264,10 +265,10 @@ class _Loop:
         hand = self.hand
         self.measured = {}
         self.reporter.record(batch)
-        if hand.num_steps % hand.look_every == 0:
+        if hand.is_look:
             self.reporter.read()
             self.stopped = hand.voted_to_stop()
-        if hand.num_steps % COMPARE_EVERY == 0 or not self.compared:
+        if hand.num_steps >= self.compare_at and hand.replica.agrees:
             self.compare()
 
         if (
@@ -282,7 +283,7 @@ class _Loop:
 
     def compare(self) -> None:
         """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""
-        self.compared = True
+        self.compare_at = (self.hand.num_steps // COMPARE_EVERY + 1) * COMPARE_EVERY
         different = self.hand.replica.differences()
         buffers = dict(self.hand.model.named_buffers())
         for text in [text for text in different if text.split(" ")[0] in buffers]:
@@ -301,6 +302,7 @@ class _Loop:
         """Measures, reports and saves; also where a run ends in mid-epoch because it has taken its steps."""
         hand = self.hand
         self.measured_at = hand.num_steps
+        hand.agree()
         self.reporter.read()
         if valid_feed is not None:
             if self.noticed or hand.spec.batch_stats == "local":
@@ -333,6 +335,7 @@ class _Loop:
                 self.hand.notice(f"out of patience at step {self.hand.num_steps}: {self.out_of_patience}")
 
     def save(self) -> None:
+        self.hand.agree()
         self.reporter.read()
         self.reporter.flush()
         self.hand.save(
@@ -349,6 +352,7 @@ class _Loop:
     def end(self) -> None:
         """The last look: every loss read, replicas compared, the final state on disk."""
         hand = self.hand
+        hand.agree()
         self.reporter.read()
         self.compare()
         store = hand.store(self.path)

@@ -149,6 +149,8 @@ class Recorder:
                     phases[0].run()
                 for phase in phases[1:]:
                     phase.run()
+                hand.note()
+                hand.meet()
         except CannotRecord as reason:
             state.restore()
             hand.take(batch)
@@ -186,7 +188,7 @@ class Recorder:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             hand.good = None
-            hand.step()
+            hand.update()
             hand.end_step(before[0])
 
         middle = [Phase(exchange, recorded=False)] if is_deferred else []
@@ -259,6 +261,8 @@ class Recorder:
             made.losses, made.good = dict(hand.losses), hand.good
         hand.num_steps = num_steps + 1
         hand.follow(made.tally, made.losses, made.good)
+        hand.note()
+        hand.meet()
         if expected is not None:
             self._audit(expected, float(made.tally.local_loss), made.is_compiled)
         if count % LOOK_EVERY == LOOK_EVERY - 1:
@@ -291,7 +295,7 @@ class Recorder:
         hand = self._hand
         if hand.world.size > 1 and not hand.replica.is_local:
             return None
-        state, tally = _Keepsake(hand), Tally(hand.world)
+        state, tally = _Keepsake(hand), Tally(hand.replica.group)
         with torch.no_grad():
             for data in hand.accumulate():
                 with hand.scope():

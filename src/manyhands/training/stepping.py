@@ -30,6 +30,7 @@ def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], A
         compute(hand, loss or task.loss, batch)
         hand.step()
     hand.end_step(before)
+    hand.meet()
 
 
 class Stepper:

@@ -30,8 +30,9 @@ class Part:
 class Tally:
     """Adds up losses; their sums travel over the replicas with the wish to stop, in one go."""
 
-    def __init__(self, world: World, *, speaks: bool = True) -> None:
-        self._world, self._speaks = world, speaks
+    def __init__(self, world: World, *, speaks: bool = True, drifts: bool = False) -> None:
+        self._world, self._speaks, self._drifts = world, speaks, drifts
+        self._num_samples = 1
         self._totals: list[Tensor] = []
         self._plain_counts: list[float] = []
         self._token_counts: list[Tensor] = []
@@ -51,14 +52,16 @@ class Tally:
             self._token_counts.append(loss.count * weight)
             return loss.total * weight if part.is_ghost else loss.total
         _require_scalar(loss)
-        self._totals.append(loss.detach() * part.size if part.size != part.total else loss.detach())
-        self._plain_counts.append(part.size if part.size != part.total else 1.0)
-        return loss * (part.size / part.total) if part.size != part.total else loss
+        self._num_samples = part.total
+        is_whole = part.size == part.total and not self._drifts
+        self._totals.append(loss.detach() if is_whole else loss.detach() * part.size)
+        self._plain_counts.append(1.0 if is_whole else part.size)
+        return loss if is_whole else loss * (part.size / part.total)
 
     def send(self, vote: Tensor, riders: Tensor | None) -> None:
         """Leaves the numbers where they travel with the gradients, or begins to sum them by themselves."""
         self.is_sent = True
-        if self._world.size == 1:
+        if self._world.size == 1 and not self._drifts:
             return
         if riders is not None:
             riders.copy_(self._numbers(vote, riders.dtype))
@@ -97,10 +100,23 @@ class Tally:
 
     @property
     def count(self) -> Tensor | None:
-        """What gradients must be divided by; None when the loss was a mean over samples already."""
+        """What gradients must be divided by; None when the loss was a mean over samples already.
+
+        Replicas that drift learn from their own samples alone, so theirs are a mean over those.
+        """
+        if self._drifts:
+            assert self._travelling is not None
+            learnt = self._travelling[1] / (1 if self.counts_tokens else self._num_samples)
+            return torch.where(learnt > 0, learnt, torch.ones_like(learnt))
         if not self.counts_tokens:
             return None
         return self._travelling[1] if self._travelling is not None else torch.stack(self._token_counts).sum()
+
+    @property
+    def row(self) -> Tensor:
+        """A copy of total, count and vote as far as they are summed."""
+        assert self._sums is not None
+        return self._sums.clone()
 
     @property
     def loss(self) -> Tensor:
