@@ -144,11 +144,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_been_cut(policy: str, tmp_path: 
 def test_groups_of_shards_go_apart_and_agree(tmp_path: Path) -> None:
     task = problem("gpt", "adamw", rows=64)
     settings: dict[str, Any] = {"on": "cpu*4", "folder": tmp_path, **QUIET}
-    exact = mh.fit(task, mh.Sharded(2, replicas=2), name="exact", **settings)
     spec = mh.Sharded(2, replicas=2, sync="diloco(2,outer_lr=1.0,momentum=0.1)")
     whole = mh.fit(task, spec, epochs=2, name="whole", **settings)
-    np.testing.assert_allclose(whole.losses[:4], exact.losses, rtol=3e-2)
-    assert whole.losses[2:] != exact.losses[2:]
     mh.fit(task, spec, epochs=1, name="cut", **settings)
     again = mh.fit(task, spec, epochs=2, name="cut", resume=True, **settings)
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-6)

@@ -69,12 +69,14 @@ class TestLocalSteps(PolicyContract):
     policy = LocalSteps(4, by="int8")
     precision = 0.02
     share = 0.26
+    sizes = (1, 2)
 
 
 class TestDiLoCo(PolicyContract):
     policy = DiLoCo(4)
     precision = 1e-6
     share = 1.01
+    sizes = (1, 2)
 
 
 def test_every_policy_of_ours_has_a_contract_here() -> None:

@@ -449,7 +449,9 @@ class Hand:
     @property
     def is_look(self) -> bool:
         """Whether it is time to look at losses and votes; all replicas do so together."""
-        return self.replica.agrees if self.replica.drifts else self.num_steps % self.look_every == 0
+        if self._replica is not None and self._replica.drifts:
+            return self._replica.agrees
+        return self.num_steps % self.look_every == 0
 
     @property
     def loss(self) -> float:
@@ -464,8 +466,8 @@ class Hand:
         """Whether the last step carried such a wish; the same answer on every replica."""
         if self.world.size == 1:
             return self.world.line.stopping
-        if self.replica.drifts:
-            return self._heard_stop
+        if self._heard_stop:
+            return True
         return self._last_tally is not None and self._last_tally.stopping
 
     # -- collectives ----------------------------------------------------------------------------------------------
