@@ -122,5 +122,5 @@ def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:
     hosts.write_text("host2\nlocalhost\n")
     cluster = launched(str(hosts), {})
     assert cluster is not None
-    assert cluster.place is not None
-    assert (cluster.place.rank, cluster.place.size, cluster.address) == (1, 2, "host2")
+    assert cluster.standing is not None
+    assert (cluster.standing.rank, cluster.standing.size, cluster.address) == (1, 2, "host2")

@@ -24,8 +24,8 @@ def test_an_environment_is_understood(name: str, monkeypatch: pytest.MonkeyPatch
     assert [str(host) for host in cluster.hosts] == said["hosts"]
     assert cluster.here == said["here"]
     assert f"{cluster.address}:{cluster.port}" == said["at"]
-    place = cluster.place
-    assert (place and (place.rank, place.size, place.local_rank, place.local_size)) == said["ranks"]
+    standing = cluster.standing
+    assert (standing and (standing.rank, standing.size, standing.local_rank, standing.local_size)) == said["ranks"]
     assert cluster.generation == said.get("generation", 0)
     assert cluster.variables
     assert all(name in environ for name in cluster.variables)
@@ -117,7 +117,7 @@ def test_a_hosts_file(tmp_path: Path) -> None:
     text = "# our machines\nhost1 slots=4\n\nhost2:2   # the old one\nhost3\n"
     cluster = read(tmp_path / "hosts.txt", text, "host2")
     assert [(host.name, host.num_devices) for host in cluster.hosts] == [("host1", 4), ("host2", 2), ("host3", None)]
-    assert (cluster.here, cluster.address, cluster.size, cluster.place) == (1, "host1", None, None)
+    assert (cluster.here, cluster.address, cluster.size, cluster.standing) == (1, "host1", None, None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from . import failures
 VERBS = (
     "devices",
     "doctor",
+    "cluster",
+    "manifest",
     "check",
     "fit",
     "launch",

@@ -3,11 +3,13 @@
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .health import Finding, doctor
-from .launched import join_launched, launched, meet
+from .launched import described, join_launched, launched, meet
 from .leases import leased
 from .line import DirectLine, Line
+from .links import Link, Reach, reach
 from .local import LocalEngine
-from .resolvers import Cluster, Host, HostsFile, Place, Resolver, understood
+from .resolvers import Cluster, Host, HostsFile, Resolver, Standing, understood
+from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, innermost
 
@@ -35,14 +37,21 @@ __all__ = [
     "OnEvent",
     "OnOutput",
     "LocalEngine",
+    "described",
     "launched",
     "join_launched",
     "meet",
     "understood",
     "Cluster",
     "Host",
-    "Place",
+    "Standing",
     "Resolver",
     "HostsFile",
+    "reach",
+    "Reach",
+    "Link",
+    "survey",
+    "Survey",
+    "Facts",
     "DEFAULT_TIMEOUT",
 ]

@@ -21,7 +21,8 @@ from .network import (
     resolve_host,
     serve_store,
 )
-from .resolvers import CHIEF, WORKER, Cluster, HostsFile, Place, is_hosts_file, understood
+from .resolvers import CHIEF, WORKER, Cluster, HostsFile, Standing, is_hosts_file, understood
+from .survey import require_alike
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Seat, World, current_world, enter_world
 
@@ -29,20 +30,25 @@ _kept: list[dist.Store] = []
 """The store that this process serves, for as long as it lives."""
 
 
+def described(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
+    """The cluster by a hosts file, where `on` names one, else by the environment; None where neither knows of any."""
+    given = os.environ if environ is None else environ
+    return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
+
+
 def launched(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
-    """The cluster that this process is a rank of, with its place; None in a program that was started by hand.
+    """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
 
     >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
     2
     """
-    given = os.environ if environ is None else environ
-    cluster = HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
-    if cluster is None or (cluster.place is None and cluster.num_hosts == 1):
+    cluster = described(on, environ)
+    if cluster is None or (cluster.standing is None and cluster.num_hosts == 1):
         return None
-    return cluster if cluster.place is not None else _with_place(cluster)
+    return cluster if cluster.standing is not None else _with_standing(cluster)
 
 
-def _with_place(cluster: Cluster) -> Cluster:
+def _with_standing(cluster: Cluster) -> Cluster:
     """A process that speaks for its whole host is one rank, where the host has one device."""
     trainers = [host for host in cluster.hosts if host.role in (CHIEF, WORKER)]
     if cluster.host not in trainers:
@@ -58,7 +64,7 @@ def _with_place(cluster: Cluster) -> Cluster:
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
             remedy="start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node, mpirun)",
         )
-    return replace(cluster, place=Place(trainers.index(cluster.host), len(trainers)))
+    return replace(cluster, standing=Standing(trainers.index(cluster.host), len(trainers)))
 
 
 def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World | None:
@@ -69,19 +75,20 @@ def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World 
     cluster = launched(on)
     if cluster is None:
         return None
-    place = cluster.place
-    assert place is not None
+    standing = cluster.standing
+    assert standing is not None
     seat = Seat(
-        rank=place.rank,
-        size=place.size,
-        device=_device(place, None if is_hosts_file(on) else on),
+        rank=standing.rank,
+        size=standing.size,
+        device=_device(standing, None if is_hosts_file(on) else on),
         generation=cluster.generation,
         timeout=timeout,
     )
-    if place.size == 1:
+    if standing.size == 1:
         world = NullWorld(seat.device, DirectLine())
     else:
         world = meet(cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served)
+        require_alike(world)
     enter_world(world)
     return world
 
@@ -114,15 +121,15 @@ def _backend(store: dist.Store, seat: Seat) -> str:
     return "cpu:gloo,cuda:nccl" if is_alone else "gloo"
 
 
-def _device(place: Place, on: object) -> Device:
+def _device(standing: Standing, on: object) -> Device:
     """The device of this rank's number on its host; a CPU is shared by all of them."""
     found, _ = resolve(on)  # type: ignore[arg-type]
-    if place.local_rank < len(found):
-        return found[place.local_rank]
+    if standing.local_rank < len(found):
+        return found[standing.local_rank]
     if found[0].kind != "cpu":
         raise DeviceError(
             f"every rank of a host needs a device; {this_host()} has {', '.join(map(str, found))}",
-            got=f"local rank {place.local_rank}",
+            got=f"local rank {standing.local_rank}",
             remedy="launch fewer ranks there",
         )
-    return Device("cpu", share=1 / max(1, place.local_size), slot=place.local_rank)
+    return Device("cpu", share=1 / max(1, standing.local_size), slot=standing.local_rank)

@@ -56,7 +56,7 @@ def address_towards(address: str) -> str:
 
 def is_ours(address: str) -> bool:
     """Whether an address is one of this machine's."""
-    return ipaddress.ip_address(address).is_loopback or address in _addresses()
+    return ipaddress.ip_address(address).is_loopback or address in our_addresses()
 
 
 def is_this_host(name: str) -> bool:
@@ -77,9 +77,9 @@ def interface_of(address: str) -> str:
     """The name of the interface that has an address."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
-    found = _addresses().get(address)
+    found = our_addresses().get(address)
     if found is None:
-        have = ", ".join(sorted(_addresses()))
+        have = ", ".join(sorted(our_addresses()))
         raise SettingsError(f"this machine has the addresses {have}", got=address, remedy="name one of these")
     return found
 
@@ -115,7 +115,7 @@ def reach_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
-def _addresses() -> dict[str, str]:
+def our_addresses() -> dict[str, str]:
     """This machine's IPv4 addresses and their interfaces."""
     return {
         entry.address: name

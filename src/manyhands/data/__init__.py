@@ -3,6 +3,7 @@
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device
 from .bucketed import Bucketed, bucketed
+from .digest import data_digest
 from .feed import Feed
 from .fields import Fields
 from .files import Files, files
@@ -26,6 +27,7 @@ __all__ = [
     "as_source",
     "is_arrays",
     "check_source",
+    "data_digest",
     "Order",
     "Prefetcher",
     "first_dim",

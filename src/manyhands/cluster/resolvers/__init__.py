@@ -2,13 +2,13 @@
 
 from .hosts_file import HostsFile, is_hosts_file
 from .registry import CHOICE, RESOLVERS, understood
-from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, Place, Resolver, expand
+from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, Resolver, Standing, expand
 
 __all__ = [
     "understood",
     "Cluster",
     "Host",
-    "Place",
+    "Standing",
     "Resolver",
     "HostsFile",
     "is_hosts_file",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Place, Resolver, named, number, port_of
+from .resolver import Cluster, Environ, Resolver, Standing, named, number, port_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -17,13 +17,13 @@ class Mpi(Resolver):
         return "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "PMI_SIZE" in environ)
 
     def read(self, environ: Environ) -> Cluster:
-        place = Place(
+        standing = Standing(
             rank=number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
             size=number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
             local_rank=number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0),
             local_size=number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=1),
         )
-        is_one_host = place.size == place.local_size
+        is_one_host = standing.size == standing.local_size
         address = environ.get("MASTER_ADDR") or (LOOPBACK if is_one_host else "")
         if not address:
             raise SettingsError(
@@ -31,14 +31,14 @@ class Mpi(Resolver):
                 got="none",
                 remedy="write mpirun -x MASTER_ADDR=FIRST_HOST (mpiexec -genv MASTER_ADDR FIRST_HOST)",
             )
-        num_hosts = 1 if is_one_host else -(-place.size // place.local_size)
-        alike = place.local_size if num_hosts * place.local_size == place.size else None
+        num_hosts = 1 if is_one_host else -(-standing.size // standing.local_size)
+        alike = standing.local_size if num_hosts * standing.local_size == standing.size else None
         return Cluster(
             source=self.name,
             hosts=named(num_hosts, {0: address}, alike),
-            here=min(place.rank // place.local_size, num_hosts - 1),
+            here=min(standing.rank // standing.local_size, num_hosts - 1),
             address=address,
             port=port_of(environ),
-            place=place if place.size > 1 else None,
+            standing=standing if standing.size > 1 else None,
             variables=tuple(n for n in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MASTER_ADDR") if n in environ),
         )

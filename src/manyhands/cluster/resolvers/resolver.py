@@ -31,7 +31,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class Standing:
     """Where a process stands that is one rank of a job."""
 
     rank: int
@@ -51,8 +51,8 @@ class Cluster:
     address: str
     """Where the ranks meet: a name or address of the first host."""
     port: int = DEFAULT_PORT
-    place: Place | None = None
-    """This process's place among the ranks; None where it speaks for its whole host, and starts a rank per device."""
+    standing: Standing | None = None
+    """Where this process stands among the ranks; None where it speaks for its whole host."""
     generation: int = 0
     is_served: bool = False
     """Whether the launcher itself serves the store where ranks meet."""
@@ -61,7 +61,7 @@ class Cluster:
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_places(self)
+        _require_numbers(self)
         _require_distinct(self.source, self.hosts)
 
     @property
@@ -77,8 +77,8 @@ class Cluster:
     @property
     def size(self) -> int | None:
         """How many ranks there are; None where hosts are still to tell how many devices they have."""
-        if self.place is not None:
-            return self.place.size
+        if self.standing is not None:
+            return self.standing.size
         counts = [host.num_devices for host in self.hosts]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -133,32 +133,32 @@ def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tupl
     return tuple(Host(names.get(index, ""), num_devices) for index in range(count))
 
 
-def _require_places(cluster: Cluster) -> None:
-    source, count, place = cluster.source, cluster.num_hosts, cluster.place
+def _require_numbers(cluster: Cluster) -> None:
+    source, count, standing = cluster.source, cluster.num_hosts, cluster.standing
     if not 0 <= cluster.here < count:
         raise SettingsError(
             f"{source} numbers {count} host{'s' * (count != 1)} from 0",
             got=f"number {cluster.here}",
             remedy="see that every host was given its own number",
         )
-    if place is None:
+    if standing is None:
         return
-    if not 0 <= place.rank < place.size:
+    if not 0 <= standing.rank < standing.size:
         raise SettingsError(
-            f"{source} numbers {place.size} ranks from 0",
-            got=f"rank {place.rank}",
+            f"{source} numbers {standing.size} ranks from 0",
+            got=f"rank {standing.rank}",
             remedy="see how ranks were numbered",
         )
-    if not 0 <= place.local_rank < place.local_size:
+    if not 0 <= standing.local_rank < standing.local_size:
         raise SettingsError(
-            f"{source} numbers the {place.local_size} ranks of a host from 0",
-            got=f"local rank {place.local_rank} on {cluster.host}",
+            f"{source} numbers the {standing.local_size} ranks of a host from 0",
+            got=f"local rank {standing.local_rank} on {cluster.host}",
             remedy="see how ranks were numbered",
         )
     told = cluster_size(cluster.hosts)
-    if told is not None and told != place.size:
+    if told is not None and told != standing.size:
         raise SettingsError(
-            f"{source}'s hosts have {place.size} ranks together",
+            f"{source}'s hosts have {standing.size} ranks together",
             got=f"{told} ({', '.join(f'{host} {host.num_devices}' for host in cluster.hosts)})",
             remedy="start the missing ranks, or ask for fewer",
         )

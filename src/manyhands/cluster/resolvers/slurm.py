@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Host, Place, Resolver, expand, number, port_of
+from .resolver import Cluster, Environ, Host, Resolver, Standing, expand, number, port_of
 
 _LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -28,7 +28,7 @@ class Slurm(Resolver):
         num_tasks = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
         counts = _tasks_per_node(environ, len(names), num_tasks)
         here = number(environ, "SLURM_NODEID", default=0)
-        place = Place(
+        standing = Standing(
             rank=number(environ, "SLURM_PROCID"),
             size=num_tasks,
             local_rank=number(environ, "SLURM_LOCALID", default=0),
@@ -45,7 +45,7 @@ class Slurm(Resolver):
             here=here,
             address=environ.get("MASTER_ADDR") or names[0],
             port=_port(environ),
-            place=None if is_host else place,
+            standing=None if is_host else standing,
             generation=number(environ, "SLURM_RESTART_COUNT", default=0),
             variables=tuple(n for n in ("SLURM_PROCID", *_LISTS, *_TASKS) if n in environ),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core import SettingsError
 from .kubernetes import Kubernetes
-from .resolver import Cluster, Environ, Place, Resolver, named, number, port_of
+from .resolver import Cluster, Environ, Resolver, Standing, named, number, port_of
 
 
 class Torchrun(Resolver):
@@ -25,23 +25,23 @@ class Torchrun(Resolver):
                     got=f"no {name}",
                     remedy="set it, or take RANK and WORLD_SIZE out of the environment",
                 )
-        place = Place(
+        standing = Standing(
             rank=number(environ, "RANK"),
             size=number(environ, "WORLD_SIZE"),
             local_rank=number(environ, "LOCAL_RANK", default=0),
             local_size=number(environ, "LOCAL_WORLD_SIZE", default=1),
         )
         # Without torchrun nobody tells which ranks share a host, so each is taken for one of its own.
-        num_hosts = number(environ, "GROUP_WORLD_SIZE", default=max(1, place.size // max(1, place.local_size)))
-        here = number(environ, "GROUP_RANK", default=min(place.rank // max(1, place.local_size), num_hosts - 1))
-        alike = place.local_size if num_hosts * place.local_size == place.size else None
+        num_hosts = number(environ, "GROUP_WORLD_SIZE", default=max(1, standing.size // max(1, standing.local_size)))
+        here = number(environ, "GROUP_RANK", default=min(standing.rank // max(1, standing.local_size), num_hosts - 1))
+        alike = standing.local_size if num_hosts * standing.local_size == standing.size else None
         return Cluster(
             source=self.name,
             hosts=named(num_hosts, {0: environ["MASTER_ADDR"]}, alike),
             here=here,
             address=environ["MASTER_ADDR"],
             port=port_of(environ),
-            place=place,
+            standing=standing,
             generation=number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
             is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             variables=tuple(n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n in environ),

@@ -1,0 +1,164 @@
+"""`manyhands cluster`: who is in the cluster, from which source, and what would go wrong there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import as_task
+from .options import Json, On, Params, add_verb
+from .screen import only_json, print_json, stdout
+from .target import load_task, parse_params
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster, Reach, Survey
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FILE.py[:name]", help="A task whose data is compared between the hosts.", show_default=False
+    ),
+]
+Meet = Annotated[
+    bool,
+    typer.Option("--meet", help="Meet the other hosts, on which the same command runs: compare, and measure the ways."),
+]
+Seconds = Annotated[float, typer.Option(help="How long to wait for a host.", show_default=True)]
+
+EXAMPLES = (
+    "manyhands cluster",
+    "srun manyhands cluster train.py --meet",
+    "manyhands cluster --on hosts.txt --json",
+)
+UNREACHED = "{} cannot be reached: {}; look at its name, its network and its firewall"
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, cluster, EXAMPLES)
+
+
+def cluster(
+    target: Target = None,
+    params: Params = None,
+    on: On = None,
+    meet: Meet = False,
+    timeout: Seconds = 30.0,
+    json: Json = False,
+) -> None:
+    """Say who is in the cluster, as torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file tells it.
+
+    Every host is knocked at. With --meet, and the same command on all hosts, their versions, clocks and data are
+    compared and the interface that carries the traffic is found by measuring. The exit code is 1 where something
+    is wrong.
+    """
+    from ..cluster import described, launched, reach, this_host
+
+    found = described(on)
+    with only_json(json):
+        data = _digest(target, params) if target is not None else ""
+    survey = None
+    if meet and launched(on) is not None:
+        survey = _meet(on, data, timeout)
+    hosts = [] if found is None else [host for host in found.hosts if host.name]
+    knocks = (
+        [] if found is None or survey is not None else [reach(h.name, h.port or found.port, timeout) for h in hosts]
+    )
+    warnings = _warnings(found, knocks, survey, meet)
+    told = _as_dict(found, knocks, survey, warnings, data)
+    if survey is None or found is None or found.standing is None or found.standing.rank == 0:
+        print_json(told) if json else _show(found, told, this_host())
+    if [text for text in warnings if "is here too" not in text]:
+        raise typer.Exit(1)
+
+
+def _digest(target: str, params: list[str] | None) -> str:
+    from ..data import as_source, data_digest
+
+    task = as_task(load_task(target), parse_params(params or []))
+    return data_digest(as_source(task.data, collate=task.collate))
+
+
+def _meet(on: str | None, data: str, timeout: float) -> Survey:
+    from ..cluster import join_launched, survey
+
+    world = join_launched(on, timeout)
+    assert world is not None
+    try:
+        return survey(world, data)
+    finally:
+        world.close()
+
+
+def _warnings(found: Cluster | None, knocks: list[Reach], survey: Survey | None, meet: bool) -> list[str]:
+    warnings = [] if found is None else list(found.warnings)
+    warnings += [UNREACHED.format(knock.host, knock.why) for knock in knocks if knock.seconds is None]
+    warnings += survey.warnings if survey is not None else ()
+    if meet and survey is None:
+        warnings.append("there is nobody to meet: this process was started by hand, or alone")
+    return warnings
+
+
+def _as_dict(
+    found: Cluster | None, knocks: list[Reach], survey: Survey | None, warnings: list[str], data: str
+) -> dict[str, Any]:
+    return {
+        "source": None if found is None else found.source,
+        "read": [] if found is None else list(found.variables),
+        "hosts": [] if found is None else [dataclasses.asdict(host) for host in found.hosts],
+        "here": None if found is None else found.here,
+        "meeting": None if found is None else f"{found.address}:{found.port}",
+        "standing": None if found is None or found.standing is None else dataclasses.asdict(found.standing),
+        "reach": [dataclasses.asdict(knock) for knock in knocks],
+        "ranks": [] if survey is None else [dataclasses.asdict(one) for one in survey.ranks],
+        "links": [] if survey is None else [dataclasses.asdict(link) for link in survey.links],
+        "interface": {} if survey is None else {host: link.interface for host, link in survey.chosen.items()},
+        "data": data,
+        "warnings": warnings,
+    }
+
+
+def _show(found: Cluster | None, told: dict[str, Any], host: str) -> None:
+    from rich.text import Text
+
+    console = stdout()
+    for line in _lines(found, told, host):
+        console.print(Text(line), soft_wrap=True)
+    for text in told["warnings"]:
+        console.print(Text(text, style="yellow"), soft_wrap=True)
+
+
+def _lines(found: Cluster | None, told: dict[str, Any], host: str) -> list[str]:
+    if found is None:
+        data = [f"data: {told['data']}"] if told["data"] else []
+        return [f"no cluster: this program was started by hand on {host}, and uses this machine's devices", *data]
+    knocks = {knock["host"]: knock for knock in told["reach"]}
+    lines = [f"{found.source}, read from {', '.join(found.variables)}"]
+    for index, one in enumerate(found.hosts):
+        mark = "*" if index == found.here else " "
+        devices = "" if one.num_devices is None else f"  {one.num_devices} ranks"
+        lines.append(f"{mark} host {index}  {one}  {one.role}{devices}{_answer(knocks.get(one.name))}")
+    standing = found.standing
+    if standing is not None:
+        lines.append(
+            f"this process is rank {standing.rank} of {standing.size}, number {standing.local_rank} of its host"
+        )
+    else:
+        lines.append("this process speaks for its whole host")
+    lines.append(f"ranks meet at {found.address}:{found.port}")
+    chosen = told["interface"]
+    for link in told["links"]:
+        speed = f"{link['bytes_per_second'] / 1e9:.2f} GB/s, {1e6 * link['seconds']:.0f} µs"
+        mark = ", chosen" if chosen.get(link["host"]) == link["interface"] else ""
+        lines.append(f"{link['host']} reaches {link['address']} by {link['interface']}: {speed}{mark}")
+    return [*lines, f"data: {told['data']}"] if told["data"] else lines
+
+
+def _answer(knock: dict[str, Any] | None) -> str:
+    if knock is None:
+        return ""
+    if knock["seconds"] is None:
+        return "  no answer"
+    return f"  answers in {1e6 * knock['seconds']:.0f} µs by {knock['interface']}"

@@ -1,0 +1,211 @@
+"""`manyhands manifest`: a ready manifest of a scheduler for a command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ..core import SettingsError
+from .options import add_verb
+
+PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to run, and where."""
+
+    command: tuple[str, ...]
+    name: str
+    hosts: int
+    gpus: int
+    image: str
+    claim: str
+    time: str
+
+    @property
+    def ranks(self) -> int:
+        """Ranks per host: one per GPU, or one on the CPU."""
+        return max(1, self.gpus)
+
+
+Scheduler = Annotated[
+    str, typer.Argument(metavar="SCHEDULER", help="kubernetes (PyTorchJob), jobset or slurm.", show_default=False)
+]
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="COMMAND", help="What to run on every host, after --.", show_default=False),
+]
+Hosts = Annotated[int, typer.Option(help="How many hosts.")]
+Gpus = Annotated[int, typer.Option(help="GPUs of each host; 0 trains on its CPU.")]
+Name = Annotated[str, typer.Option(help="The job's name.")]
+Image = Annotated[str, typer.Option(help="The container's image, with manyhands in it (Kubernetes).")]
+Claim = Annotated[str, typer.Option(help="A volume claim for the runs, mounted at /runs on all hosts (Kubernetes).")]
+Time = Annotated[str, typer.Option(help="The job's time limit (SLURM).")]
+
+EXAMPLES = (
+    "manyhands manifest slurm --hosts 4 --gpus 8 -- manyhands fit train.py --epochs 3 > job.sh",
+    "manyhands manifest kubernetes --hosts 2 --gpus 1 --image registry/train:1 -- manyhands fit train.py",
+)
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, manifest, EXAMPLES)
+
+
+def manifest(
+    scheduler: Scheduler,
+    command: Command = None,
+    hosts: Hosts = 2,
+    gpus: Gpus = 1,
+    name: Name = "train",
+    image: Image = "IMAGE",
+    claim: Claim = "",
+    time: Time = "24:00:00",
+) -> None:
+    """Print a manifest that runs a command on many hosts: sbatch for SLURM, a PyTorchJob or a JobSet for Kubernetes.
+
+    Every host runs the same command; manyhands finds out who the others are by what the scheduler sets.
+    """
+    if scheduler not in MANIFESTS:
+        raise SettingsError(f"a scheduler is {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="name one of these")
+    wanted = Wanted(
+        command=tuple(command or ()), name=name, hosts=hosts, gpus=gpus, image=image, claim=claim, time=time
+    )
+    _check(wanted)
+    typer.echo(MANIFESTS[scheduler](wanted), nl=False)
+
+
+def slurm(wanted: Wanted) -> str:
+    """A script for sbatch: a task per device, started by srun."""
+    gpus = f"#SBATCH --gpus-per-node={wanted.gpus}\n" if wanted.gpus else ""
+    return (
+        "#!/bin/bash\n"
+        f"#SBATCH --job-name={wanted.name}\n"
+        f"#SBATCH --nodes={wanted.hosts}\n"
+        f"#SBATCH --ntasks-per-node={wanted.ranks}\n"
+        f"{gpus}"
+        f"#SBATCH --time={wanted.time}\n"
+        "#SBATCH --output=%x-%j.log\n"
+        "#SBATCH --requeue\n"
+        "\n"
+        "# A task per device; manyhands reads hosts and ranks from SLURM's variables.\n"
+        "set -euo pipefail\n"
+        f"srun --kill-on-bad-exit=1 {shlex.join(wanted.command)}\n"
+    )
+
+
+def pytorchjob(wanted: Wanted) -> str:
+    """Kubeflow's PyTorchJob: a master and workers, alike but for their number."""
+    template = _indented(_pod(wanted, _launched(wanted)), 10)
+    replicas = [("Master", 1), ("Worker", wanted.hosts - 1)]
+    parts = "".join(
+        f"    {role}:\n      replicas: {count}\n      restartPolicy: OnFailure\n      template:\n{template}"
+        for role, count in replicas
+        if count
+    )
+    return (
+        "apiVersion: kubeflow.org/v1\n"
+        "kind: PyTorchJob\n"
+        "metadata:\n"
+        f"  name: {wanted.name}\n"
+        "spec:\n"
+        f'  nprocPerNode: "{wanted.ranks}"\n'
+        "  pytorchReplicaSpecs:\n"
+        f"{parts}"
+    )
+
+
+def jobset(wanted: Wanted) -> str:
+    """A JobSet of Kubernetes' own: one indexed job, whose pods reach each other by name."""
+    first = f"{wanted.name}-workers-0-0.{wanted.name}"
+    command = _launched(
+        wanted,
+        f"--nnodes={wanted.hosts}", f"--nproc-per-node={wanted.ranks}", "--node-rank=$(JOB_COMPLETION_INDEX)",
+        f"--master-addr={first}", f"--master-port={PORT}",
+    )  # fmt: skip
+    environ = {"MANYHANDS_HOSTS": str(wanted.hosts), "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+    return (
+        "apiVersion: jobset.x-k8s.io/v1alpha2\n"
+        "kind: JobSet\n"
+        "metadata:\n"
+        f"  name: {wanted.name}\n"
+        "spec:\n"
+        "  failurePolicy:\n"
+        "    maxRestarts: 3\n"
+        "  replicatedJobs:\n"
+        "  - name: workers\n"
+        "    replicas: 1\n"
+        "    template:\n"
+        "      spec:\n"
+        f"        parallelism: {wanted.hosts}\n"
+        f"        completions: {wanted.hosts}\n"
+        "        backoffLimit: 0\n"
+        "        template:\n"
+        f"{_indented(_pod(wanted, command, environ, restart='Never'), 12 - 2)}"
+    )
+
+
+MANIFESTS: dict[str, Callable[[Wanted], str]] = {"kubernetes": pytorchjob, "jobset": jobset, "slurm": slurm}
+
+
+def _launched(wanted: Wanted, *options: str) -> tuple[str, ...]:
+    """The command itself where a pod has one device; torchrun starts it once per device where there are several."""
+    return wanted.command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *wanted.command)
+
+
+def _pod(
+    wanted: Wanted, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
+) -> list[str]:
+    """A pod's template, line by line; texts are written as JSON, which YAML takes."""
+    variables = {**(environ or {}), **({"MANYHANDS_FOLDER": "/runs"} if wanted.claim else {})}
+    lines = ["spec:"]
+    if restart:
+        lines.append(f"  restartPolicy: {restart}")
+    lines += [
+        "  containers:",
+        "  - name: pytorch",
+        f"    image: {json.dumps(wanted.image)}",
+        f"    command: {json.dumps(list(command))}",
+    ]
+    if variables:
+        lines.append("    env:")
+        for key, value in variables.items():
+            lines += [f"    - name: {key}", f"      value: {json.dumps(value)}"]
+    if wanted.gpus:
+        lines += ["    resources:", "      limits:", f"        nvidia.com/gpu: {wanted.gpus}"]
+    # Ranks of one pod and the workers that read data share memory, of which a pod has 64 MB by default.
+    lines += ["    volumeMounts:", "    - name: memory", "      mountPath: /dev/shm"]
+    lines += ["    - name: runs", "      mountPath: /runs"] if wanted.claim else []
+    lines += ["  volumes:", "  - name: memory", "    emptyDir:", "      medium: Memory"]
+    if wanted.claim:
+        lines += ["  - name: runs", "    persistentVolumeClaim:", f"      claimName: {wanted.claim}"]
+    return lines
+
+
+def _indented(lines: list[str], spaces: int) -> str:
+    return "".join(f"{' ' * spaces}{line}\n" for line in lines)
+
+
+def _check(wanted: Wanted) -> None:
+    if not wanted.command:
+        raise SettingsError(
+            "a manifest runs a command", got="none", remedy="write it after --: -- manyhands fit train.py"
+        )
+    for what, value, least in (("--hosts", wanted.hosts, 1), ("--gpus", wanted.gpus, 0)):
+        if value < least:
+            raise SettingsError(f"{what} is at least {least}", got=value, remedy="correct it")
+    for what, text in (("--name", wanted.name), ("--claim", wanted.claim or "a")):
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
+            raise SettingsError(
+                f"{what} has small letters, digits and - only (at most 40)", got=repr(text), remedy="rename it"
+            )
+    if not re.fullmatch(r"[0-9:-]+", wanted.time):
+        raise SettingsError("--time is written like 24:00:00", got=repr(wanted.time), remedy="correct it")

@@ -1,0 +1,180 @@
+"""Links: how hosts reach each other, by which interface and how fast, measured between them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..core import SettingsError
+from .network import LOOPBACK, interface_of, listen, our_addresses, resolve_host
+from .world import World
+
+NUM_PINGS = 30
+NUM_BYTES = 16 * 2**20
+PATIENCE = 5.0
+"""Seconds to wait for a host that should answer at once."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Whether a host answers from here."""
+
+    host: str
+    address: str = ""
+    interface: str = ""
+    seconds: float | None = None
+    """The time of a round trip; None where nobody answered."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from a host to an address of the first one."""
+
+    host: str
+    interface: str
+    address: str
+    seconds: float
+    """Latency of a round trip."""
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s, {1e6 * self.seconds:.0f} µs"
+        return f"{self.host} reaches {self.address} by {self.interface}: {speed}"
+
+
+def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
+    """Knocks at a host: that its port is closed is an answer too.
+
+    >>> reach("localhost", 9).interface
+    'lo'
+    """
+    try:
+        address = resolve_host(host)
+    except SettingsError as error:
+        return Reach(host, why=f"its name has no address ({error.got})")
+    with socket.socket() as knock:
+        knock.settimeout(patience)
+        began = time.perf_counter()
+        try:
+            code = knock.connect_ex((address, port))
+        except OSError as error:
+            code = error.errno or errno.EIO
+        seconds = time.perf_counter() - began
+        if code not in (0, errno.ECONNREFUSED):
+            said = "no answer" if code in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINPROGRESS) else errno.errorcode[code]
+            return Reach(host, address, why=f"{said} from {address} within {patience:.0f} s")
+    return Reach(host, address, _interface_towards(address), seconds)
+
+
+def measure(world: World) -> list[Link]:
+    """Every way from a host to the first one, the fastest of each host first; all ranks call it together."""
+    hosts = world.gather_objects(world.seat.host)
+    is_alone = len(set(hosts)) == 1
+    with contextlib.ExitStack() as held:
+        served: tuple[list[tuple[str, int]], bytes] | None = None
+        if world.is_first:
+            served = held.enter_context(_serving(_addresses(is_alone), secrets.token_bytes(16)))
+        ways, token = world.gather_objects(served)[0]
+        found: list[Link] = []
+        for turn in sorted({hosts.index(host) for host in hosts[1:]} - ({0} if not is_alone else set())):
+            mine = [_measured(world.seat.host, way, token) for way in ways] if world.rank == turn else []
+            found += [link for link in world.gather_objects(mine)[turn] if link is not None]
+    return sorted(found, key=lambda link: (hosts.index(link.host), -link.bytes_per_second))
+
+
+def best(links: list[Link]) -> dict[str, Link]:
+    """By host the fastest way."""
+    return {link.host: link for link in reversed(links)}
+
+
+def _addresses(is_alone: bool) -> list[str]:
+    outward = [address for address, name in our_addresses().items() if name != "lo"]
+    return [LOOPBACK] if is_alone or not outward else outward
+
+
+def _measured(host: str, way: tuple[str, int], token: bytes) -> Link | None:
+    """None where the address does not answer: it may lie in a network that leads elsewhere."""
+    try:
+        with socket.create_connection(way, timeout=PATIENCE) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.sendall(token)
+            times = list(_pings(link))
+            payload = bytes(NUM_BYTES)
+            began = time.perf_counter()
+            link.sendall(payload)
+            link.recv(1)
+            rate = NUM_BYTES / (time.perf_counter() - began)
+            return Link(host, interface_of(link.getsockname()[0]), way[0], statistics.median(times), rate)
+    except OSError:
+        return None
+
+
+def _pings(link: socket.socket) -> Iterator[float]:
+    for _ in range(NUM_PINGS):
+        began = time.perf_counter()
+        link.sendall(b"?")
+        if not link.recv(1):
+            raise ConnectionError("the other end hung up")
+        yield time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def _serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str, int]], bytes]]:
+    """Answers pings and takes bytes on each address, from whoever knows the token."""
+    listeners = [listen(address) for address in addresses]
+    threads = [threading.Thread(target=_answer_all, args=(item, token), name="links") for item in listeners]
+    for thread in threads:
+        thread.start()
+    try:
+        yield [item.getsockname() for item in listeners], token
+    finally:
+        for item in listeners:
+            # A plain close would leave the thread in accept.
+            with contextlib.suppress(OSError):
+                item.shutdown(socket.SHUT_RDWR)
+            item.close()
+        for thread in threads:
+            thread.join()
+
+
+def _answer_all(listener: socket.socket, token: bytes) -> None:
+    while True:
+        try:
+            link, _ = listener.accept()
+        except OSError:
+            return
+        with link, contextlib.suppress(OSError):
+            link.settimeout(PATIENCE)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _answer(link, token)
+
+
+def _answer(link: socket.socket, token: bytes) -> None:
+    given = link.recv(len(token), socket.MSG_WAITALL)
+    if not secrets.compare_digest(given, token):
+        return
+    for _ in range(NUM_PINGS):
+        if not link.recv(1):
+            return
+        link.sendall(b"!")
+    left, room = NUM_BYTES, bytearray(2**18)
+    while left > 0:
+        count = link.recv_into(room)
+        if not count:
+            return
+        left -= count
+    link.sendall(b"!")
+
+
+def _interface_towards(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return interface_of(probe.getsockname()[0])

@@ -1,0 +1,107 @@
+"""A survey: hosts that are about to train together compare what must be equal, and measure what lies between them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+from ..core import SettingsError
+from .links import Link, best, measure
+from .world import World
+
+MAX_SKEW = 2.0
+"""Seconds that clocks may differ: tokens expire and events are ordered by them."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank says of itself."""
+
+    rank: int
+    host: str
+    device: str
+    manyhands: str
+    torch: str
+    python: str
+    clock: float
+    data: str = ""
+    """A digest of the task's data, where there is a task."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found: all ranks, the ways between hosts, and what would go wrong."""
+
+    ranks: tuple[Facts, ...]
+    links: tuple[Link, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def chosen(self) -> dict[str, Link]:
+        """By host the way that carries the traffic."""
+        return best(list(self.links))
+
+
+def survey(world: World, data: str = "") -> Survey:
+    """Compares the ranks of a world and measures the ways between hosts; all ranks call it together."""
+    ranks = facts(world, data)
+    links = measure(world) if world.size > 1 else []
+    return Survey(tuple(ranks), tuple(links), tuple(differences(ranks)))
+
+
+def require_alike(world: World) -> None:
+    """Refuses ranks whose versions of manyhands, torch or Python differ: they would fail later, and less clearly."""
+    found = [text for text in differences(facts(world)) if " differs: " in text]
+    if found:
+        world.close()
+        raise SettingsError("ranks need the same software on every host", got="; ".join(found))
+
+
+def facts(world: World, data: str = "") -> list[Facts]:
+    """What every rank says of itself, in rank order."""
+    world.barrier()
+    mine = Facts(
+        rank=world.rank,
+        host=world.seat.host,
+        device=str(world.seat.device),
+        manyhands=version("manyhands"),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        clock=time.time(),
+        data=data,
+    )
+    found: list[Facts] = world.gather_objects(mine)
+    return found
+
+
+def differences(ranks: Sequence[Facts]) -> list[str]:
+    """What should be equal on all hosts and is not, with the host and the remedy.
+
+    >>> one = Facts(0, "host1", "cpu", "0.1", "2.13", "3.11", clock=0.0)
+    >>> differences([one, Facts(1, "host2", "cpu", "0.1", "2.12", "3.11", clock=0.5)])
+    ['torch differs: 2.13 on host1, 2.12 on host2; install the same version everywhere']
+    """
+    looks: list[tuple[str, Callable[[Facts], str], str]] = [
+        ("manyhands", lambda one: one.manyhands, "install the same version everywhere"),
+        ("torch", lambda one: one.torch, "install the same version everywhere"),
+        ("Python", lambda one: ".".join(one.python.split(".")[:2]), "use the same Python everywhere"),
+        ("the data", lambda one: one.data, "give every host the same files"),
+    ]
+    found = []
+    for what, value, remedy in looks:
+        hosts: dict[str, list[str]] = {}
+        for one in ranks:
+            hosts.setdefault(value(one), []).append(one.host)
+        if len(hosts) > 1:
+            said = ", ".join(f"{text} on {' '.join(dict.fromkeys(names))}" for text, names in hosts.items())
+            found.append(f"{what} differs: {said}; {remedy}")
+    early, late = min(ranks, key=lambda one: one.clock), max(ranks, key=lambda one: one.clock)
+    if late.clock - early.clock > MAX_SKEW:
+        skew = late.clock - early.clock
+        found.append(f"the clock of {late.host} is {skew:.1f} s before that of {early.host}; run an NTP service")
+    return found

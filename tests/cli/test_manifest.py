@@ -1,0 +1,89 @@
+"""`manyhands manifest`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from manyhands.cluster import understood
+
+from .conftest import Invoke
+
+COMMAND = ("--", "manyhands", "fit", "train.py", 'note=it\'s: #1 "quoted"', "--epochs", "3")
+WORDS = list(COMMAND[1:])
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (found,) = pod["spec"]["containers"]
+    return dict(found)
+
+
+def test_a_pytorchjob(invoke: Invoke) -> None:
+    result = invoke("manifest", "kubernetes", "--hosts", 3, "--image", "reg/x:1", "--claim", "runs", *COMMAND)
+    assert result.exit_code == 0, result.output
+    job = yaml.safe_load(result.stdout)
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert (job["kind"], replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == ("PyTorchJob", 1, 2)
+    pod = container(replicas["Worker"]["template"])
+    assert pod == container(replicas["Master"]["template"])
+    assert pod["command"] == WORDS
+    assert pod["name"] == "pytorch"  # the operator looks for it by this name
+    assert pod["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert {"name": "MANYHANDS_FOLDER", "value": "/runs"} in pod["env"]
+
+
+def test_several_devices_in_a_pod_are_started_by_torchrun(invoke: Invoke) -> None:
+    job = yaml.safe_load(invoke("manifest", "kubernetes", "--hosts", 1, "--gpus", 8, *COMMAND).stdout)
+    assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    assert job["spec"]["nprocPerNode"] == "8"
+    assert container(job["spec"]["pytorchReplicaSpecs"]["Master"]["template"])["command"] == [
+        "torchrun", "--no-python", *WORDS,
+    ]  # fmt: skip
+
+
+def test_what_a_jobset_sets_is_understood(invoke: Invoke) -> None:
+    result = invoke("manifest", "jobset", "--name", "digits", "--hosts", 2, "--gpus", 0, *COMMAND)
+    job = yaml.safe_load(result.stdout)
+    (part,) = job["spec"]["replicatedJobs"]
+    inner = part["template"]["spec"]
+    assert (inner["completions"], inner["parallelism"]) == (2, 2)
+    pod = container(inner["template"])
+    assert "resources" not in pod
+    environ = {item["name"]: item["value"] for item in pod["env"]}
+    cluster = understood({**environ, "JOB_COMPLETION_INDEX": "1"})
+    assert cluster is not None
+    assert (cluster.num_hosts, cluster.here, cluster.address) == (2, 1, "digits-workers-0-0.digits")
+
+
+def test_an_sbatch_script_is_a_shell_script(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("manifest", "slurm", "--hosts", 4, "--gpus", 8, *COMMAND)
+    script = tmp_path / "job.sh"
+    script.write_text(result.stdout)
+    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in result.stdout
+    (tmp_path / "srun").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (tmp_path / "srun").chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run([bash, str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["--kill-on-bad-exit=1", *WORDS], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nomad", *COMMAND), "a scheduler is kubernetes, jobset, slurm"),
+        (("slurm",), "a manifest runs a command"),
+        (("slurm", "--hosts", "0", *COMMAND), "--hosts is at least 1"),
+        (("jobset", "--name", "My_Job", *COMMAND), "--name has small letters"),
+        (("slurm", "--time", "soon; rm", *COMMAND), "--time is written like"),
+    ],
+)
+def test_mistakes_are_said(invoke: Invoke, words: tuple[str, ...], said: str) -> None:
+    result = invoke("manifest", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
