@@ -27,6 +27,13 @@ class Group:
     network: Link | None = None
     sharing: int = 1
     """Groups that use one host's network card at the same time."""
+    start: float | None = None
+    """Seconds besides hops and bytes, where they were measured."""
+
+    @property
+    def beginning(self) -> float:
+        """Seconds until an exchange is under way."""
+        return START if self.start is None else self.start
 
     @property
     def hosts(self) -> int:
@@ -51,7 +58,7 @@ def all_reduce(size: float, group: Group) -> float:
     n = group.size
     ring = 2 * (n - 1) * hop + 2 * (n - 1) / n * size / rate
     tree = 4 * n.bit_length() * hop + 2 * size / rate
-    return START + min(ring, tree)
+    return group.beginning + min(ring, tree)
 
 
 def all_gather(size: float, group: Group) -> float:
@@ -59,7 +66,7 @@ def all_gather(size: float, group: Group) -> float:
     if group.size == 1:
         return 0.0
     rate, hop = group._way()
-    return START + (group.size - 1) * hop + (group.size - 1) / group.size * size / rate
+    return group.beginning + (group.size - 1) * hop + (group.size - 1) / group.size * size / rate
 
 
 def send(size: float, way: Link) -> float:
@@ -77,6 +84,9 @@ class Servers:
     """Between a worker and a server."""
     task_rate: float = 1.25e9
     """Bytes per second that one server process serves at the most; published null steps imply about 1e9."""
+
+    waits: bool = False
+    """Whether workers fetch all parameters before they begin, after all others have pushed, rather than as needed."""
 
     def rounds(self, size: float, pushers: int) -> tuple[float, float]:
         """Seconds in which all pull their parameters and all push their gradients, each way by itself."""

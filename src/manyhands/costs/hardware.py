@@ -13,6 +13,8 @@ from typing import Any
 from ..core import DeviceError
 from .network import Work
 
+TCP_FILLS = 1.25e9
+"""Bytes per second up to which TCP through the kernel fills a link."""
 SHARPNESS = 3.0
 """How abruptly the slower of two things that run at once decides; fitted to published iterations."""
 
@@ -48,20 +50,22 @@ class Chip:
         """Operations per second that large products get."""
         return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
 
-    def seconds(
-        self, work: Work, samples: float, precision: str, *, cut: int = 1, uncut: float = 0.3, recorded: bool = False
-    ) -> float:
-        """The time of a forward or backward for so many times the traced samples.
-
-        With `cut` devices the products are shared out; of the bytes the part `uncut` is not.
-        """
+    def computing(self, work: Work, samples: float, precision: str, cut: int = 1) -> float:
+        """Seconds of the device itself, for so many times the traced samples and products cut over so many devices."""
         flops = work.flops * samples / cut
         products = max(1.0, work.operations / 4) if flops else 0.0
-        computing = (flops + products * self.half) / self.rate(precision) if flops else 0.0
-        moved = work.moved * samples * (uncut + (1 - uncut) / cut) + work.fixed / cut
-        device = computing + moved / (self.bandwidth * self.streaming)
-        host = work.operations * (self.replayed if recorded else self.operation)
-        return blend(device, host)
+        calculating = (flops + products * self.half) / self.rate(precision) if flops else 0.0
+        moved = (work.uncut + (work.moved - work.uncut) / cut) * samples + work.fixed / cut
+        return calculating + moved / (self.bandwidth * self.streaming)
+
+    def starting(self, operations: float, *, recorded: bool = False) -> float:
+        """Seconds that the host needs to start so many operations."""
+        return operations * (self.replayed if recorded else self.operation)
+
+    def seconds(self, work: Work, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:
+        """The time of a forward or backward: the device's and the host's run side by side."""
+        host = self.starting(work.operations, recorded=recorded)
+        return blend(self.computing(work, samples, precision, cut), host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,8 @@ def link(name: str, bandwidth: float | None = None) -> Link:
     10.0
     """
     known = _catalogue()["links"]
+    if name == "Ethernet" and bandwidth is not None and bandwidth > TCP_FILLS:
+        return Link(**{**known["fast Ethernet"], "name": name, "bandwidth": bandwidth})
     if name not in known:
         raise DeviceError(f"the catalogue has {', '.join(known)}", got=repr(name), remedy="name one of these")
     made = {"name": name, **known[name]}

@@ -15,6 +15,8 @@ class Work:
     """Of matrix products, convolutions and attention."""
     moved: float = 0.0
     """Bytes that operations read and write and that grow with the samples."""
+    uncut: float = 0.0
+    """Those of them that every device moves whole where products are cut: sums, norms and dropout of whole rows."""
     fixed: float = 0.0
     """Bytes of parameters and their gradients that are read and written, however many samples there are."""
     operations: int = 0
@@ -25,6 +27,7 @@ class Work:
         return Work(
             flops=self.flops + other.flops,
             moved=self.moved + other.moved,
+            uncut=self.uncut + other.uncut,
             fixed=self.fixed + other.fixed,
             operations=self.operations + other.operations,
             peak=max(self.peak, other.peak),
@@ -53,6 +56,13 @@ class Piece:
     """Inputs that are multiplied by parameters: pairs of them can be cut across devices, with one sum for each pair."""
     is_repeated: bool = False
     """Whether there are others of its kind: what `recompute="blocks"` computes again."""
+
+    def share(self, cut: int) -> float:
+        """The part of its activations that each of so many devices holds where its products are cut over them."""
+        if cut == 1 or not self.products:
+            return 1.0
+        whole = self.forward.uncut / self.forward.moved if self.forward.moved else 0.0
+        return whole + (1 - whole) / cut
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,8 +151,10 @@ def _stretched(batch: Any, rows: int) -> Any:
 class _Counter(StorageWatch):
     """Counts operations, their FLOPs and bytes, and follows what they hold."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: set[int], whole: tuple[int, ...] = ()) -> None:
         super().__init__({})
+        self._whole = whole
+        """The shape of whole rows, which devices that share a block's products all have."""
         self._parameters = parameters
         self._is_paused = False
         self.works = [Work(), Work()]
@@ -196,7 +198,9 @@ class _Counter(StorageWatch):
             touched = fixed = fixed + size_of(outputs[0])
         elif flops and mine and not self._in_backward:
             self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
-        work = Work(flops=flops, moved=touched - fixed, fixed=fixed, operations=1)
+        is_whole = not flops and tuple(outputs[0].shape) == self._whole
+        moved = touched - fixed
+        work = Work(flops=flops, moved=moved, uncut=moved if is_whole else 0, fixed=fixed, operations=1)
         self.works[self._in_backward] = self.works[self._in_backward] + work
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -294,8 +298,9 @@ class _Tracer:
         return call
 
     def _measured(self, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> _Kind:
-        counter = _Counter(self._parameters)
         leaves, layout = tree_flatten((args, kwargs))
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        counter = _Counter(self._parameters, shapes[0] if shapes else ())
         # Copies, since a piece may change its inputs in place, which no leaf allows.
         starts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [start.clone() for start in starts]

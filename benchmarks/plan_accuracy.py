@@ -1,0 +1,70 @@
+"""The planner's scorecard: predicted against measured, on published data and on this machine.
+
+`python -m benchmarks.plan_accuracy [--quick] [--published FILE.csv]`. With a file, its points are tried by the same
+code as those in `benchmarks/data/published_scaling.csv`, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from . import plan_published, plan_vtrain
+from .report import Check, Report
+
+
+def main() -> None:
+    """Scores all there is."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out what measures on this machine")
+    parser.add_argument("--published", type=Path, help="other published points, in the same columns")
+    asked = parser.parse_args()
+    report = Report("plan_accuracy", asked.quick)
+    published(report, asked.published or plan_published.DATA)
+    if asked.published is None:
+        vtrain(report, asked.quick)
+    report.finish()
+
+
+def vtrain(report: Report, quick: bool) -> None:
+    """vTrain's iterations; other draws of the twenty rows are notes."""
+    found = plan_vtrain.observations()
+    score = plan_vtrain.score(found, plan_vtrain.chosen(found))
+    report.checks["vtrain_median_error"] = Check(value=score.median_error, at_most=0.08)
+    for count, bar in ((1, 0.06), (3, 0.02), (5, 0.01)):
+        report.checks[f"vtrain_regret_top{count}"] = Check(value=score.regret[count], at_most=bar)
+    report.notes["vtrain_mean_error"] = round(score.mean_error, 4)
+    report.notes["vtrain_rank_correlation"] = round(score.rank_correlation, 4)
+    others = [plan_vtrain.score(found, plan_vtrain.chosen(found, seed)) for seed in range(1, 2 if quick else 6)]
+    report.notes["vtrain_median_error_of_other_draws_at_most"] = round(max(o.median_error for o in others), 4)
+    report.notes["vtrain_regret_top1_of_other_draws_at_most"] = round(max(o.regret[1] for o in others), 4)
+
+
+def published(report: Report, path: Path) -> None:
+    """Speed-ups of public reports."""
+    rows = plan_published.predicted(plan_published.points(path))
+    table = Table("system", "mode", "network", "devices", "measured", "predicted", "error", title="published speed-ups")
+    by_series: dict[tuple[str, ...], list[float]] = {}
+    for point, measured, guess in rows:
+        row = point.row
+        figures = (str(point.num_devices), f"{measured:.2f}", f"{guess:.2f}", f"{guess / measured - 1:+.1%}")
+        table.add_row(row["system"], row["mode"], row["model"], *figures)
+        by_series.setdefault(point.series, []).append(abs(guess / measured - 1))
+    Console(width=130).print(table)
+    errors = [error for series in by_series.values() for error in series]
+    report.checks["published_speedup_error"] = Check(value=fmean(errors), at_most=0.10)
+    report.notes["published_points"] = len(errors)
+    report.notes["published_worst_error"] = round(max(errors), 4)
+    report.notes["published_mean_of_series_errors"] = round(fmean(map(fmean, by_series.values())), 4)
+
+
+if __name__ == "__main__":
+    main()

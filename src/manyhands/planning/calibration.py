@@ -1,0 +1,148 @@
+"""Calibration: constants of devices and links fitted to a few measured steps, and what is left over, remembered.
+
+The constants are physical (the share of peak that products reach, an operation's start, a link's share), fitted in
+logarithms with the catalogue's values as the prior. What measured steps still differ by is carried over to steps that
+are alike: as many rows, as many devices sharing products, a network of that size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import StrategySpec
+from .clusters import Cluster
+from .estimate import Correction, estimate
+from .workload import Workload
+
+LOOSE = {"reach": 0.5, "half": 1.0, "streaming": 0.5, "operation": 1.5, "share": 0.5, "exchange": 1.0, "spread": 0.5}
+"""How far a constant may be from the catalogue's, as the standard deviation of its logarithm."""
+NOISE = 0.05
+"""The standard deviation of a measured step's logarithm."""
+ALIKE = 0.6
+"""How many doublings apart two steps may be and still say something about each other."""
+TRUST = 0.05
+"""The weight of having measured nothing like it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A step that was measured."""
+
+    workload: Workload
+    spec: StrategySpec
+    seconds: float
+
+
+def calibrated(cluster: Cluster, observations: Sequence[Observation], names: Sequence[str] = tuple(LOOSE)) -> Cluster:
+    """The cluster with constants that explain the observations, none far from the catalogue's without need."""
+    start = np.zeros(len(names))
+    target = np.log([one.seconds for one in observations])
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        made = _with(cluster, dict(zip(names, logs, strict=True)))
+        seen = np.log([estimate(one.workload, made, one.spec).seconds for one in observations])
+        prior = logs / np.array([LOOSE[name] for name in names])
+        return np.concatenate([_robust((seen - target) / NOISE), prior])
+
+    found = _least_squares(residuals, start)
+    return replace(_with(cluster, dict(zip(names, found, strict=True))), measured=True)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What measured steps differ by from the model, to be carried over to others that are alike."""
+
+    places: tuple[tuple[float, ...], ...]
+    logs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, observations: Sequence[Observation]) -> Residuals:
+        """The factors on computing with which the model meets each observation."""
+        logs = tuple(_factor(cluster, one) for one in observations)
+        places = tuple(_place(one.workload, one.spec, _rows(one.workload, one.spec)) for one in observations)
+        return cls(places, logs)
+
+    def correction(self, workload: Workload) -> Correction:
+        """A factor for any spec of this workload."""
+
+        def factor(spec: StrategySpec, rows: float) -> float:
+            place = _place(workload, spec, rows)
+            weights = [math.exp(-(math.dist(place, other) ** 2) / ALIKE**2) for other in self.places]
+            return math.exp(sum(w * log for w, log in zip(weights, self.logs, strict=True)) / (sum(weights) + TRUST))
+
+        return factor
+
+
+def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
+    """A cluster whose constants are moved by so much in their logarithms."""
+    factors = {name: math.exp(log) for name, log in logs.items()}
+    chip = cluster.chip
+    own = {
+        name: getattr(chip, name) * factors[name]
+        for name in ("reach", "half", "streaming", "operation")
+        if name in factors
+    }
+    moved = replace(cluster, chip=replace(chip, **own))
+    if "share" in factors:
+        moved = replace(moved, inside=replace(moved.inside, share=moved.inside.share * factors["share"]))
+    if "exchange" in factors:
+        moved = replace(moved, exchange=(cluster.exchange or cluster.group(1, 1).beginning) * factors["exchange"])
+    if "spread" in factors:
+        moved = replace(moved, spread=cluster.spread * factors["spread"])
+    return moved
+
+
+def _least_squares(residuals: object, start: NDArray[np.float64], rounds: int = 25) -> NDArray[np.float64]:
+    """Levenberg and Marquardt's way down, with differences for derivatives."""
+    assert callable(residuals)
+    at, damping = start, 1e-2
+    now = residuals(at)
+    for _ in range(rounds):
+        slopes = np.stack([(residuals(at + 1e-3 * unit) - now) / 1e-3 for unit in np.eye(len(at))], axis=1)
+        square = slopes.T @ slopes
+        for _ in range(6):
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -slopes.T @ now)
+            new = residuals(at + np.clip(step, -1, 1))
+            if new @ new < now @ now:
+                gain = (now @ now - new @ new) / (now @ now)
+                at, now, damping = at + np.clip(step, -1, 1), new, damping / 3
+                break
+            damping *= 4
+        else:
+            break
+        if gain < 1e-5:
+            break
+    return at
+
+
+def _robust(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Residuals whose squares grow like their size beyond two standard deviations, so that no outlier rules."""
+    size = np.abs(values)
+    return np.sign(values) * np.where(size <= 2, size, np.sqrt(np.maximum(0.0, 4 * size - 4)))
+
+
+def _factor(cluster: Cluster, one: Observation) -> float:
+    """The logarithm of the factor on computing with which the model gives the measured time."""
+    low, high = math.log(0.2), math.log(5.0)
+    for _ in range(30):
+        middle = (low + high) / 2
+        factor = math.exp(middle)
+        seen = estimate(one.workload, cluster, one.spec, correction=lambda *_, factor=factor: factor).seconds
+        low, high = (middle, high) if seen < one.seconds else (low, middle)
+    return (low + high) / 2
+
+
+def _rows(workload: Workload, spec: StrategySpec) -> float:
+    return math.ceil(workload.batch_size / spec.num_parts / spec.accumulate)
+
+
+def _place(workload: Workload, spec: StrategySpec, rows: float) -> tuple[float, ...]:
+    network = workload.network(spec.precision)
+    blocks = [piece.forward.flops for piece in network.pieces if piece.forward.flops]
+    largest = max(blocks, default=1.0) / network.rows
+    return math.log2(rows), math.log2(spec.tensor), math.log2(largest) / 2

@@ -1,0 +1,233 @@
+"""Clusters: hardware that a plan is made for, at hand or not, from a line of text or a TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError
+from ..costs import Chip, Group, Link, chip, link, make_chip
+
+_SHAPE = re.compile(
+    r"(?:(?P<hosts>\d+)\s*(?:hosts?|nodes?|servers?|machines?)?\s*[x*]\s*)?"
+    r"(?P<count>\d+)\s*[x*]?\s*(?P<chip>[A-Za-z][\w-]*)"
+    r"(?:\s+(?P<inside>NVLink|PCIe)(?:\s*(?P<version>\d))?)?",
+    re.IGNORECASE,
+)
+_PER_HOST = re.compile(r"(?P<count>\d+)\s*(?:per|a|/)\s*(?:host|node|server)", re.IGNORECASE)
+_RATE = re.compile(r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>[GMT])(?:b(?:it)?/?s|bps|bE|igabit)?", re.IGNORECASE)
+_PRICE = re.compile(r"(?:\$|€|EUR|USD)?\s*(?P<price>\d+(?:\.\d+)?)\s*(?:\$|€|EUR|USD)?\s*/\s*h(?:our)?", re.IGNORECASE)
+_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12}
+_KINDS = {"ib": "InfiniBand", "infiniband": "InfiniBand", "roce": "RoCE", "ethernet": "Ethernet", "tcp": "Ethernet"}
+REMEDY = 'write for instance "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h", or pass a TOML file'
+SPREAD = 0.02
+"""The standard deviation of a replica's step, as a part of it, where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts of equal devices.
+
+    >>> cluster = Cluster.parse("8 hosts x 8 H100, 400Gb/s")
+    >>> cluster.num_devices, cluster.chip.name, cluster.network.name
+    (64, 'H100', 'InfiniBand')
+    """
+
+    hosts: int
+    per_host: int
+    chip: Chip
+    inside: Link
+    network: Link | None = None
+    price: float | None = None
+    """Money for one device and hour."""
+    spread: float = SPREAD
+    assumed: tuple[str, ...] = ()
+    """What was not said and is taken for granted."""
+    measured: bool = False
+    """Whether its figures were measured rather than read off datasheets."""
+    exchange: float = 0.0
+    """Seconds that a collective takes besides what its bytes take, where that was measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "per_host"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"a cluster has at least one of {name}", got=getattr(self, name), remedy=REMEDY)
+        if self.hosts > 1 and self.network is None:
+            raise SettingsError("several hosts have a network", got=f"{self.hosts} hosts without one", remedy=REMEDY)
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.hosts * self.per_host
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts x " if self.hosts > 1 else ""
+        network = f", {self.network.bandwidth * 8 / 1e9:g} Gb/s {self.network.name}" if self.network else ""
+        return f"{hosts}{self.per_host} {self.chip.name} over {self.inside.name}{network if self.hosts > 1 else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Reads a line such as "8 hosts x 8 H100, 400Gb/s InfiniBand, $2/h"."""
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        shape = _SHAPE.match(parts[0]) if parts else None
+        if shape is None:
+            raise SettingsError("a cluster is hosts times devices", got=repr(text), remedy=REMEDY)
+        rest = " ".join([parts[0][shape.end() :], *parts[1:]])
+        values: dict[str, Any] = {"device": shape["chip"]}
+        count, per = int(shape["count"]), _PER_HOST.search(rest)
+        if shape["hosts"]:
+            values.update(hosts=int(shape["hosts"]), per_host=count)
+        else:
+            values.update(devices=count, per_host=int(per["count"]) if per else count)
+        if shape["inside"]:
+            kind = "NVLink" if shape["inside"].lower() == "nvlink" else "PCIe"
+            if kind == "PCIe" or shape["version"]:
+                values["inside"] = f"{kind} {shape['version'] or 4}"
+        rest = _PER_HOST.sub(" ", rest)
+        price = _PRICE.search(rest)
+        if price:
+            values["price"] = float(price["price"])
+            rest = _PRICE.sub(" ", rest)
+        values.update(_network_of(rest))
+        return cls.from_dict(values)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """Reads a TOML file: hosts, per_host, device, network, and figures of one's own under [chip]."""
+        try:
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError("a cluster file is TOML", got=f"{path}: {error}", remedy=REMEDY) from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
+        """From settings by name; what contradicts itself is refused."""
+        known = ("hosts", "per_host", "devices", "device", "chip", "inside", "network", "gbits", "per_device", "price")
+        for key in values:
+            if key not in (*known, "spread"):
+                raise SettingsError(
+                    f"a cluster has {', '.join(known)}, spread", got=repr(key), remedy="correct the name"
+                )
+        assumed: list[str] = []
+        hosts, per_host = _shape(values)
+        name = str(values.get("device", "mine"))
+        made = make_chip(name, values["chip"]) if "chip" in values else chip(name)
+        inside = link(str(values.get("inside", made.inside)))
+        if "inside" not in values and per_host > 1:
+            assumed.append(f"{inside.name} between the devices of a host")
+        network = None
+        if hosts > 1:
+            network = _network(values, per_host, assumed)
+        price = values.get("price")
+        for key, number in (("price", price), ("gbits", values.get("gbits"))):
+            if number is not None and not (isinstance(number, int | float) and number > 0):
+                raise SettingsError(f"{key} must be a number above zero", got=repr(number), remedy=REMEDY)
+        assumed.append(f"{made.name}: {made.reach:.0%} of the datasheet's products per second ({made.source})")
+        return cls(
+            hosts=hosts,
+            per_host=per_host,
+            chip=made,
+            inside=inside,
+            network=network,
+            price=price,
+            spread=float(values.get("spread", SPREAD)),
+            assumed=tuple(assumed),
+        )
+
+    def with_devices(self, count: int) -> Cluster:
+        """The same kind of cluster with so many devices, hosts filled up one after another; a network where needed."""
+        per_host = min(self.per_host, count)
+        hosts = -(-count // per_host)
+        network = self.network
+        if hosts > 1 and network is None:
+            network = link("InfiniBand", 12.5e9 * max(1, self.per_host))
+        return replace(self, hosts=hosts, per_host=per_host, network=network)
+
+    def group(self, size: int, stride: int) -> Group:
+        """Ranks that lie `stride` apart: how many of them share a host, and how many such groups share its card."""
+        together = max(1, min(size, self.per_host // stride)) if stride < self.per_host else 1
+        sharing = max(1, min(self.per_host, self.num_devices) // together) if size > together else 1
+        return Group(
+            size=size,
+            per_host=together,
+            inside=self.inside,
+            network=self.network,
+            sharing=sharing,
+            start=self.exchange or None,
+        )
+
+    def way(self, stride: int) -> Link:
+        """The link between ranks that lie so far apart; a card is shared by all that send at once."""
+        if stride < self.per_host or self.network is None:
+            return self.inside
+        return replace(self.network, bandwidth=self.network.bandwidth / min(stride, self.per_host))
+
+
+def as_cluster(given: Cluster | str | Path) -> Cluster:
+    """A cluster from what a person passes."""
+    if isinstance(given, Cluster):
+        return given
+    if isinstance(given, Path) or str(given).endswith(".toml"):
+        return Cluster.read(given)
+    if not isinstance(given, str):
+        raise SettingsError("a cluster is a text, a TOML file or a Cluster", got=repr(given), remedy=REMEDY)
+    return Cluster.parse(given)
+
+
+def _shape(values: Mapping[str, Any]) -> tuple[int, int]:
+    numbers = {key: values[key] for key in ("hosts", "per_host", "devices") if key in values}
+    for key, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise SettingsError(f"{key} must be a whole number of at least 1", got=repr(number), remedy=REMEDY)
+    devices = numbers.get("devices")
+    hosts = numbers.get("hosts")
+    per_host = numbers.get("per_host")
+    if per_host is None:
+        per_host = devices // hosts if devices and hosts else devices or 1
+    if hosts is None:
+        hosts = -(-(devices or per_host) // per_host)
+    if devices is not None and devices != hosts * per_host:
+        raise SettingsError(
+            "devices must be hosts times devices per host",
+            got=f"{devices} devices, {hosts} hosts of {per_host}",
+            remedy="correct one of the numbers",
+        )
+    return hosts, per_host
+
+
+def _network_of(text: str) -> dict[str, Any]:
+    """The network in the rest of a line: its rate, its kind, and whose it is."""
+    values: dict[str, Any] = {}
+    rate = _RATE.search(text)
+    if rate:
+        values["gbits"] = float(rate["rate"]) * _UNITS[rate["unit"].upper()] / 1e9
+        text = text.replace(rate[0], " ", 1)
+        if re.search(r"G(?:b)?E", rate[0]):
+            values["network"] = "Ethernet"
+    for word in re.findall(r"[A-Za-z]+", text):
+        if word.lower() in _KINDS:
+            values["network"] = _KINDS[word.lower()]
+        elif word.lower() in ("device", "gpu"):
+            values["per_device"] = True
+        elif word.lower() not in ("per", "each", "a", "over", "network", "between", "hosts", "and"):
+            raise SettingsError("a cluster is hosts, devices, a network and a price", got=repr(word), remedy=REMEDY)
+    return values
+
+
+def _network(values: Mapping[str, Any], per_host: int, assumed: list[str]) -> Link:
+    gbits = values.get("gbits")
+    if gbits is None:
+        raise SettingsError("several hosts have a network with a speed", got="none", remedy=REMEDY)
+    kind = values.get("network")
+    if kind is None:
+        kind = "InfiniBand" if gbits >= 50 else "Ethernet"
+        assumed.append(f"{kind} between hosts")
+    if values.get("per_device"):
+        gbits *= per_host
+    elif per_host > 1:
+        assumed.append(f"{gbits:g} Gb/s for a host as a whole (write 'per device' where each device has a card)")
+    return link(str(kind), gbits * 1e9 / 8)

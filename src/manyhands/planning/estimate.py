@@ -1,0 +1,317 @@
+"""Estimates: what a step costs on a cluster with a strategy, split into what it is spent on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+from ..core import StrategySpec
+from ..costs import Chip, Group, Network, Piece, Servers, Work, all_gather, all_reduce, blend, send
+from .clusters import Cluster
+from .memory import ROOM, Footprint, footprint
+from .schedules import cut, in_flight, makespan
+from .workload import Workload, wire_share
+
+BUCKET = 25e6
+"""Bytes of gradients that travel together."""
+JITTER = 0.1
+"""How far hosts that start operations one by one drift apart between two exchanges, as a part of the time between."""
+CONTENTION = (0.15, 0.02)
+"""How much computing slows down while an exchange runs beside it: over links inside a host, over a network."""
+EXTRA = 3
+"""Operations that a collective costs its host."""
+
+Correction = Callable[[StrategySpec, float], float]
+"""A measured factor on the time of computing, for a spec and the rows of a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A step's seconds, what they go into, and what a device holds."""
+
+    spec: StrategySpec
+    num_devices: int
+    batch_size: int
+    compute: float
+    communication: float = 0.0
+    """Exchanges that computing has to wait for."""
+    bubble: float = 0.0
+    """Stages that wait for others."""
+    stragglers: float = 0.0
+    """Waiting for the slowest replica."""
+    input: float = 0.0
+    update: float = 0.0
+    memory: Footprint
+    fits: bool
+    host_share: float = 0.0
+    """The part of computing in which the device waits for its host to start operations."""
+    factor: float = 1.0
+    """Measured over predicted, once it was measured."""
+
+    @property
+    def seconds(self) -> float:
+        """All of a step."""
+        parts = self.compute + self.communication + self.bubble + self.stragglers + self.input + self.update
+        return parts * self.factor
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of all devices."""
+        return self.batch_size / self.seconds
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they are spent on."""
+        names = ("compute", "communication", "bubble", "stragglers", "input", "update")
+        return {name: getattr(self, name) * self.factor for name in names}
+
+
+def waiting(count: int) -> float:
+    """How many standard deviations the slowest of so many is beyond the mean.
+
+    >>> [round(waiting(n), 1) for n in (1, 8, 50, 512)]
+    [0.0, 1.4, 2.2, 3.0]
+    """
+    return 0.0 if count < 2 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def waiting_for(count: int, backups: int) -> float:
+    """The same where the step goes on when `count` of `count + backups` are there.
+
+    >>> round(waiting_for(46, 4), 1)
+    1.3
+    """
+    whole = count + backups
+    return waiting(count) if backups == 0 else NormalDist().inv_cdf((count - 0.375) / (whole + 0.25))
+
+
+def estimate(
+    workload: Workload,
+    cluster: Cluster,
+    spec: StrategySpec,
+    *,
+    servers: Servers | None = None,
+    pushers: int | None = None,
+    correction: Correction | None = None,
+    schedule: str = "1f1b",
+) -> Estimate:
+    """Predicts one step; with `servers` gradients go to them, from so many pushers, instead of between replicas."""
+    network = workload.network(spec.precision)
+    parts = spec.num_parts
+    rows = math.ceil(workload.batch_size / parts / spec.accumulate)
+    recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured
+    times = _Times(network, cluster, spec, rows, recorded)
+    scale = correction(spec, rows) if correction else 1.0
+    stages = times.stages(scale, workload.balanced)
+    micros = spec.accumulate
+    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
+    sending = 0.0
+    if spec.stages > 1:
+        widest = max(s.output for s in stages[:-1]) * rows / network.rows
+        sending = send(widest / spec.tensor, cluster.way(spec.tensor))
+    span = makespan(forward, backward, sending, micros, schedule) if len(stages) > 1 else micros * times.both(stages)
+    busiest = max(stages, key=lambda s: s.forward + s.backward)
+    mean = sum(s.forward + s.backward for s in stages) / len(stages)
+    exposed_tensor = max(s.exchange for s in stages) * micros
+    gradients = _exchanged(workload, cluster, spec, busiest, micros) if servers is None else 0.0
+    update = _update(network, busiest.pieces, cluster.chip, spec)
+    compute = micros * mean - exposed_tensor if len(stages) > 1 else span - exposed_tensor
+    late = cluster.spread * waiting(spec.num_devices or 1) * (compute + exposed_tensor)
+    served = 0.0
+    if servers is not None:
+        served = _served(busiest, servers, network.param_bytes * workload.wire, pushers or parts)
+    communication = exposed_tensor + gradients + served
+    busy = span + gradients + served + late + update
+    hosts = max(1, min(cluster.hosts, spec.num_devices or 1))
+    reading = workload.batch_size / (hosts * workload.feed) if workload.feed else 0.0
+    held = max(
+        (
+            footprint(
+                network, s.pieces, spec, rows, in_flight(schedule, i, len(stages), micros) if len(stages) > 1 else 1
+            )
+            for i, s in enumerate(stages)
+        ),
+        key=lambda one: one.total,
+    )
+    return Estimate(
+        spec=spec,
+        num_devices=spec.num_devices or 1,
+        batch_size=workload.batch_size,
+        compute=compute,
+        communication=communication,
+        bubble=max(0.0, span - micros * mean) if len(stages) > 1 else 0.0,
+        stragglers=late,
+        input=max(0.0, reading - busy),
+        update=update,
+        memory=held,
+        fits=held.total <= ROOM * cluster.chip.memory,
+        host_share=max(0.0, 1 - times.device / times.whole) if times.whole else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Pieces that run on one rank, and the seconds of a micro-batch."""
+
+    pieces: tuple[Piece, ...]
+    forward: float
+    backward: float
+    exchange: float
+    backwards: tuple[float, ...]
+    forwards: tuple[float, ...]
+    output: float
+
+
+class _Times:
+    """The times of all pieces of a network for micro-batches of so many rows."""
+
+    def __init__(self, network: Network, cluster: Cluster, spec: StrategySpec, rows: float, recorded: bool) -> None:
+        self._network, self._cluster, self._spec = network, cluster, spec
+        group = cluster.group(spec.tensor, 1)
+        late = 1 + JITTER * waiting(spec.tensor)
+        samples = rows / network.rows
+        self.device = self.whole = 0.0
+        self._rows = []
+        cached: dict[Piece, tuple[float, float, float, float]] = {}
+        for piece in network.pieces:
+            key = _kind(piece)
+            if key not in cached:
+                alone = cluster.chip.computing(piece.forward + piece.backward, samples, spec.precision, spec.tensor)
+                cached[key] = (*_piece_times(piece, cluster.chip, spec, samples, group, late, recorded), alone)
+            forward, backward, exchange, alone = cached[key]
+            self.device += alone
+            self.whole += forward + backward - exchange
+            self._rows.append((forward, backward, exchange))
+
+    def stages(self, scale: float, balanced: bool) -> list[_Stage]:
+        """The pieces of each stage, cut so that the slowest is as fast as possible, or with equally many blocks."""
+        costs = [forward + backward for forward, backward, _ in self._rows]
+        if not balanced:
+            costs = [float(piece.is_repeated) for piece in self._network.pieces]
+        pieces = self._network.pieces
+        count = min(self._spec.stages, len(pieces))
+        starts = cut(costs, count) if count > 1 else [0]
+        made = []
+        for start, end in zip(starts, [*starts[1:], len(pieces)], strict=True):
+            rows = self._rows[start:end]
+            made.append(
+                _Stage(
+                    pieces=pieces[start:end],
+                    forward=scale * sum(row[0] for row in rows),
+                    backward=scale * sum(row[1] for row in rows),
+                    exchange=scale * sum(row[2] for row in rows),
+                    forwards=tuple(scale * row[0] for row in rows),
+                    backwards=tuple(scale * row[1] for row in rows),
+                    output=pieces[end - 1].output,
+                )
+            )
+        return made
+
+    @staticmethod
+    def both(stages: Sequence[_Stage]) -> float:
+        return stages[0].forward + stages[0].backward
+
+
+@lru_cache(maxsize=4096)
+def _kind(piece: Piece) -> Piece:
+    """The same without its name and place, so that equal blocks are computed once."""
+    return Piece(
+        name="",
+        forward=piece.forward,
+        backward=piece.backward,
+        output=piece.output,
+        products=piece.products,
+        is_repeated=piece.is_repeated,
+    )
+
+
+def _piece_times(
+    piece: Piece, chip: Chip, spec: StrategySpec, samples: float, group: Group, late: float, recorded: bool
+) -> tuple[float, float, float]:
+    """Forward, backward, and how much of both is waiting for sums between devices that share its products."""
+    spread = spec.tensor if piece.products else 1
+    sums = piece.products / 2 if spread > 1 else 0.0
+    narrow = 0.5 if spec.precision == "bf16" else 1.0  # products give narrow numbers, what they are added to is wide
+    once = sums * all_reduce(narrow * piece.output * samples, group) if sums else 0.0
+    again = bool(spec.recompute) and piece.is_repeated
+    result, waited = [], 0.0
+    for work, rounds in ((piece.forward, 1), (piece.backward, 2 if again and spec.recompute != "selective" else 1)):
+        device = chip.computing(work, samples, spec.precision, spread)
+        operations = work.operations + rounds * sums * EXTRA
+        if work is piece.backward and again:
+            device += chip.computing(_repeated(piece.forward, spec), samples, spec.precision, spread)
+            operations += piece.forward.operations
+        host = chip.starting(operations, recorded=recorded) * (late if sums else 1.0)
+        total = blend(device + rounds * once, host)
+        waited += total - blend(device, host)
+        result.append(total)
+    return result[0], result[1], waited
+
+
+def _repeated(work: Work, spec: StrategySpec) -> Work:
+    """What backward computes again: all of a block, or all but its products."""
+    return Work(moved=work.moved / 2, operations=work.operations) if spec.recompute == "selective" else work
+
+
+def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
+    """Seconds that computing waits for gradients, and for parameters where they are cut over ranks."""
+    stride = spec.tensor * spec.stages
+    shards, replicas = spec.shards or 1, spec.replicas or 1
+    waited = 0.0
+    if shards > 1:
+        group = cluster.group(shards, stride)
+        sizes = [piece.param_bytes / spec.tensor for piece in stage.pieces]
+        gathers = [all_gather(size, group) for size in sizes if size]
+        if gathers:
+            after = gathers if spec.sharding == "full" else []
+            ahead = max(gathers[0], sum(gathers) - stage.forward)
+            behind = max(gathers[-1], sum(gathers) + sum(after) - stage.backward)
+            waited += micros * (ahead + behind)
+    if replicas > 1:
+        group = cluster.group(replicas, stride * shards)
+        share = workload.wire * wire_share(spec.sync) / (spec.tensor * shards)
+        waited += _overlapped(stage, group, share, overlaps=workload.overlaps and len(stage.pieces) > 1)
+    return waited
+
+
+def _overlapped(stage: _Stage, group: Group, share: float, *, overlaps: bool) -> float:
+    """Buckets leave as soon as backward has filled them; what is still under way when it ends is waited for."""
+    now = end = size = 0.0
+    travelling = 0.0
+    for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
+        now += seconds
+        size += piece.param_bytes * share
+        if size >= BUCKET * min(1.0, share) or piece is stage.pieces[0]:
+            cost = all_reduce(size, group) if size else 0.0
+            end = max(end, now) + cost
+            travelling += cost
+            size = 0.0
+    if not overlaps:
+        return travelling
+    beside = min(travelling, now)
+    return max(0.0, end - now) + beside * CONTENTION[group.hosts > 1]
+
+
+def _served(stage: _Stage, servers: Servers, size: float, pushers: int) -> float:
+    """Parameters come in the order in which forward needs them, gradients leave as backward makes them."""
+    pull, push = servers.rounds(size, pushers)
+    total = sum(piece.param_bytes for piece in stage.pieces) or 1
+    arrived = now = 0.0
+    for piece, seconds in zip(stage.pieces, stage.forwards, strict=True):
+        arrived += pull * piece.param_bytes / total
+        now = max(now, arrived) + seconds
+    waited = pull if servers.waits else now - stage.forward
+    end = now = 0.0
+    for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
+        now += seconds
+        end = max(end, now) + push * piece.param_bytes / total
+    return waited + max(0.0, end - now)
+
+
+def _update(network: Network, pieces: Sequence[Piece], chip: Chip, spec: StrategySpec) -> float:
+    """The optimizer reads and writes parameters and its state once, and reads gradients."""
+    own = sum(piece.param_bytes for piece in pieces)
+    state = 2 * network.state_bytes * own / max(1, network.param_bytes)
+    return (3 * own + state) / (spec.tensor * (spec.shards or 1)) / (chip.bandwidth * chip.streaming)

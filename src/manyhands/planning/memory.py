@@ -1,0 +1,93 @@
+"""Memory: what a rank holds over a step, by simulating what is allocated and freed in its forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core import StrategySpec
+from ..costs import Network, Piece
+
+ROOM = 0.92
+"""The part of a device's memory that a step may take: its context, the allocator's gaps and libraries take the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of one rank by kind, at the moment when most are held."""
+
+    parameters: float
+    gradients: float
+    state: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.state + self.activations + self.working
+
+
+def footprint(
+    network: Network, pieces: Sequence[Piece], spec: StrategySpec, rows: float, in_flight: int = 1
+) -> Footprint:
+    """What a rank with these pieces holds, with micro-batches of so many rows, of which it keeps so many at a time."""
+    shards, replicas = spec.shards or 1, spec.replicas or 1
+    samples = rows / network.rows
+    own = sum(piece.param_bytes for piece in pieces) / spec.tensor
+    whole = own / max(1, network.param_bytes / spec.tensor)
+    state = network.state_bytes * whole / spec.tensor / shards
+    parameters = own / shards + network.buffer_bytes * whole
+    # A gradient and the buffer in which it travels.
+    gradients = own / shards * (2 if replicas > 1 else 1)
+    stay = spec.accumulate > 1 or replicas > 1 or shards > 1 or in_flight > 1
+    kept = [_kept(piece, spec, samples) for piece in pieces]
+    gathered = _gathered(pieces, spec)
+    before = (in_flight - 1) * sum(kept)
+    best = _peak(pieces, spec, samples, kept, 0.0 if stay else own)
+    activations, working, grown = best
+    return Footprint(
+        parameters=parameters + gathered,
+        gradients=gradients if stay else grown,
+        state=state,
+        activations=before + activations,
+        working=working + network.input_bytes * samples,
+    )
+
+
+def _kept(piece: Piece, spec: StrategySpec, samples: float) -> float:
+    if spec.recompute and piece.is_repeated:
+        # Its input alone, which is as large as what it gives on; what products made stays with "selective".
+        share = 0.5 if spec.recompute == "selective" else 0.0
+        return (piece.output + share * piece.kept) * samples
+    return piece.kept * samples * piece.share(spec.tensor) + piece.copies / spec.tensor
+
+
+def _peak(
+    pieces: Sequence[Piece], spec: StrategySpec, samples: float, kept: Sequence[float], gradients: float
+) -> tuple[float, float, float]:
+    """Activations, working memory and gradients at the moment when their sum is largest."""
+    held, best = 0.0, (0.0, 0.0, 0.0)
+    for piece, size in zip(pieces, kept, strict=True):
+        working = max(0.0, piece.forward.peak * samples * piece.share(spec.tensor) - size)
+        held += size
+        best = max(best, (held, working, 0.0), key=sum)
+    grown = 0.0
+    total = sum(piece.param_bytes for piece in pieces) or 1
+    for piece, size in zip(reversed(pieces), reversed(kept), strict=True):
+        again = 0.0
+        if spec.recompute and piece.is_repeated:
+            again = piece.kept * samples * piece.share(spec.tensor)
+        working = piece.backward.peak * samples * piece.share(spec.tensor) + again
+        grown += gradients * piece.param_bytes / total
+        best = max(best, (held, working, grown), key=sum)
+        held -= size
+    return max(best, (0.0, 0.0, grown), key=sum)
+
+
+def _gathered(pieces: Sequence[Piece], spec: StrategySpec) -> float:
+    """Whole parameters of the block that runs and of the next one; all of them where they stay whole until backward."""
+    if (spec.shards or 1) == 1:
+        return 0.0
+    sizes = sorted((piece.param_bytes / spec.tensor for piece in pieces), reverse=True)
+    return sum(sizes) if spec.sharding == "gradients" else sum(sizes[:2])

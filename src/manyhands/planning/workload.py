@@ -1,0 +1,56 @@
+"""Workload: what is to be planned, as numbers: a traced network, its batch, its feed, and what was measured of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..costs import Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A network and how it is trained, whatever it runs on."""
+
+    networks: Mapping[str, Network] = field(hash=False)
+    """By precision; each traced with the same rows."""
+    batch_size: int
+    """Global: a step has the same samples on any number of devices."""
+    name: str = "task"
+    feed: float | None = None
+    """Samples per second that one host reads and prepares, where that was measured."""
+    noise: float | None = None
+    """The gradient noise scale in samples: beyond about so many a larger batch helps little."""
+    recorded: bool = True
+    """Whether steps on accelerators are recorded, so that the host hardly matters."""
+    overlaps: bool = True
+    """Whether gradients are exchanged while backward runs."""
+    balanced: bool = True
+    """Whether stages are cut by their time; else each has as many blocks, as other systems do it."""
+    wire: float = 1.0
+    """Bytes of a gradient on the wire over those of its parameter."""
+
+    def network(self, precision: str) -> Network:
+        """The network in this precision, or the one there is."""
+        return self.networks.get(precision) or next(iter(self.networks.values()))
+
+
+def wire_share(sync: str) -> float:
+    """Bytes on the wire over the gradient's own, for a policy by its text.
+
+    >>> wire_share("bf16"), wire_share("topk(0.01)"), wire_share("allreduce")
+    (0.5, 0.02, 1.0)
+    """
+    name = re.split(r"[^a-z0-9_]", sync.lower(), maxsplit=1)[0]
+    number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
+    if name == "topk":
+        return min(1.0, 2 * float(number[0])) if number else 0.02
+    if name in ("local", "localsteps", "local_steps", "diloco"):
+        return 1 / float(number[0]) if number else 1 / 8
+    return {"bf16": 0.5, "fp16": 0.5, "int8": 0.26, "powersgd": 0.02}.get(name, 1.0)
+
+
+def is_lossy(sync: str) -> bool:
+    """Whether a policy changes the mathematics."""
+    return sync.lower() != "allreduce"

@@ -1,0 +1,48 @@
+"""Calibration: constants are found again from steps made with them, and what they cannot explain is carried over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manyhands.core import StrategySpec
+from manyhands.costs import trace
+from manyhands.planning import Cluster, Observation, Residuals, Workload, calibrated, estimate
+
+from ..costs.networks import gpt_task
+
+
+def workload(batch_size: int) -> Workload:
+    made = gpt_task(width=256, layers=8, length=128)
+    return Workload(networks={"fp32": trace(made, made.data, rows=8)}, batch_size=batch_size, recorded=False)
+
+
+def test_constants_are_found_again() -> None:
+    known = Cluster.parse("8 A100")
+    true = replace(known, chip=replace(known.chip, reach=0.45, operation=60e-6, streaming=0.5))
+    works = [workload(size) for size in (8, 64, 512, 4096)]
+    specs = [StrategySpec(), StrategySpec(accumulate=2), StrategySpec(tensor=2)]
+    seen = [Observation(work, spec, estimate(work, true, spec).seconds) for work in works for spec in specs]
+    found = calibrated(known, seen)
+    for work in [workload(size) for size in (16, 1024)]:
+        guess, real = (estimate(work, where, StrategySpec()).seconds for where in (found, true))
+        assert guess == pytest.approx(real, rel=0.03)
+    assert found.chip.operation == pytest.approx(60e-6, rel=0.1)
+
+
+def test_without_observations_the_catalogue_stands() -> None:
+    known = Cluster.parse("8 A100")
+    work = workload(64)
+    one = Observation(work, StrategySpec(), estimate(work, known, StrategySpec()).seconds)
+    found = calibrated(known, [one])
+    assert found.chip.reach == pytest.approx(known.chip.reach, rel=1e-3)
+
+
+def test_what_is_left_over_helps_steps_that_are_alike_and_no_others() -> None:
+    here, work = Cluster.parse("8 A100"), workload(64)
+    spec = StrategySpec(tensor=4)
+    odd = Observation(work, spec, 1.3 * estimate(work, here, spec).seconds)
+    correction = Residuals.of(here, [odd]).correction(work)
+    assert estimate(work, here, spec, correction=correction).seconds == pytest.approx(odd.seconds, rel=0.02)
+    assert correction(StrategySpec(replicas=8), 8) == pytest.approx(1.0, abs=0.01)
