@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .data import bucketed, files
     from .store import load, weights
     from .training import Callback, Hand, Patience, Run, Sink, hand
-    from .verbs import check, evaluate, fit, launch, predict
+    from .verbs import check, evaluate, fit, launch, predict, replay
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "check",
     "evaluate",
     "predict",
+    "replay",
     "load",
     "weights",
     "files",
@@ -56,7 +57,7 @@ _HOMES = {
     "store": ["load", "weights"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
-    "verbs": ["check", "evaluate", "fit", "launch", "predict"],
+    "verbs": ["check", "evaluate", "fit", "launch", "predict", "replay"],
 }
 _ROOMS = ("sync",)
 """Rooms whose names people write themselves: mh.sync.TopK(0.01)."""

@@ -63,6 +63,7 @@ from .training import (
     Outcome,
     Outlets,
     Patience,
+    Replay,
     Run,
     Sink,
     Verdict,
@@ -123,7 +124,7 @@ def fit(
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "log", "notice", "skipped", "waits", "checkpoint", "end" or "failed".
+    "start", "log", "notice", "skipped", "waits", "parts", "checkpoint", "end" or "failed".
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -271,6 +272,16 @@ def predict(
         return run(data)
     outputs: dict[str, Any] = _over_data(training.predict, run, run.require_task(), data, strategy, on, timeout)
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def replay(run: Run, step: int, *, on: On = None) -> Replay:
+    """Takes a committed step of a run again on one device, and compares: it finds corrupt replicas and bad samples.
+
+    It goes on from the nearest checkpoint before that step, or from the beginning. `mh.Run(path, task)` opens a run.
+    """
+    devices, _ = resolve(on, 1)
+    with _own_randomness(), _current_device(devices[0].torch):
+        return training.replay(run, step, devices[0])
 
 
 def settle(

@@ -18,6 +18,7 @@ VERBS = (
     "check",
     "fit",
     "launch",
+    "replay",
 )
 """The verbs in the order of the help: a new one is one new file of that name with an `add(app)`, and one line here."""
 

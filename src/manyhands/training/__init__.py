@@ -11,6 +11,7 @@ from .metrics import check_metrics
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
+from .replay import PartDiffers, Replay, replay
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
@@ -40,6 +41,9 @@ __all__ = [
     "EVENTS",
     "CHECKPOINTS",
     "RECORD",
+    "replay",
+    "Replay",
+    "PartDiffers",
     "ModelPredictor",
     "Account",
     "account",

@@ -458,6 +458,11 @@ class Hand:
         """The last step's loss over all replicas; where they drift, of this one until they agree."""
         return float(next(iter(self.losses.values())))
 
+    @property
+    def part_loss(self) -> Tensor | None:
+        """The last step's loss over this replica's own samples, NaN where it had none; None where it is alone."""
+        return None if self.size == 1 or self._last_tally is None else self._last_tally.local_loss
+
     def stop(self) -> None:
         """Asks all replicas to end after a step that they agree on."""
         self.world.line.stopping = True

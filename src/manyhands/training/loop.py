@@ -25,6 +25,7 @@ from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import Guard, explain_memory, limited
 from .patience import Patience, Watch, check_patience
+from .schedule import follow_schedule
 from .start import start_from
 from .stepping import Stepper
 from .trial import NUM_SAMPLES, try_loss, try_metrics
@@ -33,7 +34,9 @@ CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
 MAX_SKIPPED = 20
 """Steps in a row without a finite gradient after which a run that skips them ends all the same."""
-_GOOD = "\0good"
+_GOOD, _PART = "\0good", "\0part"
+MANY = 8
+"""Replicas whose own losses are all recorded; of more of them only those of some steps are."""
 WORTH_A_WORD = 1.0
 """Seconds of waiting for data from which a person hears of it."""
 COMPARE_EVERY = 1000
@@ -245,20 +248,7 @@ class _Loop:
         return True
 
     def set_learning_rate(self) -> None:
-        if self.task.schedule is None:
-            return
-        assert self.total is not None
-        factor = self.task.schedule(self.hand.num_steps, self.total)
-        if factor == self.factor:
-            return
-        self.factor = factor
-        for optimizer in self.hand.optimizers.values():
-            for group in optimizer.param_groups:
-                base = group.setdefault("initial_lr", float(group["lr"]))
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(base * factor)
-                else:
-                    group["lr"] = base * factor
+        self.factor = follow_schedule(self.hand, self.task, self.total, self.factor)
 
     def look(self, batch: Batch) -> None:
         """Records the step; now and then reads losses, hears votes and compares replicas."""
@@ -391,6 +381,8 @@ class _Reporter:
         self._hand = hand
         self._unread: list[tuple[int, dict[str, Tensor], Tensor | None]] = []
         self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._parts: list[tuple[int, float]] = []
+        self._part_every = max(1, hand.size // MANY)
         self._num_skipped = 0
         self._sent_at = 0.0
         self._started_at = time.perf_counter()
@@ -408,7 +400,9 @@ class _Reporter:
 
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
-        self._unread.append((self._hand.num_steps, dict(self._hand.losses), self._hand.good))
+        losses, step = dict(self._hand.losses), self._hand.num_steps
+        part = self._hand.part_loss if step % self._part_every == 0 else None
+        self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.good))
 
     def read(self) -> None:
         unread, self._unread = self._unread, []
@@ -416,6 +410,9 @@ class _Reporter:
             if values.pop(_GOOD, 1.0) == 0.0:
                 self._skip(step)
                 continue
+            part = values.pop(_PART, math.nan)
+            if math.isfinite(part):
+                self._parts.append((step, float(f"{part:.9g}")))
             self._num_skipped = 0 if good is not None else self._num_skipped
             self._unsent.append((step, values))
             for name, value in values.items():
@@ -469,6 +466,11 @@ class _Reporter:
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""
         hand.world.line.report(event("waits", rank=hand.world.rank, seconds=self.breakdown(), limit=limit))
+        if self._parts:
+            # What `replay` compares with: this replica's own part of each loss.
+            of = {"rank": hand.rank, "size": hand.size, "steps": [step for step, _ in self._parts]}
+            hand.world.line.report(event("parts", losses=[loss for _, loss in self._parts], **of))
+            self._parts.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         self.flush()

@@ -59,7 +59,8 @@ class Run:
         self.history: dict[str, dict[int, float]] = {}
         self.skipped: list[int] = []
         """Steps that were left out, because their gradient was not finite; `history` has no loss of them."""
-        self._first_loss = ""
+        self.first_loss = ""
+        """The name of the loss that is trained on; the first one where there are several."""
         self._read_history()
 
     @property
@@ -70,7 +71,7 @@ class Run:
     @property
     def losses(self) -> list[float]:
         """The training loss of every step, in order; NaN for a step that was left out."""
-        losses = self.history.get(self._first_loss, {})
+        losses = self.history.get(self.first_loss, {})
         return [losses.get(step, math.nan) for step in range(1, max([0, *losses, *self.skipped]) + 1)]
 
     @property
@@ -181,7 +182,7 @@ class Run:
     def _read_history(self) -> None:
         for entry in read_events(self.path / EVENTS):
             if entry["kind"] == "steps":
-                self._first_loss = self._first_loss or next(iter(entry["losses"]), "")
+                self.first_loss = self.first_loss or next(iter(entry["losses"]), "")
                 for name, values in entry["losses"].items():
                     self.history.setdefault(name, {}).update(zip(entry["steps"], values, strict=True))
             elif entry["kind"] == "epoch":

@@ -1,0 +1,255 @@
+"""Replay: a step that was committed, taken again on one device, beside what the replicas said of it then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..cluster import Device, NullWorld
+from ..core import CheckpointError, SettingsError, StrategySpec, Task, read_events
+from ..data import Batch, Cursor, Feed, as_source, check_source, split
+from ..store import CheckpointStore, weights
+from .draws import learn_draws
+from .evaluation import evaluating
+from .hand import Hand
+from .loop import CHECKPOINTS
+from .run import EVENTS, Run
+from .schedule import follow_schedule
+from .snapshot import restore_snapshot
+from .start import start_from
+from .stepping import take_step
+from .tally import Part, Tally
+from .trial import NUM_SAMPLES
+
+CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}
+"""How close a replayed loss must be to the recorded one, by precision; rounding grows with the steps in between."""
+NUM_WORST = 5
+
+
+@dataclass(frozen=True)
+class PartDiffers:
+    """A replica that said another loss of its own samples than they give."""
+
+    rank: int
+    step: int
+    recorded: float
+    replayed: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} said {self.recorded:.6g} at step {self.step}, where its samples give {self.replayed:.6g}"
+        )
+
+
+@dataclass
+class Replay:
+    """What came of taking a step again."""
+
+    run: str
+    step: int
+    since: int
+    """The step of the checkpoint that it went on from; 0 for the beginning of the run."""
+    recorded: float
+    replayed: float
+    close: float
+    """How far apart they may be."""
+    first: int | None = None
+    """The first step from there on whose loss is another; None where none is."""
+    ranks: list[PartDiffers] = field(default_factory=list)
+    num_compared: int = 0
+    """How many losses of single replicas were compared."""
+    samples: list[tuple[int, float]] = field(default_factory=list)
+    """The samples of the step with the largest losses, each by itself; what is not finite comes first."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the step gives the loss that was recorded, and every replica said what its samples give."""
+        return self.first is None and not self.ranks
+
+    @property
+    def bad_samples(self) -> list[int]:
+        """Samples whose loss is not finite."""
+        return [sample for sample, loss in self.samples if not math.isfinite(loss)]
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.equal else "different"
+        since = f"the checkpoint of step {self.since}" if self.since else "the beginning"
+        losses = f"gave a loss of {self.recorded:.6g}, taken again {self.replayed:.6g}"
+        lines = [f"{verdict}: step {self.step} of {self.run} {losses} (from {since})"]
+        if self.first is not None and self.first != self.step:
+            lines.append(f"the first step that differs is {self.first}")
+        lines += map(str, self.ranks)
+        worst = ", ".join(f"{sample} ({loss:.4g})" for sample, loss in self.samples)
+        lines.append(f"samples with the largest losses: {worst}" if worst else "")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(filter(None, lines))
+
+
+def replay(run: Run, step: int, device: Device | None = None) -> Replay:
+    """Takes a committed step of a run again, on one device, from the nearest checkpoint before it."""
+    task = run.require_task()
+    recorded = _recorded(run, step)
+    again = _Again(run, task, NullWorld(device))
+    with contextlib.closing(again):
+        return again.until(step, recorded)
+
+
+class _Again:
+    """The run once more, on one device."""
+
+    def __init__(self, run: Run, task: Task, world: NullWorld) -> None:
+        self.run, self.task, self.world = run, task, world
+        before = StrategySpec.from_dict(run.record["spec"])
+        self.hand = Hand(world, StrategySpec(precision=before.precision, accumulate=before.accumulate,
+                                             deterministic=before.deterministic))  # fmt: skip
+        self.hand.build(task)
+        self.hand.model.train()
+        self.hand.seed(task.seed)
+        source = as_source(task.data, collate=task.collate)
+        self.batch_size = check_source(source, task.batch_size)
+        self.source = source
+        self.feed = self.hand.make_feed(source, self.batch_size, shuffle=task.shuffle, seed=task.seed)
+        if self.hand.randomness is not None:
+            learn_draws(self.hand, task, self.feed.peek(NUM_SAMPLES))
+        self.parts = _parts(run)
+        self.notes = list(self._notes(before))
+
+    def close(self) -> None:
+        self.feed.close()
+        self.hand.close()
+        self.world.close()
+
+    def until(self, step: int, recorded: float) -> Replay:
+        """Steps from the nearest checkpoint to this one, each compared with what was recorded of it."""
+        since = self._go_back_to(step)
+        close = CLOSE[self.hand.spec.precision]
+        found = Replay(self.run.name, step, since, recorded, math.nan, close, notes=self.notes)
+        while self.hand.num_steps < step:
+            for batch, cursor in self._epoch():
+                number = self.hand.num_steps + 1
+                if number == step:
+                    found.samples = self._worst(batch)
+                self._compare_parts(found, number, cursor)
+                follow_schedule(self.hand, self.task, self._total())
+                take_step(self.hand, self.task, batch)
+                self._compare(found, number)
+                if number == step:
+                    break
+        return found
+
+    def _epoch(self) -> Iterator[tuple[Batch, Cursor]]:
+        """Batches, each with where the feed stood before it."""
+        cursor = self.hand.cursors[0] if self.hand.cursors else Cursor()
+        for batch in self.hand.one_epoch(self.feed):
+            yield batch, cursor
+            cursor = batch.cursor
+
+    def _go_back_to(self, step: int) -> int:
+        store = CheckpointStore(self.run.path / CHECKPOINTS, on_notice=self.notes.append)
+        for saved in reversed([saved for saved in store.steps() if saved < step]):
+            try:
+                checkpoint = store.load(saved)
+            except CheckpointError as error:
+                self.notes.append(f"the checkpoint of step {saved} cannot be read: {error}")
+                continue
+            restore_snapshot(self.hand, dataclasses.replace(checkpoint, policy={}))
+            return saved
+        begun = self.run.record.get("start_from")
+        if begun is not None:
+            start_from(self.hand, weights(begun))
+        return 0
+
+    def _total(self) -> int | None:
+        steps, record = self.feed.num_steps(), self.run.record
+        return record["steps"] or (steps * record["epochs"] if steps is not None else None)
+
+    def _compare(self, found: Replay, number: int) -> None:
+        said = self.run.history.get(self.run.first_loss, {}).get(number)
+        loss = self.hand.loss
+        if number == found.step:
+            found.replayed = loss
+        if said is not None and found.first is None and not _is_close(said, loss, found.close):
+            found.first = number
+
+    def _compare_parts(self, found: Replay, number: int, cursor: Cursor) -> None:
+        """Recomputes what single replicas said of their own samples; once the networks differ, everybody's does."""
+        for rank, size, said in self.parts.get(number, ()) if found.first is None else ():
+            feed = Feed(
+                self.source, batch_size=self.batch_size, seed=self.task.seed, shuffle=self.task.shuffle, replica=rank,
+                num_replicas=size, accumulate=self.hand.spec.accumulate, device=self.hand.device, dtype=self.feed.dtype,
+                workers=0,
+            )  # fmt: skip
+            with contextlib.closing(feed):
+                loss = self._part_loss(next(iter(feed.epoch(cursor))))
+            found.num_compared += 1
+            if not _is_close(said, loss, found.close):
+                found.ranks.append(PartDiffers(rank, number, said, loss))
+
+    def _part_loss(self, batch: Batch) -> float:
+        assert self.task.loss is not None
+        tally = Tally(self.world)
+        with torch.no_grad(), self.hand.scope():
+            for data, size, _ in batch.micros():
+                tally.add(self.task.loss(self.hand.model, data), Part(size, batch.global_samples))
+        return float(tally.local_loss)
+
+    def _worst(self, batch: Batch) -> list[tuple[int, float]]:
+        """The samples with the largest losses, each alone and without what training adds at random."""
+        if self.task.loss is None:
+            return []
+        losses: list[tuple[int, float]] = []
+        with evaluating(self.hand.model), torch.no_grad(), self.hand.scope():
+            for sample, data in zip(batch.ids.tolist(), _rows(batch), strict=True):
+                value: Any = self.task.loss(self.hand.model, data)
+                losses.append((sample, float(value if isinstance(value, torch.Tensor) else value.total / value.count)))
+        return sorted(losses, key=lambda pair: (math.isfinite(pair[1]), -pair[1]))[:NUM_WORST]
+
+    def _notes(self, before: StrategySpec) -> Iterator[str]:
+        modules = list(self.hand.model.modules())
+        draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules)
+        if draws and not before.deterministic:
+            yield "dropout drew numbers that cannot be drawn again; train with deterministic=True to compare such steps"
+        if before.sync != StrategySpec().sync:
+            yield f"sync={before.sync} changed the mathematics, so losses differ from one device's"
+        if draws or any(isinstance(module, _BatchNorm) for module in modules) or self.task.loss is None:
+            self.parts = {}
+            yield "replicas are not compared one by one: their losses depend on more than their own samples"
+
+
+def _recorded(run: Run, step: int) -> float:
+    losses = run.losses
+    if not 1 <= step <= len(losses):
+        raise SettingsError(
+            f"{run.name} has steps 1 to {len(losses)}", got=step, remedy=f"write {run.path}@{max(1, len(losses))}"
+        )
+    return losses[step - 1]
+
+
+def _parts(run: Run) -> dict[int, list[tuple[int, int, float]]]:
+    """By step what single replicas said of their own samples: rank, number of replicas, loss."""
+    found: dict[int, dict[tuple[int, int], float]] = {}
+    for entry in read_events(run.path / EVENTS):
+        if entry["kind"] == "parts":
+            for step, loss in zip(entry["steps"], entry["losses"], strict=True):
+                # Steps that were taken again after a failure count as they were taken last.
+                found.setdefault(step, {})[entry["rank"], entry["size"]] = loss
+    return {step: [(rank, size, loss) for (rank, size), loss in said.items()] for step, said in found.items()}
+
+
+def _rows(batch: Batch) -> list[Any]:
+    return split(batch.data, [1] * batch.num_samples)
+
+
+def _is_close(said: float, found: float, close: float) -> bool:
+    if not (math.isfinite(said) and math.isfinite(found)):
+        return math.isfinite(said) == math.isfinite(found)
+    return math.isclose(said, found, rel_tol=close, abs_tol=close * 1e-2)

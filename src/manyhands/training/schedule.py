@@ -1,0 +1,26 @@
+"""The schedule: learning rates by the step that comes next."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..core import Task
+from .hand import Hand
+
+
+def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | None = None) -> float | None:
+    """Sets the learning rates of the next step, unless its factor is the one of `before`; returns its factor."""
+    if task.schedule is None:
+        return None
+    assert total is not None
+    factor = task.schedule(hand.num_steps, total)
+    if factor == before:
+        return factor
+    for optimizer in hand.optimizers.values():
+        for group in optimizer.param_groups:
+            base = group.setdefault("initial_lr", float(group["lr"]))
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+    return factor

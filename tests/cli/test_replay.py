@@ -1,0 +1,26 @@
+"""`manyhands replay`."""
+
+from __future__ import annotations
+
+import json
+
+from .conftest import Invoke
+
+
+def test_a_step_is_taken_again(invoke: Invoke) -> None:
+    assert invoke("fit", "small_task.py", "width=4", "--on", "cpu", "--name", "first", "-q").exit_code == 0
+    result = invoke("replay", "first@3", "small_task.py", "--on", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "equal: step 3 of first gave a loss of" in result.stdout
+    told = json.loads(invoke("replay", "runs/first@4", "small_task.py", "--on", "cpu", "--json").stdout)
+    assert told["equal"]
+    assert len(told["samples"]) == 5
+
+
+def test_mistakes_are_said(invoke: Invoke) -> None:
+    wrong = invoke("replay", "first", "small_task.py")
+    assert wrong.exit_code == 2
+    assert "RUN@STEP" in wrong.stderr
+    missing = invoke("replay", "nobody@3", "small_task.py")
+    assert missing.exit_code == 2
+    assert "a run is a folder with a run.json" in missing.stderr
