@@ -10,7 +10,7 @@ from torch import nn
 
 from manyhands.cluster import World
 from manyhands.core import StrategyError, TaskError
-from manyhands.sync import AllReduce, Buckets, buckets, make_policy
+from manyhands.sync import AllReduce, Buckets, Policy, buckets, make_policy
 from manyhands.testing import run_threads
 
 
@@ -39,7 +39,7 @@ def test_gradients_become_the_sum_and_unused_parameters_keep_none(
     first_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "FIRST_BYTES", first_bytes)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", first_bytes)
+    monkeypatch.setattr(Policy, "bucket_bytes", first_bytes)
     model = network()
     for rank in range(3):
         y = model["b"](model["a"](torch.full((5, 4), float(rank + 1))))

@@ -11,6 +11,7 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.core import StrategyError, StrategySpec
 from manyhands.sync import BF16, FP16, POLICIES, DiLoCo, Int8, LocalSteps, PowerSGD, TopK, make_policy
+from manyhands.sync.topk import largest
 from manyhands.testing import PolicyContract
 
 
@@ -84,6 +85,19 @@ def test_every_policy_of_ours_has_a_contract_here() -> None:
     assert kept == {name for name, kind in POLICIES.items() if kind.__module__.startswith("manyhands.sync")} - {
         "allreduce"
     }
+
+
+@pytest.mark.parametrize("spread", ["even", "at the end", "with nan"])
+def test_the_largest_of_many_numbers_are_found_by_a_threshold(spread: str) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(300_000)
+    if spread == "at the end":
+        numbers[-5000:] *= 100
+    if spread == "with nan":
+        numbers[7] = float("nan")
+    for count in (1, 3000, 30_000):
+        found = largest(numbers, count).sort().values
+        assert torch.equal(found, numbers.abs().topk(count).indices.sort().values)
 
 
 def test_rank_4_carries_four_outer_products_at_once() -> None:

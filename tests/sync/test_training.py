@@ -20,7 +20,7 @@ from manyhands.cluster import World
 from manyhands.core import PeerLost, TaskError
 from manyhands.data import as_source
 from manyhands.store import CheckpointStore
-from manyhands.sync import Buckets, Int8, Policy, TopK, buckets, make_policy
+from manyhands.sync import Buckets, Coded, Int8, Policy, TopK, buckets, make_policy
 from manyhands.testing import Faults, run_threads
 from manyhands.training import Hand
 
@@ -86,7 +86,7 @@ def test_training_ends_near_the_exact_loss_with_fewer_bytes(
 
 def train_all(world: World, policy: str, accumulate: int) -> dict[str, list[float]]:
     """A few steps of every odd network, in buckets of few parameters; the replicas must end equal."""
-    buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 600
+    buckets.FIRST_BYTES = Policy.bucket_bytes = Coded.bucket_bytes = 600
     losses = {}
     for name in ("mlp", "cnn", "gpt", "gan"):
         task = problem(name, "adamw")

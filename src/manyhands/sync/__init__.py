@@ -3,7 +3,7 @@
 from .agreement import Agreement, average
 from .buckets import Buckets
 from .carrying import carrying
-from .coded import BF16, FP16, Int8
+from .coded import BF16, FP16, Coded, Int8
 from .course import Course, State, tell
 from .local import DiLoCo, Local, LocalSteps
 from .memory import Memory, key_of
@@ -15,6 +15,7 @@ from .wire import Wire
 __all__ = [
     "Policy",
     "AllReduce",
+    "Coded",
     "BF16",
     "FP16",
     "Int8",

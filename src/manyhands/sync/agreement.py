@@ -125,9 +125,9 @@ class Agreement:
             return
         state = self.state()
         alike = {name: self._anchors[name] for name in trained}
-        self._courses = [
-            (list(piece), Course(self._policy.carrier, self._world, piece)) for piece in pieces(alike) if piece
-        ]
+        carrier = self._policy.carrier
+        made = [piece for piece in pieces(alike, carrier.bucket_bytes) if piece]
+        self._courses = [(list(piece), Course(carrier, self._world, piece)) for piece in made]
         for _, course in self._courses:
             course.take_over(state)
 

@@ -18,7 +18,6 @@ from .policy import Policy
 T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
-BUCKET_BYTES = 25 << 20
 NUM_RIDERS = 3
 """Numbers that travel with a step's gradients, so that they cost no collective of their own."""
 
@@ -44,7 +43,8 @@ class Buckets:
     def _make(self) -> None:
         """Lays the trainable parameters out in buckets, and hooks them."""
         self._trainable = [p.requires_grad for p in self._parameters.values()]
-        plan = pieces({name: p for name, p in self._parameters.items() if p.requires_grad})
+        trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        plan = pieces(trainable, self._policy.bucket_bytes)
         self._buckets = [
             _Bucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
         ]
@@ -248,7 +248,7 @@ class _Bucket:
                 )
 
 
-def pieces(parameters: Mapping[str, T]) -> list[dict[str, T]]:
+def pieces(parameters: Mapping[str, T], bucket_bytes: int) -> list[dict[str, T]]:
     """Parameters by bucket, in the order in which backward makes their gradients: last layers first."""
     plan: list[dict[str, T]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, T], int]] = {}
@@ -259,6 +259,6 @@ def pieces(parameters: Mapping[str, T]) -> list[dict[str, T]]:
             plan.append(bucket)
         bucket[name] = parameter
         num_bytes += parameter.numel() * parameter.element_size()
-        limit = FIRST_BYTES if len(plan) == 1 else BUCKET_BYTES
+        limit = min(FIRST_BYTES, bucket_bytes) if len(plan) == 1 else bucket_bytes
         open_buckets[key] = ({}, 0) if num_bytes >= limit else (bucket, num_bytes)
     return plan

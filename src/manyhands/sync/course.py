@@ -130,7 +130,7 @@ class Course:
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
         exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
-        wide = gradient + memory.feedback
+        wide = torch.add(gradient, memory.feedback, out=memory.room("gradient", gradient.shape, memory.feedback.dtype))
         memory.feedback.zero_()
         yield from self._policy.reduce(self._wire, wide, memory)
         # A gradient that is not finite says so once; kept, it would spoil every step to come.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,16 @@ class Memory:
         """What this replica has not sent yet; it is added to its next gradient. A lossy policy must set it."""
         self.shared: dict[str, Tensor] = {}
         """Whatever else a policy keeps, by name; equal on all replicas."""
+        self._rooms: dict[str, Tensor] = {}
         self.num_steps = 0
         """Steps that were taken, those of the warm-up included."""
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to compute in, the same in every step: on a CPU fresh memory costs more than what is done in it."""
+        held = self._rooms.get(name)
+        if held is None or held.shape != torch.Size(shape) or held.dtype != dtype:
+            held = self._rooms[name] = torch.empty(shape, dtype=dtype, device=self.feedback.device)
+        return held
 
     def feedback_by_name(self) -> dict[str, Tensor]:
         """The feedback in the shapes of the parameters: views, not copies."""

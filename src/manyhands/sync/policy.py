@@ -48,6 +48,8 @@ class Policy(ABC):
     """Whether the result may differ from the exact sum; if so it is said in the plan, the log and the record."""
     needs_matrices: ClassVar[bool] = False
     """Whether it looks at whole parameters, so that parts of them will not do."""
+    bucket_bytes: ClassVar[int] = 25 << 20
+    """Gradients that it takes at a time: few where computing one part can overlap with sending another."""
 
     warmup: int = field(default=0, kw_only=True)
     """Steps at the beginning that are summed exactly."""

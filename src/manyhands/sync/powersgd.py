@@ -15,7 +15,7 @@ from .policy import Policy, require
 from .wire import Wire
 
 NEGLIGIBLE = 1e-5
-"""What is left of a column, compared with what it was, when it lies in the span of those before it."""
+"""What is left of a row, compared with what it was, when it lies in the span of those before it."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,19 @@ class PowerSGD(Policy):
 
     def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
         matrices, rest = self._parts(gradient, memory)
+        # Factors lie as a few long rows: products with few columns are several times slower on a CPU.
         fresh = [_fresh(m.shape[1], self.rank, m.dtype, m.device) for m in matrices.values()]
         right = orthonormal([self._start(name, m, memory) for name, m in matrices.items()], fresh)
-        left = [matrix @ q for matrix, q in zip(matrices.values(), right, strict=True)]
+        left = [q @ matrix.T for matrix, q in zip(matrices.values(), right, strict=True)]
         left, rest_sums, pending = _together(wire, left, rest)
         yield pending
         left = orthonormal(left)
-        own = [matrix.T @ p for matrix, p in zip(matrices.values(), left, strict=True)]
+        own = [p @ matrix for matrix, p in zip(matrices.values(), left, strict=True)]
         right, _, pending = _together(wire, own, [])
         self._keep(matrices, left, own, memory)
         yield pending
         for matrix, p, q in zip(matrices.values(), left, right, strict=True):
-            torch.mm(p, q.T, out=matrix)
+            torch.mm(p.T, q, out=matrix)
         for part, sums in zip(rest, rest_sums, strict=True):
             part.copy_(sums)
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
@@ -69,14 +70,14 @@ class PowerSGD(Policy):
     def _start(self, name: str, matrix: Tensor, memory: Memory) -> Tensor:
         """Where the iteration goes on: from the last step's factor."""
         held = memory.shared.get(key_of("q", name))
-        wanted = (matrix.shape[1], self.rank)
+        wanted = (self.rank, matrix.shape[1])
         return held if held is not None and held.shape == wanted else matrix.new_zeros(wanted)
 
     def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: Memory) -> None:
         """What this replica's factors leave out."""
         kept, _ = self._parts(memory.feedback, memory)
         for name, p, q in zip(matrices, left, own, strict=True):
-            torch.sub(matrices[name], p @ q.T, out=kept[name])
+            torch.addmm(matrices[name], p.T, q, alpha=-1, out=kept[name])
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,7 +85,7 @@ def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) ->
     """Directions to begin with where the last step left none: scattered, and the same on all replicas."""
     places = torch.arange(1, columns * rank + 1, device=device, dtype=torch.float64)
     # Of squares: sines of evenly spaced numbers span two directions only.
-    return places.square_().mul_(12.9898).sin_().to(dtype).view(columns, rank)
+    return places.square_().mul_(12.9898).sin_().to(dtype).view(rank, columns)
 
 
 def _together(wire: Wire, matrices: list[Tensor], rest: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Pending]:
@@ -98,13 +99,13 @@ def _together(wire: Wire, matrices: list[Tensor], rest: list[Tensor]) -> tuple[l
 
 
 def orthonormal(matrices: Sequence[Tensor], instead: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Matrices with orthonormal columns that span the same; a column that adds nothing is 0.
+    """Matrices with orthonormal rows that span the same; a row that adds nothing is 0.
 
-    `instead` has columns to take where there is none. Matrices of one shape are treated together.
+    `instead` has rows to take where there is none. Matrices of one shape are treated together.
 
-    >>> orthonormal([torch.tensor([[3.0, 3.0], [4.0, 4.0]])])
-    [tensor([[0.6000, 0.0000],
-            [0.8000, 0.0000]])]
+    >>> orthonormal([torch.tensor([[3.0, 4.0], [3.0, 4.0]])])
+    [tensor([[0.6000, 0.8000],
+            [0.0000, 0.0000]])]
     """
     found: list[Tensor] = list(matrices)
     shapes = {matrix.shape: None for matrix in matrices}
@@ -119,24 +120,24 @@ def orthonormal(matrices: Sequence[Tensor], instead: Sequence[Tensor] | None = N
 
 def _gram_schmidt(stacked: Tensor, fresh: Tensor | None) -> Tensor:
     done: list[Tensor] = []
-    for number in range(stacked.shape[-1]):
-        column = _unit_against(stacked[..., number], done)
+    for number in range(stacked.shape[-2]):
+        row = _unit_against(stacked[..., number, :], done)
         if fresh is not None:
-            is_empty = column.abs().amax(-1, keepdim=True) == 0
-            column = torch.where(is_empty, _unit_against(fresh[..., number], done), column)
-        done.append(column)
-    return torch.stack(done, -1)
+            is_empty = row.abs().amax(-1, keepdim=True) == 0
+            row = torch.where(is_empty, _unit_against(fresh[..., number, :], done), row)
+        done.append(row)
+    return torch.stack(done, -2)
 
 
-def _unit_against(column: Tensor, done: list[Tensor]) -> Tensor:
-    """A column without what lies along those before it, of length 1; 0 where nothing is left."""
+def _unit_against(row: Tensor, done: list[Tensor]) -> Tensor:
+    """A row without what lies along those before it, of length 1; 0 where nothing is left."""
     # By the largest number first: a square may be too large or too small for its type where the number is not.
-    largest = column.abs().amax(-1, keepdim=True)
-    column = torch.where(largest > 0, column / largest, torch.zeros_like(column))
-    before = column.norm(dim=-1, keepdim=True)
+    largest = row.abs().amax(-1, keepdim=True)
+    row = torch.where(largest > 0, row / largest, torch.zeros_like(row))
+    before = row.norm(dim=-1, keepdim=True)
     # Twice, because the first time leaves rounding errors that count when little is left.
     for _ in range(2):
         for other in done:
-            column = column - (column * other).sum(-1, keepdim=True) * other
-    after = column.norm(dim=-1, keepdim=True)
-    return torch.where(after > NEGLIGIBLE * before, column / after, torch.zeros_like(column))
+            row = row - (row * other).sum(-1, keepdim=True) * other
+    after = row.norm(dim=-1, keepdim=True)
+    return torch.where(after > NEGLIGIBLE * before, row / after, torch.zeros_like(row))

@@ -13,6 +13,9 @@ from .memory import Memory
 from .policy import Policy, require
 from .wire import Wire
 
+MANY = 1 << 16
+"""Numbers from which on a look at some of them pays."""
+
 
 @dataclass(frozen=True)
 class TopK(Policy):
@@ -33,7 +36,7 @@ class TopK(Policy):
 
     def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
         count = max(1, round(self.fraction * gradient.numel()))
-        places = gradient.abs().topk(count, sorted=False).indices
+        places = largest(gradient, count)
         values = gradient[places]
         memory.feedback.copy_(gradient).index_fill_(0, places, 0)
         sent = torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
@@ -44,3 +47,22 @@ class TopK(Policy):
         for part in gathered:
             there, numbers = (piece.clone() for piece in part.tensor_split([4 * count]))
             gradient.index_add_(0, there.view(torch.int32), numbers.view(gradient.dtype))
+
+
+def largest(numbers: Tensor, count: int) -> Tensor:
+    """The places of so many numbers, the largest by size; what is not a number counts as large.
+
+    On a CPU a threshold from every so many of them leaves few to choose from, which is several times faster.
+
+    >>> largest(torch.tensor([1.0, -3.0, 2.0]), 2).sort().values
+    tensor([1, 2])
+    """
+    sizes = numbers.abs()
+    if numbers.device.type == "cpu" and len(sizes) > MANY and 8 * count < len(sizes):
+        some = sizes[:: len(sizes) // MANY]
+        wanted = min(len(some), 16 + int(1.25 * count * len(some) / len(sizes)))
+        threshold = some.topk(wanted, sorted=False).values.min()
+        places = (~(sizes < threshold)).nonzero().squeeze(1)
+        if len(places) >= count:
+            return places[sizes[places].topk(count, sorted=False).indices]
+    return sizes.topk(count, sorted=False).indices

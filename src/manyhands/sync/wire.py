@@ -22,16 +22,17 @@ class Wire:
         self.num_bytes += 2 * _bytes(tensor) * (self.size - 1) // self.size
         return self._world.start_all_reduce(tensor)
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+    def all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
         """Begins to collect the tensors of all replicas, stacked in the order of their ranks."""
         self.num_bytes += _bytes(tensor) * (self.size - 1)
-        into = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if into is None:
+            into = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         return into, self._world.start_all_gather(tensor, into)
 
-    def all_to_all(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+    def all_to_all(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Pending]:
         """Begins to send row r of a tensor to replica r; row r of the result comes from there."""
         self.num_bytes += _bytes(tensor) * (self.size - 1) // self.size
-        into = torch.empty_like(tensor)
+        into = torch.empty_like(tensor) if into is None else into
         return into, self._world.start_all_to_all(tensor, into)
 
 
