@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 
+PART_BYTES, MAX_PARTS = 1 << 18, 8
+"""Sizes of the parts in which large messages are exchanged over gloo, and how many there are at the most."""
+
 
 def backend_for(devices: Sequence[Device]) -> str:
     """Nccl beside gloo where each rank has its own GPU (nccl refuses two on one), else gloo alone."""
@@ -44,6 +47,7 @@ class _GroupWorld(World):
     _group: dist.ProcessGroup
     _aside: dist.ProcessGroup
     """For what overlaps with backward: on gloo a layer's own collectives must not get between its sums."""
+    _is_nccl = False
     _whole: World
     """The world that owns the connections, and counts the time spent waiting."""
 
@@ -63,14 +67,37 @@ class _GroupWorld(World):
         return torch.stack(parts)
 
     def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        flat, rows = tensor.contiguous().view(-1), into.view(len(into), -1)
         with self._naming("all_gather"):
-            work = dist.all_gather(list(into.unbind(0)), tensor.contiguous(), group=self._aside, async_op=True)
-            return _TorchPending(self, work, "all_gather")
+            works = [
+                dist.all_gather([row[part] for row in rows], flat[part], group=self._aside, async_op=True)
+                for part in self._parts_of(tensor, flat.numel())
+            ]
+            return _Many([_TorchPending(self, work, "all_gather") for work in works])
 
     def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        rows, found = tensor.view(len(tensor), -1), into.view(len(into), -1)
+        parts = list(self._parts_of(tensor[0], rows.shape[1]))
         with self._naming("all_to_all"):
-            work = dist.all_to_all_single(into, tensor.contiguous(), group=self._aside, async_op=True)
-            return _TorchPending(self, work, "all_to_all")
+            if len(parts) == 1:
+                work = dist.all_to_all_single(into, tensor.contiguous(), group=self._aside, async_op=True)
+                return _TorchPending(self, work, "all_to_all")
+            landed = [torch.empty_like(found[:, part]) for part in parts]
+            works = [
+                dist.all_to_all_single(to, rows[:, part].contiguous(), group=self._aside, async_op=True)
+                for to, part in zip(landed, parts, strict=True)
+            ]
+        pending = [_TorchPending(self, work, "all_to_all") for work in works]
+        return _Many(pending, lambda: torch._foreach_copy_([found[:, part] for part in parts], landed))
+
+    def _parts_of(self, tensor: Tensor, count: int) -> Iterator[slice]:
+        """A few parts of a large message on gloo: what makes the next one ready stands in line behind the last."""
+        num_parts = 1
+        if not self._is_nccl:
+            num_parts = max(1, min(MAX_PARTS, tensor.numel() * tensor.element_size() // PART_BYTES))
+        each = -(-count // num_parts)
+        for start in range(0, max(1, count), max(1, each)):
+            yield slice(start, min(count, start + each))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self._naming("broadcast"):
@@ -179,7 +206,7 @@ class _Along(_GroupWorld):
     def __init__(self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup) -> None:
         seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
         super().__init__(seat, whole.line)
-        self._whole, self._group, self._aside = whole, group, aside
+        self._whole, self._group, self._aside, self._is_nccl = whole, group, aside, whole._is_nccl
 
     @property
     def is_recordable(self) -> bool:
@@ -190,6 +217,18 @@ class _Along(_GroupWorld):
 
     def close(self) -> None:
         """The whole world closes its groups."""
+
+
+class _Many(Pending):
+    """Several collectives as one, and what to do when all are complete."""
+
+    def __init__(self, pending: Sequence[Pending], then: Callable[[], object] = lambda: None) -> None:
+        self._pending, self._then = pending, then
+
+    def wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._then()
 
 
 class _TorchPending(Pending):

@@ -58,6 +58,21 @@ class WorldContract:
             results = self.run(lambda world: world.all_gather(torch.tensor([world.rank, 7])).tolist(), size)
             assert results == [[[rank, 7] for rank in range(size)]] * size
 
+    def test_large_messages_arrive_where_they_belong(self) -> None:
+        def exchange(world: World) -> bool:
+            count = 1_000_003
+            own = torch.arange(world.size).unsqueeze(1) * 100 + world.rank * 10 + torch.arange(count) % 10
+            rows, stacked = torch.empty_like(own), torch.empty_like(own)
+            swapped, gathered = world.start_all_to_all(own, rows), world.start_all_gather(own[0], stacked)
+            gathered.wait()
+            swapped.wait()
+            digits = torch.arange(count) % 10
+            froms = torch.arange(world.size).unsqueeze(1) * 10
+            return torch.equal(rows, froms + digits + 100 * world.rank) and torch.equal(stacked, froms + digits)
+
+        for size in self.sizes:
+            assert self.run(exchange, size) == [True] * size
+
     def test_broadcast(self) -> None:
         def broadcast(world: World) -> list[int]:
             tensor = torch.tensor([world.rank])
