@@ -180,7 +180,7 @@ def fit(
             on_event(0, event("notice", text=text))
         train = functools.partial(training.train, job=job)
         apart = limit is not None and devices[0].kind == "cpu"
-        outcomes: list[Outcome] = _start(train, devices, timeout, on_event, view, apart=apart)
+        outcomes: list[Outcome] = _start(train, devices, timeout, on_event, view, apart=apart, recovers=True)
         end = outcomes[0]
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     # A rank on another host, whose disk does not have the run, still knows what was asked for.
@@ -309,6 +309,7 @@ def _start(
     view: View,
     *,
     apart: bool = False,
+    recovers: bool = False,
 ) -> list[Any]:
     """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank."""
     world = current_world()
@@ -320,7 +321,7 @@ def _start(
         interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
-    job = _engine.start(carrying(fn), devices, timeout=timeout)
+    job = _engine.start(carrying(fn), devices, timeout=timeout, recovers=recovers)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 

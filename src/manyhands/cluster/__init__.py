@@ -9,6 +9,7 @@ from .line import DirectLine, Line
 from .links import Link, Reach, reach
 from .local import LocalEngine
 from .resolvers import Cluster, Host, HostsFile, Resolver, Standing, understood
+from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, innermost
@@ -53,5 +54,6 @@ __all__ = [
     "survey",
     "Survey",
     "Facts",
+    "regroup",
     "DEFAULT_TIMEOUT",
 ]

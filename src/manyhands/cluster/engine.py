@@ -36,5 +36,15 @@ class Engine(ABC):
     """Starts a function on devices, one rank each."""
 
     @abstractmethod
-    def start(self, fn: Callable[[World], Any], devices: Sequence[Device], *, timeout: float = DEFAULT_TIMEOUT) -> Job:
-        """Runs `fn(world)` on every device."""
+    def start(
+        self,
+        fn: Callable[[World], Any],
+        devices: Sequence[Device],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        recovers: bool = False,
+    ) -> Job:
+        """Runs `fn(world)` on every device.
+
+        With `recovers` lost ranks are replaced: `fn` must answer a lost peer with `regroup`, and go on from there.
+        """

@@ -13,13 +13,16 @@ from typing import Any
 from ..core import Event
 
 _HEAD = struct.Struct("!cI")
-EVENT, RESULT, FAILURE, MESSAGE = b"E", b"R", b"F", b"M"
+EVENT, CONTROL, RESULT, FAILURE, MESSAGE = b"E", b"C", b"R", b"F", b"M"
 """Kinds of frames; a result and a failure come with a parcel."""
 MAX_FRAME = 64 * 1024 * 1024
 
 
 class Line(ABC):
     """What a rank says to its controller and hears from it."""
+
+    recovers = False
+    """Whether ranks that lost each other are called together again."""
 
     def __init__(self) -> None:
         self.stopping = False
@@ -28,8 +31,11 @@ class Line(ABC):
         """Who was lost, in words, once the controller knows."""
         self.taps: list[Callable[[Event], None]] = []
         """Called in this process with every event before it goes up."""
-        self._news = threading.Event()
-        self._on_lost: list[Callable[[], None]] = []
+        self._lost_generation = -1
+        self._summons: dict[str, Any] = {}
+        self._is_closed = False
+        self._news = threading.Condition()
+        self._on_lost: tuple[int, Callable[[], None]] = 0, lambda: None
 
     def report(self, entry: Event) -> None:
         """Sends an event up."""
@@ -41,24 +47,52 @@ class Line(ABC):
     def send_up(self, entry: Event) -> None:
         """Takes an event to the controller."""
 
-    def on_lost(self, act: Callable[[], None]) -> None:
-        """Calls `act` (on another thread) as soon as a peer is known to be lost."""
-        self._on_lost.append(act)
+    def confess(self, generation: int, reason: str, step: int) -> None:
+        """Tells the controller that this rank has lost the others, whose processes may all be alive."""
+        raise NotImplementedError("nobody is there to call ranks together again")
 
-    def wait_for_news(self, seconds: float) -> str:
+    def on_lost(self, generation: int, act: Callable[[], None]) -> None:
+        """Calls `act` (on another thread) as soon as a peer of this generation is known to be lost."""
+        with self._news:
+            self._on_lost = generation, act
+        if self.has_lost(generation):
+            act()
+
+    def has_lost(self, generation: int) -> bool:
+        """Whether the world of this generation is over."""
+        return self._lost_generation >= generation
+
+    def wait_for_news(self, generation: int, seconds: float) -> str:
         """Who was lost; waits a little, because a broken connection is noticed before its reason."""
-        self._news.wait(seconds)
-        return self.lost
+        with self._news:
+            heard = self._news.wait_for(lambda: self.has_lost(generation) or self._is_closed, seconds)
+        return self.lost if heard else ""
+
+    def wait_for_summons(self, generation: int) -> dict[str, Any] | None:
+        """Where the ranks meet after this generation; None when nobody calls them any more."""
+        with self._news:
+            self._news.wait_for(lambda: self._summons.get("generation", -1) > generation or self._is_closed)
+            return None if self._is_closed else self._summons
 
     def hear(self, message: dict[str, Any]) -> None:
         """Takes a message from the controller."""
         if message.get("stop"):
             self.stopping = True
-        if message.get("lost"):
-            self.lost = str(message["lost"])
-            self._news.set()
-            for act in self._on_lost:
-                act()
+        with self._news:
+            self._summons = message.get("summons", self._summons)
+            self._is_closed = self._is_closed or bool(message.get("final"))
+            if "lost" in message:
+                self.lost, self._lost_generation = str(message["lost"]), int(message["generation"])
+            generation, act = self._on_lost
+            self._news.notify_all()
+        if "lost" in message and self.has_lost(generation):
+            act()
+
+    def hang_up(self) -> None:
+        """Nobody is at the other end any more."""
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
 
 
 class DirectLine(Line):
@@ -85,6 +119,9 @@ class SocketLine(Line):
     def send_up(self, entry: Event) -> None:
         self.send(EVENT, json.dumps(entry, default=str).encode())
 
+    def confess(self, generation: int, reason: str, step: int) -> None:
+        self.send(CONTROL, json.dumps({"lost_world": generation, "reason": reason, "step": step}).encode())
+
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
         """Sends one frame, with file descriptors where it carries a parcel."""
         frame = _HEAD.pack(kind, len(body)) + body
@@ -97,6 +134,7 @@ class SocketLine(Line):
         while chunk := _receive(self._socket):
             for _, body in frames.feed(chunk):
                 self.hear(json.loads(body))
+        self.hang_up()
 
 
 class Frames:

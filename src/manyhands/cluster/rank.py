@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core import ManyhandsError, PeerLost
-from .devices import Device
+from .devices import Device, this_host
 from .line import FAILURE, RESULT, SocketLine
 from .parcel import pack, unpack
-from .torch_world import TorchWorld, backend_for
-from .world import NullWorld, Seat, World, enter_world
+from .summons import Summons, join
+from .world import Seat, World, current_world
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,31 @@ class Assignment:
 
     fn: Callable[[World], Any]
     devices: Sequence[Device]
+    """Of this host, one per slot."""
     timeout: float
-    generation: int
+    recovers: bool
+    host: str
     cores: Sequence[int]
     cwd: str
     environ: dict[str, str]
     argv: Sequence[str]
     torch: TorchSettings
+
+    @classmethod
+    def here(cls, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, recovers: bool) -> Assignment:
+        """Of this program, as it stands now."""
+        return cls(
+            fn=fn,
+            devices=list(devices),
+            timeout=timeout,
+            recovers=recovers,
+            host=this_host(),
+            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            cwd=_folder(),
+            environ=dict(os.environ),
+            argv=list(sys.argv),
+            torch=TorchSettings.now(),
+        )
 
 
 _kept: list[object] = []
@@ -77,19 +94,20 @@ _kept: list[object] = []
 def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
     """Runs one rank and returns its exit code; the outcome travels up the line."""
     line = SocketLine(sock)
-    rank = int(request["rank"])
+    slot = int(request["slot"])
     try:
         _settle_signals()
         sys.path[:] = request["path"]
         assignment: Assignment = unpack(parcel)
         _kept.append(assignment)
         os.close(parcel)
-        _settle(assignment, rank)
-        world = _join(assignment, rank, int(request["port"]), line)
-        enter_world(world)
-        _pin(assignment, rank)
+        _settle(assignment, slot)
+        line.recovers = assignment.recovers
+        seat = Seat(device=assignment.devices[slot], host=assignment.host, timeout=assignment.timeout)
+        world = join(Summons(**request["summons"]), seat, line)
+        _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")
-        world.close()
+        (current_world() or world).close()
     except BaseException as error:
         _send_failure(line, error)
         return 1
@@ -103,7 +121,7 @@ def _settle_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _settle(assignment: Assignment, rank: int) -> None:
+def _settle(assignment: Assignment, slot: int) -> None:
     """Takes over the program's folder, environment and its share of the cores."""
     os.environ.clear()
     os.environ.update(assignment.environ)
@@ -111,18 +129,18 @@ def _settle(assignment: Assignment, rank: int) -> None:
     assignment.torch.apply()
     with contextlib.suppress(OSError):
         os.chdir(assignment.cwd)
-    torch.set_num_threads(len(core_share(assignment.cores, rank, len(assignment.devices))))
-    device = assignment.devices[rank]
+    torch.set_num_threads(len(core_share(assignment.cores, slot, len(assignment.devices))))
+    device = assignment.devices[slot]
     if device.kind == "cuda":
         torch.cuda.set_device(device.index)
         if device.share < 1.0:
             torch.cuda.set_per_process_memory_fraction(device.share, device.index)
 
 
-def _pin(assignment: Assignment, rank: int) -> None:
+def _pin(assignment: Assignment, slot: int) -> None:
     """Keeps the computing thread on its own cores; the threads that carry messages, made before, stay free to move."""
     if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
-        os.sched_setaffinity(0, core_share(assignment.cores, rank, len(assignment.devices)))
+        os.sched_setaffinity(0, core_share(assignment.cores, slot, len(assignment.devices)))
 
 
 def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
@@ -139,17 +157,6 @@ def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
     return list(cores[rank * each : (rank + 1) * each])
 
 
-def _join(assignment: Assignment, rank: int, port: int, line: SocketLine) -> World:
-    device = assignment.devices[rank]
-    size = len(assignment.devices)
-    if size == 1:
-        return NullWorld(device, line)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    seat = Seat(rank=rank, size=size, device=device, generation=assignment.generation, timeout=assignment.timeout)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    return TorchWorld(seat, line, store, backend_for(assignment.devices))
-
-
 def _send_failure(line: SocketLine, error: BaseException) -> None:
     """The error itself where it can travel, else its text; and whether it is only an echo of another's."""
     failure = {
@@ -157,6 +164,7 @@ def _send_failure(line: SocketLine, error: BaseException) -> None:
         "reason": f"{type(error).__name__}: {error}",
         "traceback": _trimmed(error),
         "echo": isinstance(error, PeerLost),
+        "is_ours": isinstance(error, ManyhandsError),
     }
     with contextlib.suppress(Exception):
         fd = pack(failure, "the failure")
@@ -170,3 +178,11 @@ def _trimmed(error: BaseException) -> str:
     start = next((i for i, frame in enumerate(frames) if os.sep + "manyhands" + os.sep not in frame.filename), 0)
     text = "".join(traceback.format_list(frames[start:]))
     return f"Traceback (most recent call last):\n{text}{type(error).__name__}: {error}"
+
+
+def _folder() -> str:
+    """The current folder, or the root of the machine when it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep

@@ -119,7 +119,7 @@ class _GroupWorld(World):
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise
-            who = self.line.wait_for_news(self.seat.patience)
+            who = self.line.wait_for_news(self.seat.generation, self.seat.patience)
             if not who and not _is_connection_error(error):
                 raise
             raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
@@ -130,13 +130,26 @@ class TorchWorld(_GroupWorld):
 
     def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
         super().__init__(seat, line)
-        self._store, self._ports = dist.PrefixStore(f"ports{seat.generation}", store), _Ports()
+        self._root, self._store = store, dist.PrefixStore(f"ports{seat.generation}", store)
+        self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
+        self._is_nccl = "nccl" in backend and self.device.type == "cuda"
+        line.on_lost(seat.generation, self._abort)
+        try:
+            self._connect(backend)
+        except RuntimeError as error:
+            self.close()
+            if not self.is_loss(error):
+                raise
+            raise PeerLost("joining", caller_line(), line.lost or "a peer did not come", _brief(error)) from error
+
+    def _connect(self, backend: str) -> None:
+        seat = self.seat
         with self._noting_ports():
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(f"generation{seat.generation}", store),
+                store=dist.PrefixStore(f"generation{seat.generation}", self._root),
                 rank=seat.rank,
                 world_size=seat.size,
                 timeout=timedelta(seconds=seat.timeout),
@@ -146,8 +159,13 @@ class TorchWorld(_GroupWorld):
             assert whole is not None
             self._whole, self._group = self, whole
             self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
-        self._is_nccl = "nccl" in backend and self.device.type == "cuda"
-        line.on_lost(self._abort)
+
+    def is_loss(self, error: BaseException) -> bool:
+        if isinstance(error, PeerLost):
+            return True
+        # What torch's own parts raise when their connections are shut is not wrapped by anybody.
+        is_broken = isinstance(error, RuntimeError) and _is_connection_error(error)
+        return is_broken and bool(self.line.wait_for_news(self.seat.generation, self.seat.patience))
 
     @property
     def is_recordable(self) -> bool:
@@ -277,10 +295,10 @@ def _listening_ports() -> Iterator[int]:
 
 
 class _Ports:
-    """The ports that gloo listens on, of all ranks."""
+    """The ports that gloo listens on, of all ranks, and the store's: one is at an end of every connection."""
 
-    def __init__(self) -> None:
-        self.known: set[int] = set()
+    def __init__(self, known: set[int]) -> None:
+        self.known = known
         self._num_rounds = 0
 
     def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core import UsageError
+from ..core import PeerLost, UsageError
 from .devices import Device, require_usable, this_host
 from .line import DirectLine, Line
 
@@ -41,6 +41,8 @@ class Seat:
     generation: int = 0
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a healthy operation may take; every other time limit derives from it."""
+    heard: int = 0
+    """The last step whose loss was known outside of the ranks when they were called together."""
 
     @property
     def patience(self) -> float:
@@ -129,6 +131,15 @@ class World(ABC):
         """Returns when every rank has come here."""
         self.gather_objects(None)
 
+    def require_current(self) -> None:
+        """Raises where this world is over: also a rank that needs no other one must hear that others have come."""
+        if self.line.has_lost(self.seat.generation):
+            raise PeerLost("a step", caller_line(), self.line.lost)
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error says only that this world is over."""
+        return isinstance(error, PeerLost)
+
     @abstractmethod
     def close(self) -> None:
         """Leaves the world."""
@@ -151,8 +162,8 @@ def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
 class NullWorld(World):
     """One replica alone: every collective is the identity."""
 
-    def __init__(self, device: Device | None = None, line: Line | None = None) -> None:
-        super().__init__(Seat(device=device or Device("cpu")), line or DirectLine())
+    def __init__(self, device: Device | None = None, line: Line | None = None, seat: Seat | None = None) -> None:
+        super().__init__(seat or Seat(device=device or Device("cpu")), line or DirectLine())
         self._owns_group = False
 
     @property

@@ -67,7 +67,7 @@ class _Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            _say(job, {"failed": str(error), "rank": request["rank"]})
+            _say(job, {"failed": str(error)})
             return
         if pid == 0:
             self._control.close()
@@ -83,7 +83,7 @@ class _Zygote:
         watch = os.pidfd_open(pid)
         self._children[watch] = pid, job
         self._selector.register(watch, selectors.EVENT_READ)
-        _say(job, {"forked": request["rank"], "pid": pid})
+        _say(job, {"forked": True, "pid": pid})
 
     def _kill(self, pid: int) -> None:
         """Only children that were not reaped yet, so the number cannot belong to somebody else."""

@@ -12,6 +12,7 @@ ManyhandsError
 │   └── SendError                something that cannot be sent to a worker process
 └── RunError (RuntimeError)      something broke while running
     ├── WorkerFailed             a rank raised or died: who, why, its traceback
+    │   └── NoProgress           a step crashed again and again, however often ranks were replaced
     ├── PeerLost                 a collective was aborted because a peer died
     ├── ReplicasDiffer           replicas that should be equal are not
     ├── LossNotFinite            the loss became NaN or infinite
@@ -91,6 +92,12 @@ class WorkerFailed(RunError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.host, self.reason, self.traceback)
+
+
+class NoProgress(WorkerFailed):
+    """A step crashed again and again, so that replacing ranks does not help; the command line ends with code 70."""
+
+    exit_code = 70
 
 
 class PeerLost(RunError):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import CheckpointError
-from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
+from .disk import Digest, Disk, digest_of, remove_stale, replace_file, temporary_name
 from .snapshot import Snapshot
 from .tensors import read_tensors, write_tensors
 
@@ -26,6 +26,8 @@ MARKER = "COMMITTED"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
 AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
+HOLDER = "HOLDER"
+"""Who writes, by number: the last one who claimed the folder."""
 FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 
 
@@ -117,7 +119,30 @@ class CheckpointStore:
         self._snapshots = {name: Snapshot() for name in (MODEL, OPTIMIZER, RANDOM, AVERAGES, POLICY)}
         self._thread: threading.Thread | None = None
         self._errors: list[Exception] = []
+        self._claim: int | None = None
         remove_stale(self._disk, self.root)
+
+    def claim(self) -> None:
+        """Makes this the one that writes: whoever did before, and wakes from a long sleep, is refused from now on."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._claim = self._holder() + 1
+            replace_file(self._disk, self.root / HOLDER, [f"{self._claim}\n".encode()])
+        except OSError as error:
+            self._claim = None
+            self._on_error(error)
+
+    def _holder(self) -> int:
+        try:
+            return int((self.root / HOLDER).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _require_claim(self) -> None:
+        if self._claim is not None and self._holder() > self._claim:
+            raise CheckpointError(
+                "one generation of a run writes at a time", got="a later one that has begun", remedy="leave it to that"
+            )
 
     def save(self, checkpoint: Checkpoint, *, score: float | None = None) -> None:
         """Copies a checkpoint now and writes it in the background; the lowest score is the best."""
@@ -222,6 +247,7 @@ class CheckpointStore:
         temporary = self.root / temporary_name()
         try:
             _require_numbers(copy.tensors[MODEL])
+            self._require_claim()
             self.root.mkdir(parents=True, exist_ok=True)
             folder = self._target(copy.step)
             try:
@@ -260,6 +286,7 @@ class CheckpointStore:
 
     def _commit(self, target: Path, manifest: Digest) -> None:
         """The marker comes last: a folder that has it was on disk whole before it appeared."""
+        self._require_claim()
         waiting = target / f".{MARKER}"
         self._disk.write(waiting, [_marker(manifest.sha256)])
         self._disk.fsync(waiting)

@@ -23,7 +23,7 @@ from ..strategies import MAIN, Replica, keep_all, keep_where, realise
 from .averages import Averages
 from .gathering import gather_rows
 from .progress import make_view
-from .snapshot import restore_snapshot, take_snapshot
+from .snapshot import restore_snapshot, share, take_snapshot
 from .tally import Part, Tally
 
 Key = str
@@ -78,6 +78,8 @@ class Hand:
         self._due: list[Key] = []
         self._heard_stop = False
         self._joined_at = -1
+        self.is_midway = False
+        """Whether something was updated since a step was last known to be whole."""
         self.skips = False
         """Whether a step whose gradient is not finite is left out."""
         self.good: Tensor | None = None
@@ -346,6 +348,7 @@ class Hand:
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
             flag = self._flag(key, norm)
             self.replica.update(key, flag)
+            self.is_midway = True
             if self.averages is not None:
                 self.averages.update(key, flag)
         self.losses[key] = tally.loss
@@ -534,11 +537,15 @@ class Hand:
     def restore(self, path: str | Path) -> dict[str, Any] | None:
         """Continues from the newest good checkpoint; returns the `state` that was saved, None if there is none."""
         store = self.store(path)
-        if not self.world.gather_objects(bool(store.steps()))[0]:
+        seen = self.world.gather_objects(store.steps())
+        if not seen[0]:
             return None
         self.num_restores += 1
         self._noted.clear()
-        return restore_snapshot(self, store.load())
+        if all(steps == seen[0] for steps in seen):
+            return restore_snapshot(self, store.load())
+        # The run lies on the disk of the first rank's host.
+        return restore_snapshot(self, share(self.world, store.load() if self.is_first else None, 0))
 
     def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:
         """The folder of checkpoints at this path."""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..cluster import World
+from ..cluster import World, regroup
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, tensors
 from ..store import Weights
@@ -25,13 +26,16 @@ from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import Guard, explain_memory, limited
 from .patience import Patience, Watch, check_patience
+from .recovery import Kept, Marker, as_loss, recall, resized
 from .schedule import follow_schedule
+from .snapshot import restore_snapshot
 from .start import start_from
 from .stepping import Stepper
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
+MAX_RECENT = 10_000
 MAX_SKIPPED = 20
 """Steps in a row without a finite gradient after which a run that skips them ends all the same."""
 _GOOD, _PART = "\0good", "\0part"
@@ -82,13 +86,29 @@ class Outcome:
 
 
 def train(world: World, job: Job) -> Outcome:
-    """Trains one replica."""
+    """Trains one replica; where others are lost or come, it goes on with those that are there then."""
+    kept = Kept()
+    while True:
+        try:
+            return _train(world, job, kept)
+        except RuntimeError as error:
+            lost = as_loss(world, error)
+            if lost is None:
+                raise
+        world = regroup(world, lost, kept.step)
+
+
+def _train(world: World, job: Job, kept: Kept) -> Outcome:
     with own_stream(world.device):
-        hand = Hand(world, job.spec)
-        loop = _Loop(hand, job)
+        hand = Hand(world, resized(job.spec, world.size))
+        loop = _Loop(hand, job, kept)
         try:
             with limited(hand.device, job.memory) as loop.guard:
                 return loop.run()
+        except RuntimeError as error:
+            if as_loss(world, error) is not None:
+                loop.keep()
+            raise
         finally:
             loop.reporter.flush()
             hand.close()
@@ -105,8 +125,11 @@ def check_schedule(task: Task, num_steps: int | None) -> None:
 
 
 class _Loop:
-    def __init__(self, hand: Hand, job: Job) -> None:
-        self.hand, self.job, self.task = hand, job, job.task
+    def __init__(self, hand: Hand, job: Job, kept: Kept) -> None:
+        self.hand, self.job, self.task, self.kept = hand, job, job.task, kept
+        self.marker = Marker(hand)
+        self.ending: dict[str, Any] | None = None
+        """What the loop knew before the end of an epoch that is under way."""
         self.metrics: dict[str, float] = {}
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
@@ -132,6 +155,7 @@ class _Loop:
             for callback in self.job.callbacks:
                 callback.on_start(self.hand)
             self.reporter.start(train_feed)
+            self.marker.mark()
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             self.train(train_feed, valid_feed, stepper)
@@ -147,7 +171,9 @@ class _Loop:
             for batch in hand.one_epoch(train_feed):
                 self.set_learning_rate()
                 self.take_step(batch, stepper)
+                self.marker.mark()
                 self.look(batch)
+                hand.world.require_current()
                 for callback in job.callbacks:
                     callback.on_step(hand)
                 if job.callbacks:
@@ -191,7 +217,10 @@ class _Loop:
         source = as_source(task.data, collate=task.collate)
         batch_size = check_source(source, task.batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
-        self.try_out(feed)
+        if hand.world.seat.generation == 0:
+            self.try_out(feed)
+        else:
+            learn_draws(hand, task, feed.peek(NUM_SAMPLES))
         steps = feed.num_steps()
         self.total = self.job.steps or (steps * self.job.epochs if steps is not None else None)
         check_schedule(task, self.total)
@@ -202,12 +231,67 @@ class _Loop:
         if task.valid is not None:
             held = as_source(task.valid, collate=task.collate)
             valid = hand.make_feed(held, task.batch_size or batch_size, shuffle=False, workers=task.workers)
-        hand.store(self.path, keep=self.job.keep)
+        store = hand.store(self.path, keep=self.job.keep)
+        if hand.is_first:
+            store.claim()
+        if hand.world.seat.generation == 0:
+            self.begin()
+            self.report_start()
+        else:
+            self.go_on()
+        return feed, valid
+
+    def begin(self) -> bool:
+        """Begins where the run stands on disk, or at its beginning; whether there was a checkpoint."""
         resumed = self.job.resume and self.resume()
         if self.job.start_from is not None and not resumed:
-            start_from(hand, self.job.start_from)
-        self.report_start()
-        return feed, valid
+            start_from(self.hand, self.job.start_from)
+        return resumed
+
+    def go_on(self) -> None:
+        """Goes on after replicas were lost or came: from the memory of one, else from the last checkpoint."""
+        hand = self.hand
+        kept, source = recall(hand, self.kept)
+        if kept.checkpoint is not None:
+            self.take_up(restore_snapshot(hand, kept.checkpoint))
+            # From here on this counts, whatever happens before the next mark.
+            self.kept.checkpoint, self.kept.recent = kept.checkpoint, []
+        elif any(hand.world.gather_objects(bool(hand.store(self.path).steps()))[:1]):
+            self.take_up(hand.restore(self.path) or {})
+            source = "the last checkpoint"
+        else:
+            source = "the last checkpoint" if self.begin() else "its beginning"
+        told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
+        self.reporter.report(event("recovered", **told))
+        self.reporter.report_again(kept.recent)
+
+    def keep(self) -> None:
+        """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""
+        self.reporter.read()
+        checkpoint = self.marker.checkpoint(self.ending or self.state())
+        if checkpoint is not None:
+            self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
+        elif self.hand.is_midway:
+            self.kept.checkpoint = None
+
+    def state(self) -> dict[str, Any]:
+        """What the loop itself must know to go on."""
+        return {
+            "metrics": self.metrics,
+            "measured": self.measured,
+            "measured_at": self.measured_at,
+            "patience": self.watch.state(),
+            "sums": {name: list(sums) for name, sums in self.reporter.sums.items()},
+        }
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self.metrics = state["metrics"]
+        self.measured = state.get("measured", {})
+        self.measured_at = state.get("measured_at", 0)
+        self.watch.restore(state.get("patience", []))
+        self.reporter.sums = state.get("sums", {})
+        self.hear_patience()
 
     def try_out(self, feed: Feed) -> None:
         """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
@@ -238,11 +322,7 @@ class _Loop:
         if state is None:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
             return False
-        self.metrics = state["metrics"]
-        self.measured = state.get("measured", {})
-        self.watch.restore(state.get("patience", []))
-        self.reporter.sums = state.get("sums", {})
-        self.hear_patience()
+        self.take_up(state)
         left = "" if self.hand.epoch < self.job.epochs else f"; nothing is left of {self.job.epochs} epochs"
         self.hand.notice(f"resumed at step {self.hand.num_steps}, epoch {self.hand.epoch + 1}{left}")
         return True
@@ -291,9 +371,10 @@ class _Loop:
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
         """Measures, reports and saves; also where a run ends in mid-epoch because it has taken its steps."""
         hand = self.hand
-        self.measured_at = hand.num_steps
         hand.agree()
         self.reporter.read()
+        self.ending = self.state()
+        self.measured_at = hand.num_steps
         if valid_feed is not None:
             if self.noticed or hand.spec.batch_stats == "local":
                 hand.replica.align_buffers()
@@ -310,6 +391,8 @@ class _Loop:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
         self.save()
+        self.marker.mark()
+        self.ending = None
 
     def tell_limit(self, feed: Feed) -> None:
         """Says once what holds the steps up besides computing them."""
@@ -332,10 +415,7 @@ class _Loop:
             self.path,
             # In mid-epoch nothing was measured, and what has no score is never the best.
             score=self.watch.score(self.measured),
-            metrics=self.metrics,
-            measured=self.measured,
-            patience=self.watch.state(),
-            sums=self.reporter.sums,
+            **self.state(),
         )
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
 
@@ -392,6 +472,8 @@ class _Reporter:
         self.sums: dict[str, list[float]] = {}
         """Of each loss the total and the number of steps since the last measurement."""
         self.num_samples = 0
+        self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=MAX_RECENT)
+        """The last losses, of which some may not have been sent by the replica that sends them."""
 
     def start(self, feed: Feed) -> None:
         self._feed = feed
@@ -415,6 +497,7 @@ class _Reporter:
                 self._parts.append((step, float(f"{part:.9g}")))
             self._num_skipped = 0 if good is not None else self._num_skipped
             self._unsent.append((step, values))
+            self.recent.append((step, values))
             for name, value in values.items():
                 if not math.isfinite(value):
                     raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
@@ -423,6 +506,11 @@ class _Reporter:
             self.last_losses = values
         if time.perf_counter() - self._sent_at > REPORT_SECONDS:
             self.flush()
+
+    def report_again(self, recent: Sequence[tuple[int, dict[str, float]]]) -> None:
+        """Takes over losses that a replica which is gone had not sent."""
+        self._unsent += recent
+        self.recent.extend(recent)
 
     def _skip(self, step: int) -> None:
         """Lists a step that changed nothing; many in a row will not end by themselves."""

@@ -159,6 +159,10 @@ def said(entry: Event) -> str:
         return f"epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}"
     if entry["kind"] == "log":
         return f"step {entry['step']}  {_pairs(entry['values'])}"
+    if entry["kind"] == "lost":
+        return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
+    if entry["kind"] == "recovered":
+        return f"goes on from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
     return str(entry["text"]) if entry["kind"] == "notice" else ""
 
 

@@ -190,7 +190,7 @@ class Run:
                     self.history.setdefault(name, {})[entry["step"]] = value
             elif entry["kind"] == "skipped":
                 self.skipped.append(entry["step"])
-            elif entry["kind"] == "start" and entry["step"]:
+            elif (entry["kind"] == "start" and entry["step"]) or entry["kind"] == "recovered":
                 self._forget_after(entry["step"])
 
     def _forget_after(self, step: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ..cluster import World
 from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
 from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
@@ -35,6 +38,55 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
         averages={} if hand.averages is None else whole(hand.averages.state_dict()),
         policy=replica.policy_state(),
     )
+
+
+def local_snapshot(
+    hand: Hand, cursors: Sequence[Cursor], random: Mapping[str, Tensor], state: dict[str, Any]
+) -> Checkpoint:
+    """The same of a replica that holds the whole network, without asking others: copies on the CPU."""
+    copied = _mapped(lambda tensor: tensor.detach().to("cpu", copy=True))
+    replica = hand.replica
+    return Checkpoint(
+        step=hand.num_steps,
+        model=copied(dict(hand.model.state_dict())),
+        optimizers={key: copied(optimizer_state(o, replica.names)) for key, o in replica.optimizers.items()},
+        state={
+            "cursors": [cursor.to_dict() for cursor in cursors],
+            "size": hand.size,
+            "spec": hand.spec.to_dict(),
+            "state": state,
+        },
+        random={f"rank{hand.rank}.{name}": tensor for name, tensor in random.items()},
+        averages={} if hand.averages is None else copied(dict(hand.averages.state_dict())),
+    )
+
+
+def share(world: World, checkpoint: Checkpoint | None, source: int) -> Checkpoint:
+    """One rank's checkpoint, on all of them."""
+    mine: list[Tensor] = []
+
+    def aside(tensor: Tensor) -> _Slot:
+        mine.append(tensor.detach().cpu().contiguous())
+        return _Slot(len(mine) - 1, tuple(tensor.shape), tensor.dtype)
+
+    parts = None if checkpoint is None else {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
+    told = world.gather_objects(_mapped(aside)(parts))[source]
+    slots: list[_Slot] = []
+    _mapped(slots.append, _Slot)(told)
+    tensors = mine if checkpoint is not None else [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    for tensor in tensors:
+        if tensor.numel():
+            world.broadcast(tensor.view(-1).view(torch.uint8), source)
+    return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(told))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor's place, while it travels by itself."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -96,11 +148,11 @@ def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:
         yield "the run goes on without the average of its weights, because the task has no ema now"
 
 
-def _mapped(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+def _mapped(function: Callable[[Any], Any], kind: type = Tensor) -> Callable[[Any], Any]:
     """A function of tensors on all tensors of nested dicts, in one order on every rank."""
 
     def apply(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, kind):
             return function(value)
         return {key: apply(child) for key, child in value.items()} if isinstance(value, dict) else value
 

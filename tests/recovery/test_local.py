@@ -1,0 +1,172 @@
+"""Recovery on one machine: ranks are killed, freeze or crash, and the run is the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.core import NoProgress, WorkerFailed, read_events
+from tests.training.problems import problem
+
+EPOCHS = 4
+"""Of three steps each."""
+
+
+class Fault(mh.Callback):
+    """Does something to one rank after some step, once: a file remembers that it was done."""
+
+    def __init__(self, folder: Path, rank: int, step: int, act: Any) -> None:
+        self.path, self.rank, self.step, self.act = folder / f"fault-{rank}-{step}", rank, step, act
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.rank == self.rank and hand.num_steps == self.step and not self.path.exists():
+            self.path.touch()
+            self.act()
+
+
+class Ledger(mh.Callback):
+    """Writes which samples were in which step, in a file of this process's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, hand: mh.Hand) -> None:
+        with (self.folder / f"ledger-{os.getpid()}").open("a") as file:
+            file.write(f"{hand.num_steps} {hand.rank} {hand.batch.ids.tolist()}\n")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fit(task: mh.Task, folder: Path, *callbacks: mh.Callback, size: int = 2, **options: Any) -> mh.Run:
+    strategy = options.pop("strategy", mh.Mirrored(size))
+    return mh.fit(
+        task, strategy, on=f"cpu*{size}", epochs=EPOCHS, folder=folder, name="run", progress=False,
+        callbacks=callbacks, timeout=60, **options,
+    )  # fmt: skip
+
+
+def recoveries(run: mh.Run) -> list[dict[str, Any]]:
+    return [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "recovered"]
+
+
+def assert_same(run: mh.Run, calm: mh.Run) -> None:
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(calm.losses), rtol=1e-5, atol=1e-7)
+    assert run.num_steps == calm.num_steps
+    for name, tensor in calm.state_dict().items():
+        torch.testing.assert_close(
+            run.state_dict()[name], tensor, rtol=0, atol=1e-9 if tensor.dtype == torch.float64 else 1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kills"),
+    [("mlp", 2, [(0, 5)]), ("cnn", 3, [(1, 4), (2, 8)]), ("gan", 2, [(1, 6)])],
+)
+def test_killed_ranks_leave_no_trace(
+    engine: Any, tmp_path: Path, name: str, size: int, kills: list[tuple[int, int]]
+) -> None:
+    task = problem(name, "adamw")
+    strategy = mh.Mirrored(size, precision="fp64")
+    calm = fit(task, tmp_path / "calm", size=size, strategy=strategy)
+    faults = [Fault(tmp_path, rank, step, kill) for rank, step in kills]
+    run = fit(task, tmp_path / "hit", Ledger(tmp_path), *faults, size=size, strategy=strategy)
+    assert_same(run, calm)
+    found = recoveries(run)
+    assert [entry["generation"] for entry in found] == list(range(1, len(kills) + 1))
+    for (_, step), entry in zip(kills, found, strict=True):
+        assert "memory" in entry["source"]
+        assert entry["step"] >= step - 1, "at most one step is lost"
+    assert_every_sample_once(tmp_path, run, len(task.data[0]))
+
+
+def assert_every_sample_once(folder: Path, run: mh.Run, num_samples: int) -> None:
+    """By the last word of each rank on each step: what was computed again replaces what was lost."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for path in sorted(folder.glob("ledger-*"), key=lambda path: path.stat().st_mtime):
+        for line in path.read_text().splitlines():
+            step, rank, ids = line.split(" ", 2)
+            steps[int(step), int(rank)] = eval(ids)
+    counts = Counter(sample for ids in steps.values() for sample in ids)
+    assert counts == dict.fromkeys(range(num_samples), EPOCHS)
+    assert {step for step, _ in steps} == set(range(1, run.num_steps + 1))
+
+
+def test_a_frozen_rank_is_ended_and_replaced(engine: Any, tmp_path: Path) -> None:
+    task = problem("mlp")
+    calm = fit(task, tmp_path / "calm")
+    run = fit(task, tmp_path / "hit", Fault(tmp_path, 1, 4, freeze))
+    assert_same(run, calm)
+    events = list(read_events(run.path / "events.jsonl"))
+    lost = next(entry for entry in events if entry["kind"] == "lost")
+    assert (lost["rank"], "frozen" in lost["reason"]) == (1, True)
+    before = max(entry["t"] for entry in events if entry["t"] < lost["t"] and entry["kind"] == "steps")
+    assert lost["t"] - before < 5, "it is out within five seconds"
+
+
+def crash() -> None:
+    raise RuntimeError("a bad sample")
+
+
+def refuse(model: Any, batch: Any) -> Any:
+    """A loss that one sample breaks, wherever it is."""
+    inputs, labels = batch
+    if (inputs[:, 0] == 77).any():
+        crash()
+    return torch.nn.functional.cross_entropy(model(inputs), labels)
+
+
+def test_a_step_that_always_crashes_ends_the_run(engine: Any, tmp_path: Path) -> None:
+    task = problem("mlp")
+    task.data[0][30, 0] = 77
+    task = dataclasses.replace(task, loss=refuse, shuffle=False)
+    with pytest.raises(NoProgress, match="rank 1 on .* a bad sample") as caught:
+        fit(task, tmp_path)
+    assert caught.value.exit_code == 70
+    assert 'raise RuntimeError("a bad sample")' in caught.value.traceback
+    lost = [entry for entry in read_events(tmp_path / "run" / "events.jsonl") if entry["kind"] == "lost"]
+    assert len(lost) == 3, "three rounds, then no more"
+
+
+def test_a_crash_that_does_not_come_again_is_only_a_line(engine: Any, tmp_path: Path) -> None:
+    calm = fit(problem("mlp"), tmp_path / "calm")
+    run = fit(problem("mlp"), tmp_path / "hit", Fault(tmp_path, 0, 7, crash))
+    assert_same(run, calm)
+    assert len(recoveries(run)) == 1
+
+
+class Everywhere(mh.Callback):
+    """A mistake of the program's own."""
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == 2:
+            raise KeyError("typo")
+
+
+def test_what_every_rank_raises_is_not_tried_again(engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="typo") as caught:
+        fit(problem("mlp"), tmp_path, Everywhere())
+    assert not isinstance(caught.value, NoProgress)
+    assert not [entry for entry in read_events(tmp_path / "run" / "events.jsonl") if entry["kind"] == "lost"]
+
+
+def test_a_sharded_network_goes_on_from_the_last_checkpoint(engine: Any, tmp_path: Path) -> None:
+    task = problem("gpt", "adamw")
+    strategy = mh.Sharded(2, precision="fp64")
+    calm = fit(task, tmp_path / "calm", strategy=strategy)
+    run = fit(task, tmp_path / "hit", Fault(tmp_path, 1, 8, kill), strategy=strategy, save_every=2)
+    assert_same(run, calm)
+    assert [(entry["step"], entry["source"]) for entry in recoveries(run)] == [(6, "the last checkpoint")]
