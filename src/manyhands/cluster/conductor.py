@@ -22,8 +22,8 @@ from .summons import Summons
 from .torch_world import backend_for
 from .zygote_handle import ZygoteHandle
 
-SETTLE_SECONDS = 0.25
-"""After a loss, how long others may take to be lost of the same cause, before ranks are called together again."""
+SETTLE_SECONDS = 5.0
+"""After a loss, how long the others may take to say that they wait, or to be lost of the same cause."""
 
 
 class Place(ABC):
@@ -122,6 +122,8 @@ class Member:
     slot: int
     rank: int
     is_running: bool = False
+    waits: bool = False
+    """Whether it has noticed the loss and waits to be called."""
     done: bool = False
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
@@ -183,7 +185,7 @@ class Conductor(Job):
         self._members.sort(key=lambda member: member.place is not self._here)
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         for rank, member in enumerate(self._members):
-            member.rank, member.loss = rank, None
+            member.rank, member.loss, member.waits = rank, None, False
         for member in self._members:
             summons = self._summons(member.rank, backend)
             if member.is_running:
@@ -227,7 +229,8 @@ class Conductor(Job):
         """A rank waits to be called together again; where nobody is known to be lost, all are."""
         self._committed = max(self._committed, int(told["step"]))
         for member in self._at(place, slot):
-            if int(told["lost_world"]) != self._generation or self._settles_at is not None or self._failed is not None:
+            member.waits = int(told["lost_world"]) == self._generation
+            if not member.waits or self._settles_at is not None or self._failed is not None:
                 continue
             if any(other.done for other in self._members):
                 self._lose(member, f"lost the others: {told['reason']}")
@@ -276,7 +279,7 @@ class Conductor(Job):
         """What time alone brings about."""
         self._here.crew.look()
         now = time.monotonic()
-        if self._settles_at is not None and now > self._settles_at:
+        if self._settles_at is not None and (now > self._settles_at or self._is_settled()):
             self._decide()
         if self._deadline is not None and now > self._deadline:
             self.kill()
@@ -321,6 +324,9 @@ class Conductor(Job):
         if self._settles_at is None and self._failed is None:
             self._settles_at = time.monotonic() + SETTLE_SECONDS
             self._tell({"lost": why, "generation": self._generation})
+
+    def _is_settled(self) -> bool:
+        return all(not member.is_running or member.waits or member.loss is not None for member in self._members)
 
     def _decide(self) -> None:
         losses = self._losses
