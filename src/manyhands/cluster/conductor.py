@@ -329,19 +329,20 @@ class Conductor(Job):
         return all(not member.is_running or member.waits or member.loss is not None for member in self._members)
 
     def _decide(self) -> None:
-        losses = self._losses
         ending = [member for member in self._members if member.is_running and member.loss is not None]
-        if losses and not self._judgement.goes_on(losses, size=len(self._members), step=self._committed):
-            member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
-            self._give_up(member, losses[0])
+        if ending:
+            # They have said that they failed, and need not take their time to end.
+            for member in ending:
+                member.place.kill(member.slot)
             return
-        for member in ending:
-            # It has said that it failed, and need not do so politely.
-            member.place.kill(member.slot)
-        if not ending:
+        losses = self._losses
+        if not losses or self._judgement.goes_on(losses, size=len(self._members), step=self._committed):
             for loss in losses:
                 self._say(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
             self.call()
+        else:
+            member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
+            self._give_up(member, losses[0])
 
     def _give_up(self, member: Member, loss: Loss) -> None:
         failure = member.failure
