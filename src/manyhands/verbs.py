@@ -66,6 +66,7 @@ from .training import (
     Replay,
     Run,
     Sink,
+    Stragglers,
     Verdict,
     View,
     make_sinks,
@@ -124,7 +125,8 @@ def fit(
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "log", "notice", "skipped", "waits", "parts", "checkpoint", "end" or "failed".
+    "start", "log", "notice", "skipped", "waits", "parts", "pace",
+    "straggler", "hang", "checkpoint", "end" or "failed".
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(
@@ -353,12 +355,15 @@ def _recording(
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
     outlets = Outlets(sinks, About.of(job.folder, job.spec, record, task))
+    stragglers = Stragglers(size=len(devices))
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
         view.show(rank, entry)
         for text in outlets.take(entry):
             notice(text)
+        for told in stragglers.hear(entry):
+            on_event(0, told)
 
     def notice(text: str) -> None:
         on_event(0, event("notice", text=text))

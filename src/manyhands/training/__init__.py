@@ -15,6 +15,7 @@ from .replay import PartDiffers, Replay, replay
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
+from .stragglers import Stragglers
 
 __all__ = [
     "Hand",
@@ -52,6 +53,7 @@ __all__ = [
     "Verdict",
     "one_step",
     "compare",
+    "Stragglers",
     "View",
     "make_view",
     "sparkline",

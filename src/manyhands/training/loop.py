@@ -31,6 +31,7 @@ from .schedule import follow_schedule
 from .snapshot import restore_snapshot
 from .start import start_from
 from .stepping import Stepper
+from .stragglers import Stopwatch
 from .trial import NUM_SAMPLES, try_loss, try_metrics
 
 CHECKPOINTS = "checkpoints"
@@ -461,6 +462,7 @@ class _Reporter:
         self._hand = hand
         self._unread: list[tuple[int, dict[str, Tensor], Tensor | None]] = []
         self._unsent: list[tuple[int, dict[str, float]]] = []
+        self._stopwatch = Stopwatch()
         self._parts: list[tuple[int, float]] = []
         self._part_every = max(1, hand.size // MANY)
         self._num_skipped = 0
@@ -482,9 +484,18 @@ class _Reporter:
 
     def record(self, batch: Batch) -> None:
         self.num_samples += batch.global_samples
+        self._tell_pace()
         losses, step = dict(self._hand.losses), self._hand.num_steps
         part = self._hand.part_loss if step % self._part_every == 0 else None
         self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.good))
+
+    def _tell_pace(self) -> None:
+        """What this replica's own work takes, now and then; stages have different work, so they are not compared."""
+        world = self._hand.world
+        seconds = self._stopwatch.step(world.waited)
+        if seconds is not None and world.size > 1 and self._hand.spec.stages == 1:
+            told = {"rank": world.rank, "host": world.seat.host, "step": self._hand.num_steps, "seconds": seconds}
+            world.line.report(event("pace", **told))
 
     def read(self) -> None:
         unread, self._unread = self._unread, []

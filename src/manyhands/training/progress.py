@@ -163,7 +163,7 @@ def said(entry: Event) -> str:
         return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
     if entry["kind"] == "recovered":
         return f"goes on from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
-    return str(entry["text"]) if entry["kind"] == "notice" else ""
+    return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang") else ""
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
