@@ -25,6 +25,7 @@ BUDGETS = {
     "recovery": 1.7,
     "sync": 1.5,
     "cli": 1.5,
+    "serving": 1.2,
     "test_examples.py": 3.0,
 }
 """Minutes that a room's tests may take on two cores, 0.5 where none is named; longer ones belong to `make bench`."""

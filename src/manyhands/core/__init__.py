@@ -15,6 +15,7 @@ from .errors import (
     OutOfMemory,
     PeerLost,
     ReplicasDiffer,
+    RequestRefused,
     RunError,
     SendError,
     SettingsError,
@@ -89,4 +90,5 @@ __all__ = [
     "ReplicasDiffer",
     "LossNotFinite",
     "OutOfMemory",
+    "RequestRefused",
 ]

@@ -16,7 +16,8 @@ ManyhandsError
     ├── PeerLost                 a collective was aborted because a peer died
     ├── ReplicasDiffer           replicas that should be equal are not
     ├── LossNotFinite            the loss became NaN or infinite
-    └── OutOfMemory              a step did not fit: what held the memory, and what would fit
+    ├── OutOfMemory              a step did not fit: what held the memory, and what would fit
+    └── RequestRefused           a served model did not answer: the code and the reason
 """
 
 from __future__ import annotations
@@ -122,3 +123,14 @@ class LossNotFinite(RunError):
 
 class OutOfMemory(RunError):
     """A step did not fit into memory; says what held it and what would fit."""
+
+
+class RequestRefused(RunError):
+    """A served model did not answer a request: a code as gRPC names it, the reason, and when to try again."""
+
+    def __init__(self, code: str, reason: str, retry_after: float | None = None) -> None:
+        self.code, self.reason, self.retry_after = code, reason, retry_after
+        super().__init__(reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.code, self.reason, self.retry_after)

@@ -1,0 +1,331 @@
+"""The batcher: rows of many askers computed together, each answer given to its own asker.
+
+It adds no wait. An idle replica gets what is there at once; while replicas compute, requests gather by themselves, so
+that batches grow with the load and with nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..core import RequestRefused, SettingsError
+from .kinds import Array
+
+Arrays = Mapping[str, Array]
+Done = Callable[["Ticket"], None]
+ATTEMPTS = 3
+"""How often a request is computed when replicas die over it; the last time alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """How requests are computed together."""
+
+    max_rows: int = 64
+    """Rows of a batch at most; a larger request is computed in parts."""
+    sizes: tuple[int, ...] = ()
+    """The sizes to pad batches to, ascending, the last one `max_rows`; empty where any number of rows will do."""
+    queue_rows: int = 1024
+    """Rows that may wait; what comes beyond is refused at once."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise SettingsError("max_rows must be at least 1", got=self.max_rows, remedy="pass max_rows=64")
+        if self.queue_rows < 1:
+            raise SettingsError("queue_rows must be at least 1", got=self.queue_rows, remedy="pass queue_rows=1024")
+        if self.sizes and (list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1):
+            raise SettingsError("sizes ascend from at least 1", got=self.sizes, remedy="pass sizes=(1, 8, 64)")
+        if self.sizes and self.sizes[-1] != self.max_rows:
+            raise SettingsError(
+                "the largest of sizes must be max_rows", got=f"{self.sizes[-1]} and {self.max_rows}", remedy="pass both"
+            )
+
+    def padded(self, rows: int) -> int:
+        """The rows that are computed for so many.
+
+        >>> BatchSettings(max_rows=8, sizes=(1, 4, 8)).padded(3)
+        4
+        """
+        return next((size for size in self.sizes if size >= rows), rows)
+
+
+class Ticket:
+    """One request on its way: what it asks, and in the end its answer or why there is none."""
+
+    __slots__ = ("deadline", "done", "inputs", "outputs", "over", "parts", "priority", "queued", "refusal", "rows")
+
+    def __init__(self, inputs: Arrays, rows: int, deadline: float, priority: int, done: Done) -> None:
+        self.inputs, self.rows, self.deadline, self.priority, self.done = inputs, rows, deadline, priority, done
+        self.outputs: dict[str, Array] = {}
+        self.refusal: RequestRefused | None = None
+        self.over = False
+        self.queued = rows
+        """Rows that still wait."""
+        self.parts: list[tuple[int, dict[str, Array]]] = []
+        """Answers so far, with the row where each begins."""
+
+
+@dataclass
+class Part:
+    """Consecutive rows of a ticket, computed in one batch."""
+
+    ticket: Ticket
+    start: int
+    rows: int
+    attempts: int = 0
+    alone: bool = False
+    """Whether it spoiled a batch, perhaps, and may not spoil another one."""
+
+
+@dataclass
+class Batch:
+    """What a replica computes at once."""
+
+    parts: list[Part]
+    rows: int
+    size: int
+    """Rows with padding."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of one row of each input, in the signature's order."""
+
+    def copy_to(self, views: Mapping[str, Array]) -> None:
+        """Writes the rows into a replica's memory: the only copy of a request's numbers."""
+        for name, view in views.items():
+            row = 0
+            for part in self.parts:
+                view[row : row + part.rows] = part.ticket.inputs[name][part.start : part.start + part.rows]
+                row += part.rows
+            if self.size > row:
+                # A row that exists is harmless for any network; zeros may not be.
+                view[row:] = view[row - 1]
+
+
+class Worker(Protocol):
+    """What computes batches and reports to `answered`, `failed` or `lost`."""
+
+    @property
+    def num_free(self) -> int:
+        """Batches that it can take now."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it has taken and not answered."""
+
+    def send(self, batch: Batch) -> None:
+        """Takes a batch."""
+
+
+class Batcher:
+    """The queue of one version of a model, in front of its replicas. All of it happens on one thread."""
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        inputs: Sequence[str],
+        soon: Callable[[Callable[[], None]], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.workers: list[Worker] = []
+        self.num_queued = 0
+        """Rows that wait."""
+        self.pace = 0.0
+        """Rows per second of late, over all replicas."""
+        self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
+        self._inputs, self._soon, self._now = list(inputs), soon, now
+        self._queues: dict[tuple[int, tuple[tuple[int, ...], ...]], deque[Part]] = {}
+        self._live: set[Ticket] = set()
+        self._scheduled = False
+
+    @property
+    def num_live(self) -> int:
+        """Requests without an answer yet."""
+        return len(self._live)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another request would be refused."""
+        return self.num_queued >= self.settings.queue_rows
+
+    def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int = 0, done: Done) -> Ticket:
+        """Takes a request whose inputs fit the signature; `done` is called once with its ticket, never from here.
+
+        A lower priority goes first. Raises where too much is waiting already.
+        """
+        self.require_room(deadline)
+        ticket = Ticket(inputs, rows, deadline, priority, done)
+        self._live.add(ticket)
+        self._queue(Part(ticket, 0, rows))
+        self.num_queued += rows
+        self._schedule()
+        return ticket
+
+    def require_room(self, deadline: float) -> None:
+        """Refuses at once what would not be answered in time: that costs nobody anything."""
+        wait = self.num_queued / self.pace if self.pace else 0.0
+        if self.is_full or self._now() + wait > deadline:
+            retry = max(1.0, math.ceil(wait))
+            raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_queued} rows are waiting", retry)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forgets a request whose asker is gone; what was not begun is never computed."""
+        if not ticket.over:
+            self._end(ticket)
+
+    def wake(self) -> None:
+        """Replicas have changed: there may be one that is free."""
+        self._schedule()
+
+    def expire(self) -> None:
+        """Refuses what is too late, in the queue or not."""
+        now = self._now()
+        for ticket in [ticket for ticket in self._live if ticket.deadline <= now]:
+            self._refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
+        for key, queue in list(self._queues.items()):
+            if any(part.ticket.over for part in queue):
+                self._queues[key] = deque(part for part in queue if not part.ticket.over)
+                if not self._queues[key]:
+                    del self._queues[key]
+
+    def refuse_all(self, refusal: RequestRefused) -> None:
+        """Ends every request."""
+        for ticket in list(self._live):
+            self._refuse(ticket, refusal)
+
+    def answered(self, batch: Batch, outputs: Arrays, seconds: float) -> None:
+        """A replica has computed a batch in so many seconds; the arrays are its memory, soon used again."""
+        pace = len(self.workers) * batch.rows / max(seconds, 1e-6)
+        self.pace = pace if not self.pace else 0.8 * self.pace + 0.2 * pace
+        self.on_batch(batch, seconds)
+        row = 0
+        for part in batch.parts:
+            if not part.ticket.over:
+                self._give(part, {name: array[row : row + part.rows].copy() for name, array in outputs.items()})
+            row += part.rows
+        self._schedule()
+
+    def failed(self, batch: Batch, reason: str) -> None:
+        """The network raised. Only who is guilty hears of it: each part is tried alone."""
+        if len(batch.parts) == 1:
+            self._refuse(batch.parts[0].ticket, RequestRefused("INTERNAL", f"the model failed: {reason}"))
+        else:
+            self._again(batch.parts, alone=True)
+        self._schedule()
+
+    def lost(self, batch: Batch) -> None:
+        """A replica died over a batch; others compute it, and what kills every replica is refused."""
+        for part in batch.parts:
+            part.attempts += 1
+            if part.attempts >= ATTEMPTS:
+                self._refuse(part.ticket, RequestRefused("INTERNAL", "replicas died while computing this request"))
+        self._again(batch.parts, alone=any(part.attempts == ATTEMPTS - 1 for part in batch.parts))
+        self._schedule()
+
+    def _queue(self, part: Part, *, first: bool = False) -> None:
+        shapes = tuple(part.ticket.inputs[name].shape[1:] for name in self._inputs)
+        queue = self._queues.setdefault((part.ticket.priority, shapes), deque())
+        (queue.appendleft if first else queue.append)(part)
+
+    def _again(self, parts: Sequence[Part], *, alone: bool) -> None:
+        for part in reversed(parts):
+            if not part.ticket.over:
+                part.alone = alone
+                part.ticket.queued += part.rows
+                self.num_queued += part.rows
+                self._queue(part, first=True)
+
+    def _schedule(self) -> None:
+        """Soon, not now: what arrives in the same moment goes into the same batch."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._scheduled = False
+        while self.num_queued and (worker := self._free_worker()) is not None:
+            batch = self._take()
+            if batch is None:
+                return
+            worker.send(batch)
+
+    def _free_worker(self) -> Worker | None:
+        """The less loaded of two; behind a batch that is being computed only one that is not much smaller."""
+        free = [worker for worker in self.workers if worker.num_free]
+        if len(free) > 2:
+            free = random.sample(free, 2)
+        worker = min(free, key=lambda worker: worker.num_rows, default=None)
+        if worker is None or 2 * self.num_queued < min(worker.num_rows, self.settings.max_rows):
+            return None
+        return worker
+
+    def _take(self) -> Batch | None:
+        while self._queues:
+            key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
+            queue = self._queues[key]
+            parts, rows = self._take_parts(queue)
+            if not queue:
+                del self._queues[key]
+            if parts:
+                return Batch(parts, rows, self.settings.padded(rows), key[1])
+        return None
+
+    def _urgency(self, key: tuple[int, tuple[tuple[int, ...], ...]]) -> tuple[int, float]:
+        return key[0], self._queues[key][0].ticket.deadline
+
+    def _take_parts(self, queue: deque[Part]) -> tuple[list[Part], int]:
+        parts: list[Part] = []
+        rows, now, most = 0, self._now(), self.settings.max_rows
+        while queue and rows < most:
+            part = queue[0]
+            ticket = part.ticket
+            if ticket.over or ticket.deadline <= now:
+                queue.popleft()
+                self._refuse(ticket, RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed"))
+                continue
+            if parts and (part.alone or rows + part.rows > most):
+                break
+            if part.rows > most:
+                queue[0] = Part(ticket, part.start + most, part.rows - most, part.attempts, part.alone)
+                part = Part(ticket, part.start, most, part.attempts, part.alone)
+            else:
+                queue.popleft()
+            ticket.queued -= part.rows
+            self.num_queued -= part.rows
+            parts.append(part)
+            rows += part.rows
+            if part.alone:
+                break
+        return parts, rows
+
+    def _give(self, part: Part, outputs: dict[str, Array]) -> None:
+        ticket = part.ticket
+        if part.rows == ticket.rows:
+            ticket.outputs = outputs
+        else:
+            ticket.parts.append((part.start, outputs))
+            if sum(len(next(iter(each.values()))) for _, each in ticket.parts) < ticket.rows:
+                return
+            ordered = [each for _, each in sorted(ticket.parts, key=lambda pair: pair[0])]
+            ticket.outputs = {name: np.concatenate([each[name] for each in ordered]) for name in outputs}
+        self._end(ticket)
+        ticket.done(ticket)
+
+    def _refuse(self, ticket: Ticket, refusal: RequestRefused) -> None:
+        if not ticket.over:
+            ticket.refusal = refusal
+            self._end(ticket)
+            ticket.done(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        ticket.over, ticket.inputs = True, {}
+        self.num_queued -= ticket.queued
+        ticket.queued = 0
+        self._live.discard(ticket)

@@ -1,0 +1,264 @@
+"""The catalogue: every model that is served. It watches the folder, loads aside, switches, drains, sends back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import ManyhandsError, Predictor, RequestRefused
+from .batcher import BatchSettings
+from .computing import Exported, Given
+from .folder import NAME, Policy, Print, complete_versions, models_in
+from .model import Model, Probation, Unknown
+from .version import Place, Version, end_all
+
+_FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a split's requests, and who answers them."""
+
+    model: str
+    version: int | None
+    weight: float
+
+
+@dataclass
+class Attempt:
+    """A version that could not be loaded: which copy of it, and when to try again."""
+
+    print: Print
+    next: float
+    wait: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatalogueSettings:
+    """What is served, and how it changes."""
+
+    root: Path | None = None
+    given: Mapping[str, Predictor] | None = None
+    policy: Policy
+    probation: Probation
+    batch: BatchSettings
+    poll: float = 1.0
+    patience: float = 30.0
+    """Seconds for requests to finish when a version goes."""
+
+
+class Catalogue:
+    """Models by name. All of it happens on the server's loop."""
+
+    def __init__(self, settings: CatalogueSettings, place: Place, say: Callable[..., None]) -> None:
+        self.settings = settings
+        self.models: dict[str, Model] = {}
+        self.splits: dict[str, list[Share]] = {}
+        self._place, self._say = place, say
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Loads what is there; a model that cannot be loaded does not keep the others from being served."""
+        for name, predictor in (self.settings.given or {}).items():
+            model = self.models.setdefault(name, Model(name))
+            version = self._version(model, 1, Given(predictor))
+            await version.load()
+            self._switch(model)
+        await self.look()
+        if self.settings.root is not None:
+            self._spawn(self._watch())
+
+    async def stop(self) -> None:
+        """Lets everything finish and end."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.patience)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model has a version that answers."""
+        return all(model.current is not None or model.is_unloaded for model in self.models.values())
+
+    def find(self, name: str, version: int | None = None, label: str | None = None, key: bytes = b"") -> Version:
+        """The version that answers a request; requests with one key always get the same part of a split."""
+        split = self.splits.get(name)
+        if split is not None and version is None and label is None:
+            share = _pick(split, key)
+            name, version = share.model, share.version
+        model = self.models.get(name)
+        if model is None:
+            raise Unknown(name, version)
+        return model.find(version, label)
+
+    def model(self, name: str) -> Model:
+        """The model of a name."""
+        if name not in self.models:
+            raise Unknown(name)
+        return self.models[name]
+
+    def set_split(self, name: str, shares: list[Share]) -> None:
+        """Shares a name's requests out among versions, or among models; none ends the split."""
+        if not NAME.fullmatch(name):
+            raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
+        for share in shares:
+            if not share.weight > 0:
+                raise RequestRefused("INVALID_ARGUMENT", f"weights are above 0, but got {share.weight}")
+            self.model(share.model).find(share.version)
+        if shares:
+            self.splits[name] = shares
+        else:
+            self.splits.pop(name, None)
+        self._say("split", model=name, shares=[vars(share) for share in shares])
+
+    async def load(self, name: str, version: int | None = None) -> None:
+        """Loads what somebody asks for, once more where it was sent back or unloaded; raises where it cannot."""
+        if name not in self.models and name not in self._there():
+            raise Unknown(name, version)
+        model = self.models.setdefault(name, Model(name))
+        model.is_unloaded = False
+        if version is not None:
+            model.asked.add(version)
+            model.rejected.discard(version)
+        else:
+            model.rejected.clear()
+        for key in [key for key in self._attempts if key[0] == name]:
+            del self._attempts[key]
+        await self.look()
+        failed = [v.error for v in model.versions.values() if v.error and version in (None, v.number)]
+        if failed:
+            raise RequestRefused("FAILED_PRECONDITION", f"failed to load '{name}': {failed[0]}")
+        if version is not None and version not in model.versions:
+            raise Unknown(name, version)
+
+    async def unload(self, name: str) -> None:
+        """Ends every version of a model."""
+        model = self.model(name)
+        model.is_unloaded = True
+        await end_all(list(model.versions.values()), self.settings.patience)
+        model.forget_ended()
+
+    async def roll_back(self, name: str, reason: str = "asked for") -> int:
+        """Sends the current version back: the one before answers again, at once where it is still there."""
+        model = self.model(name)
+        current = model.current
+        if current is None:
+            raise Unknown(name)
+        there = self._there().get(name, {})
+        older = [n for n in {*there, *model.versions} if n < current.number and n not in model.rejected]
+        if not older:
+            raise RequestRefused("FAILED_PRECONDITION", f"{name} has no version before {current.number}")
+        model.rejected.add(current.number)
+        if not any(version.number in older for version in model.available):
+            async with self._turn:
+                await self._load(model, max(older), there[max(older)])
+        self._switch(model)
+        if model.current is None or model.current is current:
+            model.rejected.discard(current.number)
+            raise RequestRefused("FAILED_PRECONDITION", f"version {max(older)} of {name} could not be loaded")
+        self._say("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
+        return model.current.number
+
+    async def look(self) -> None:
+        """One look at the folder: loads what is new, one version after the other, and lets go what is not wanted."""
+        async with self._turn:
+            for name, there in self._there().items():
+                model = self.models.setdefault(name, Model(name))
+                await self._settle(model, there)
+
+    def _there(self) -> dict[str, dict[int, Print]]:
+        if self.settings.root is None:
+            return {}
+        return {name: complete_versions(path) for name, path in models_in(self.settings.root).items()}
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.poll)
+            try:
+                for model in self.models.values():
+                    reason = model.verdict(self.settings.probation)
+                    if reason:
+                        await self.roll_back(model.name, reason)
+                await self.look()
+            except (OSError, ManyhandsError) as error:
+                self._say("watch_failed", reason=type(error).__name__)
+
+    async def _settle(self, model: Model, there: Mapping[int, Print]) -> None:
+        if model.is_unloaded:
+            return
+        wanted = self.settings.policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
+        for number in sorted(wanted):
+            known = model.versions.get(number)
+            if known is None or known.is_over:
+                await self._load(model, number, there[number])
+        self._switch(model)
+        # Without a version that answers nothing is let go; on probation the one before stays at hand.
+        if model.current is None:
+            return
+        on_probation = time.monotonic() - model.taken_over < self.settings.probation.seconds
+        keep = {*wanted, *model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
+        older = [v.number for v in model.available if v.number < model.current.number]
+        if on_probation and older:
+            keep.add(older[-1])
+        for version in model.available:
+            if version.number not in keep and version is not model.current:
+                self._spawn(self._let_go(model, version))
+
+    async def _load(self, model: Model, number: int, print_: Print) -> None:
+        """Loads a version aside; a failure leaves everything as it was, and is tried again later."""
+        attempt = self._attempts.get((model.name, number))
+        if attempt is not None and attempt.print == print_ and time.monotonic() < attempt.next:
+            return
+        assert self.settings.root is not None
+        path = models_in(self.settings.root)[model.name] / str(number)
+        version = self._version(model, number, Exported(path))
+        self._say("version_loading", model=model.name, version=number)
+        try:
+            await version.load()
+        except ManyhandsError:
+            wait = min(2 * attempt.wait, _SLOWEST_RETRY) if attempt is not None else _FASTEST_RETRY
+            self._attempts[model.name, number] = Attempt(print_, time.monotonic() + wait, wait)
+            self._say("version_failed", model=model.name, version=number, reason=version.error)
+        else:
+            self._attempts.pop((model.name, number), None)
+            self._switch(model)
+
+    def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
+        version = Version(model.name, number, source, self._place, self.settings.batch)
+        version.on_event = lambda kind, **values: self._say(kind, model=model.name, version=number, **values)
+        model.versions[number] = version
+        return version
+
+    def _switch(self, model: Model) -> None:
+        if model.take_over() and model.current is not None:
+            self._say("version_available", model=model.name, version=model.current.number)
+
+    async def _let_go(self, model: Model, version: Version) -> None:
+        await version.end(self.settings.patience)
+        model.forget_ended()
+        self._say("version_ended", model=model.name, version=version.number)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _pick(split: list[Share], key: bytes) -> Share:
+    """The share of a key, or of chance where there is none."""
+    point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else random.random()
+    point *= sum(share.weight for share in split)
+    for share in split:
+        point -= share.weight
+        if point < 0:
+            return share
+    return split[-1]

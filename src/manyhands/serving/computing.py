@@ -1,0 +1,218 @@
+"""What a replica's process does: load a network aside, warm it up, then compute batches until its server lets go."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..cluster import Device, World
+from ..core import ArchiveError, Predictor, Signature
+from ..store import load
+from .kinds import BY_TORCH, Array
+from .slots import Dims, Layout, Slots
+
+MAX_MESSAGE = 65536
+JOB = struct.Struct("<II")
+"""Slot and rows with padding, then the shapes of the inputs' rows."""
+REPLY = struct.Struct("<III")
+"""Slot, whether it failed, and microseconds; then the shapes of the outputs' rows, or why."""
+_FREE_SIZE = 8
+"""What free dims are warmed up with."""
+_PATIENCE = 600.0
+
+
+class Source(Protocol):
+    """Where a predictor comes from."""
+
+    def open(self, device: str) -> Predictor:
+        """Makes it, in the process that will compute with it."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A version's folder."""
+
+    path: Path
+
+    def open(self, device: str) -> Predictor:
+        return load(self.path, device)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A predictor of a person's own program, with whatever Python it needs."""
+
+    predictor: Predictor
+
+    def open(self, device: str) -> Predictor:
+        return self.predictor
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A replica as a function for an engine."""
+
+    source: Source
+    device: Device
+    meeting: str
+    """The socket where the server waits."""
+    key: str
+    """Which replica this is, in a way that nobody can guess."""
+    sizes: tuple[int, ...]
+    """Batches to warm up with, the largest last."""
+
+    def __call__(self, world: World) -> None:
+        own_cores(self.device)
+        predictor = _quietly(lambda: self.source.open(str(self.device.torch)))
+        require_rows(predictor.signature)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(self.meeting)
+            slots = self._introduce(server, predictor.signature)
+            compute = Compute(predictor, slots, self.device.torch)
+            compute.warm_up(self.sizes)
+            compute.choose_threads(self.sizes[-1])
+            server.send(b"ready")
+            while message := server.recv(MAX_MESSAGE):
+                server.send(compute(message))
+
+    def _introduce(self, server: socket.socket, signature: Signature) -> Slots:
+        hello = {"key": self.key, "pid": os.getpid(), "signature": signature.to_dict()}
+        server.send(json.dumps(hello).encode())
+        server.settimeout(_PATIENCE)
+        _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
+        server.settimeout(None)
+        slots = Slots(Layout(signature, self.sizes[-1]), fd)
+        os.close(fd)
+        return slots
+
+
+class Compute:
+    """Answers one batch after another, in a replica's own memory."""
+
+    def __init__(self, predictor: Predictor, slots: Slots, device: torch.device) -> None:
+        self._predictor, self._slots, self._device = predictor, slots, device
+        signature = predictor.signature
+        self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
+        if device.type == "cuda":
+            _pin(slots)
+
+    def warm_up(self, sizes: tuple[int, ...]) -> None:
+        """Computes batches of the sizes that will come, so that no request pays for a first time."""
+        inputs = self._predictor.signature.inputs
+        shapes = [tuple(_FREE_SIZE if n is None else n for n in spec.shape[1:]) for spec in inputs.values()]
+        free = any(n is None for spec in inputs.values() for n in spec.shape[1:])
+        for size in sizes:
+            try:
+                self._run(0, size, shapes)
+            except Exception:
+                # A network of free shapes may not like the ones that were made up.
+                if not free:
+                    raise
+
+    def choose_threads(self, size: int) -> None:
+        """One thread, unless several are clearly faster: they wait for each other, and the server needs a core too."""
+        most = torch.get_num_threads() - 1
+        times = {}
+        for num in (1, most) if most > 1 else ():
+            torch.set_num_threads(num)
+            began = time.perf_counter()
+            for _ in range(3):
+                self.warm_up((size,))
+            times[num] = time.perf_counter() - began
+        torch.set_num_threads(most if most > 1 and times[most] < 0.7 * times[1] else 1)
+
+    def __call__(self, message: bytes) -> bytes:
+        """A job's reply."""
+        slot, size = JOB.unpack_from(message)
+        began = time.perf_counter()
+        try:
+            shapes = self._run(slot, size, self._dims_in.unpack(message, JOB.size))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
+            return REPLY.pack(slot, 1, 0) + reason
+        micros = min(int((time.perf_counter() - began) * 1e6), 2**32 - 1)
+        return REPLY.pack(slot, 0, micros) + self._dims_out.pack(shapes)
+
+    def _run(self, slot: int, size: int, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        signature = self._predictor.signature
+        views = self._slots.inputs(slot, size, shapes)
+        inputs = {
+            name: as_tensor(view, signature.inputs[name].dtype).to(self._device, non_blocking=True)
+            for name, view in views.items()
+        }
+        with torch.inference_mode():
+            answers = self._predictor.run(inputs)
+        found = [tuple(answers[name].shape[1:]) for name in signature.outputs]
+        for name, view in self._slots.outputs(slot, size, found).items():
+            answer, spec = answers[name], signature.outputs[name]
+            if len(answer) != size or str(answer.dtype) != f"torch.{spec.dtype}":
+                raise ValueError(f"output {name!r} must be {spec} with {size} rows, but is {tuple(answer.shape)}")
+            as_tensor(view, spec.dtype).copy_(answer)
+        return found
+
+
+def as_tensor(view: Array, dtype: str) -> Tensor:
+    """Shared memory as a tensor; bfloat16 lies there as uint16."""
+    tensor: Tensor = torch.from_numpy(view)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def own_cores(device: Device) -> None:
+    """A virtual device's share of the cores, so that two replicas on one CPU do not fight."""
+    if device.kind != "cpu" or device.share == 1.0:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, int(len(cores) * device.share + 1e-6))
+    mine = [cores[(device.slot * each + i) % len(cores)] for i in range(each)]
+    os.sched_setaffinity(0, mine)
+    torch.set_num_threads(len(mine))
+
+
+def require_rows(signature: Signature) -> None:
+    """What is served answers rows with rows, of kinds that can travel."""
+    for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
+        for name, spec in specs.items():
+            if spec.dtype not in BY_TORCH or not spec.shape or spec.shape[0] is not None:
+                raise ArchiveError(
+                    f"{what} {name!r} of a served model has rows first, of numbers or bools",
+                    got=str(spec),
+                    remedy="let predict return a row for each row",
+                )
+
+
+def _quietly(make: Callable[[], Predictor]) -> Predictor:
+    """Loads on a thread of the lowest priority, so that whoever is serving does not notice."""
+    made: list[Predictor | BaseException] = []
+
+    def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            made.append(make())
+        except BaseException as error:
+            made.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
+
+
+def _pin(slots: Slots) -> None:
+    """Tells the driver that the memory stays where it is, so that copies to the GPU need no detour."""
+    address, size = slots.address
+    if size <= 1 << 28:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))

@@ -1,0 +1,61 @@
+"""Figures as Prometheus reads them, under our own names and under TensorFlow Serving's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .catalogue import Catalogue
+from .metrics import Histogram
+from .version import Version
+
+KIND = b"text/plain; version=0.0.4; charset=utf-8"
+_EVERY = 9
+"""Of the fine bounds of latencies, every so many: each is twice the one before."""
+
+
+def exposition(catalogue: Catalogue) -> bytes:
+    """The text of all figures."""
+    versions = [v for model in catalogue.models.values() for v in model.versions.values()]
+    return "\n".join([*_lines(versions), ""]).encode()
+
+
+def _lines(versions: list[Version]) -> Iterator[str]:
+    yield "# TYPE manyhands_requests_total counter"
+    for v in versions:
+        for code, num in v.figures.codes.items():
+            yield f'manyhands_requests_total{{{_labels(v)},code="{code}"}} {num}'
+    yield "# TYPE manyhands_request_seconds histogram"
+    for v in versions:
+        yield from _histogram("manyhands_request_seconds", _labels(v), v.figures.latency, _EVERY)
+    yield "# TYPE manyhands_batch_rows histogram"
+    for v in versions:
+        yield from _histogram("manyhands_batch_rows", _labels(v), v.figures.batches)
+    yield "# TYPE manyhands_compute_seconds_total counter"
+    yield from (f"manyhands_compute_seconds_total{{{_labels(v)}}} {v.figures.compute:.6f}" for v in versions)
+    yield "# TYPE manyhands_queue_rows gauge"
+    yield from (f"manyhands_queue_rows{{{_labels(v)}}} {v.num_queued}" for v in versions)
+    yield "# TYPE manyhands_replicas gauge"
+    yield from (f"manyhands_replicas{{{_labels(v)}}} {len(v.replicas)}" for v in versions)
+    yield "# TYPE manyhands_available gauge"
+    yield from (f"manyhands_available{{{_labels(v)}}} {int(v.is_available)}" for v in versions)
+    yield "# TYPE :tensorflow:serving:request_count counter"
+    for v in versions:
+        for code, num in v.figures.codes.items():
+            labels = f'model_name="{v.model}",version="{v.number}",status="{code}"'
+            yield f":tensorflow:serving:request_count{{{labels}}} {num}"
+    yield "# TYPE :tensorflow:serving:request_latency histogram"
+    for v in versions:
+        labels = f'model_name="{v.model}",version="{v.number}",API="Predict",entrypoint="REST"'
+        yield from _histogram(":tensorflow:serving:request_latency", labels, v.figures.latency, _EVERY, scale=1e6)
+
+
+def _labels(version: Version) -> str:
+    return f'model="{version.model}",version="{version.number}"'
+
+
+def _histogram(name: str, labels: str, histogram: Histogram, every: int = 1, scale: float = 1.0) -> Iterator[str]:
+    for bound, num in histogram.cumulated(every):
+        shown = "+Inf" if bound == float("inf") else f"{bound * scale:.6g}"
+        yield f'{name}_bucket{{{labels},le="{shown}"}} {num}'
+    yield f"{name}_sum{{{labels}}} {histogram.total * scale:.9g}"
+    yield f"{name}_count{{{labels}}} {histogram.num}"

@@ -1,0 +1,114 @@
+"""Kinds of elements: what torch, numpy, the Open Inference Protocol and TensorFlow call the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import TensorSpec
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An element type. numpy has no bfloat16, so its arrays hold the bits as uint16."""
+
+    torch: str
+    open: str
+    tensorflow: str
+    number: int
+    """TensorFlow's own, in a TensorProto."""
+    numpy: np.dtype[Any]
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether arrays hold bits instead of numbers."""
+        return self.torch == "bfloat16"
+
+
+KINDS = tuple(
+    Kind(torch, ours, tensorflow, number, np.dtype(numpy))
+    for torch, ours, tensorflow, number, numpy in (
+        ("float32", "FP32", "DT_FLOAT", 1, "<f4"),
+        ("float64", "FP64", "DT_DOUBLE", 2, "<f8"),
+        ("int32", "INT32", "DT_INT32", 3, "<i4"),
+        ("uint8", "UINT8", "DT_UINT8", 4, "u1"),
+        ("int16", "INT16", "DT_INT16", 5, "<i2"),
+        ("int8", "INT8", "DT_INT8", 6, "i1"),
+        ("int64", "INT64", "DT_INT64", 9, "<i8"),
+        ("bool", "BOOL", "DT_BOOL", 10, "?"),
+        ("bfloat16", "BF16", "DT_BFLOAT16", 14, "<u2"),
+        ("uint16", "UINT16", "DT_UINT16", 17, "<u2"),
+        ("float16", "FP16", "DT_HALF", 19, "<f2"),
+        ("uint32", "UINT32", "DT_UINT32", 22, "<u4"),
+        ("uint64", "UINT64", "DT_UINT64", 23, "<u8"),
+    )
+)
+BY_TORCH = {kind.torch: kind for kind in KINDS}
+BY_OPEN = {kind.open: kind for kind in KINDS}
+BY_NUMBER = {kind.number: kind for kind in KINDS}
+
+
+def from_numbers(values: Any, kind: Kind) -> Array:
+    """An array of nested lists of numbers; raises ValueError, TypeError or OverflowError where they do not fit.
+
+    >>> from_numbers([[1, 2.5]], BY_TORCH["bfloat16"])
+    array([[16256, 16416]], dtype=uint16)
+    """
+    if kind.is_bfloat16:
+        return _bits(_floats(values, np.dtype(np.float32)))
+    if kind.numpy.kind == "f":
+        return _floats(values, kind.numpy)
+    found = np.array(values)
+    if not found.size:
+        return found.astype(kind.numpy)
+    both_integral = found.dtype.kind in "iu" and kind.numpy.kind in "iu"
+    if found.dtype.kind != kind.numpy.kind and not both_integral:
+        raise TypeError(f"elements must be {kind.torch}")
+    if both_integral:
+        bounds = np.iinfo(kind.numpy)
+        if found.min() < bounds.min or found.max() > bounds.max:
+            raise OverflowError(f"elements must be {kind.torch}")
+    return found.astype(kind.numpy)
+
+
+def to_numbers(array: Array, kind: Kind) -> Array:
+    """An array whose elements are numbers: bfloat16's bits become float32, which holds each of them exactly."""
+    return (array.astype(np.uint32) << 16).view(np.float32) if kind.is_bfloat16 else array
+
+
+def fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
+    """Whether an array of this shape is what the signature wants.
+
+    >>> fits((5, 2), TensorSpec("float32", (None, 2)))
+    True
+    """
+    return len(shape) == len(spec.shape) and all(
+        want is None or want == have for want, have in zip(spec.shape, shape, strict=True)
+    )
+
+
+def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
+    """numpy makes numbers of texts, of true and of null; a request that holds them is a mistake."""
+    found = np.array(values, dtype)
+    first = values
+    for _ in range(found.ndim):
+        first = first[0] if first else 0.0
+    if isinstance(first, (str, bool)) or (np.isnan(found).any() and _holds_none(values)):
+        raise TypeError("elements must be numbers")
+    return found
+
+
+def _holds_none(values: Any) -> bool:
+    return any(map(_holds_none, values)) if isinstance(values, list) else values is None
+
+
+def _bits(array: NDArray[np.float32]) -> Array:
+    """The upper half of each float32, rounded to the nearest even as torch does; a NaN stays one."""
+    bits = array.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)

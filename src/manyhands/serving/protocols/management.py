@@ -1,0 +1,127 @@
+"""Management over HTTP, on a listener of its own: what is served, loading, labels, splits, rollback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ...core import ManyhandsError, RequestRefused
+from ..catalogue import Share
+from ..http import BadRequest, Request
+from ..version import Version
+from .protocol import Desk, RestProtocol, dump_json, parse_json, require_method
+
+PATH = re.compile(r"/(?:manage|v2/repository)/models/(?P<name>[^/]+)/(?P<act>load|unload|rollback|label|split)")
+LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Management(RestProtocol):
+    """`/manage/models[/NAME/load|unload|rollback|label|split]`, and Triton's own paths for loading."""
+
+    prefix = "/manage"
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, request: Request) -> None:
+        if request.path == "/manage/models":
+            require_method(request, "GET", "HEAD")
+            request.answer(200, dump_json(self.state()))
+            return
+        match = PATH.fullmatch(request.path)
+        if match is None:
+            raise BadRequest(404, "Not Found")
+        require_method(request, "POST")
+        body = request.content(self.desk.limits.head)
+        value = parse_json(body, self.desk.limits.head) if body else {}
+        if not isinstance(value, dict):
+            raise BadRequest(400, "the body must be an object")
+        task = asyncio.ensure_future(self._answer(request, getattr(self, f"_{match['act']}"), match["name"], value))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is served, with figures."""
+        catalogue = self.desk.catalogue
+        return {
+            "ready": self.desk.is_ready and catalogue.is_ready,
+            "models": [
+                {
+                    "name": model.name,
+                    "current": model.current.number if model.current is not None else None,
+                    "labels": model.labels,
+                    "versions": [_described(model.versions[number]) for number in sorted(model.versions)],
+                }
+                for model in catalogue.models.values()
+            ],
+            "splits": {name: [vars(share) for share in shares] for name, shares in catalogue.splits.items()},
+        }
+
+    async def _answer(
+        self,
+        request: Request,
+        act: Callable[[str, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]],
+        name: str,
+        value: dict[str, Any],
+    ) -> None:
+        try:
+            request.answer(200, dump_json(await act(name, value)))
+        except RequestRefused as refusal:
+            self.refuse(request, refusal)
+        except ManyhandsError as error:
+            self.refuse(request, RequestRefused("INTERNAL", str(error).partition("\n")[0]))
+
+    async def _load(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        await self.desk.catalogue.load(name, _number(value.get("version")))
+        current = self.desk.catalogue.model(name).current
+        return {"current": current.number if current is not None else None}
+
+    async def _unload(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        await self.desk.catalogue.unload(name)
+        return {}
+
+    async def _rollback(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        return {"current": await self.desk.catalogue.roll_back(name)}
+
+    async def _label(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        label, version = value.get("label"), _number(value.get("version"))
+        if not isinstance(label, str) or not LABEL.fullmatch(label) or version is None:
+            raise RequestRefused("INVALID_ARGUMENT", 'a label is set by {"label": "stable", "version": 3}')
+        self.desk.catalogue.model(name).set_label(label, version)
+        return {"labels": self.desk.catalogue.model(name).labels}
+
+    async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        shares = []
+        for one in value.get("shares") or []:
+            weight = one.get("weight") if isinstance(one, dict) else None
+            if not isinstance(weight, (int, float)):
+                raise RequestRefused("INVALID_ARGUMENT", 'shares are {"model"?, "version"?, "weight"}')
+            shares.append(Share(str(one.get("model") or name), _number(one.get("version")), float(weight)))
+        self.desk.catalogue.set_split(name, shares)
+        return {"shares": [vars(share) for share in shares]}
+
+
+def _number(value: Any) -> int | None:
+    with contextlib.suppress(ValueError, TypeError):
+        return None if value is None else int(value)
+    raise RequestRefused("INVALID_ARGUMENT", "a version is a number")
+
+
+def _described(version: Version) -> dict[str, Any]:
+    figures = version.figures
+    return {
+        "version": version.number,
+        "state": version.state,
+        "error": version.error,
+        "requests": dict(figures.codes),
+        "latency": figures.latency.copy(),
+        "batches": figures.batches.num,
+        "rows": int(figures.batches.total),
+        "compute": figures.compute,
+        "queue": version.num_queued,
+        "replicas": [{"device": str(r.device), "pid": r.pid, "rows": r.num_rows} for r in version.replicas],
+    }

@@ -1,0 +1,377 @@
+"""The Open Inference Protocol v2 over HTTP, with binary tensors, as KServe and Triton speak it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from ...core import RequestRefused, TensorSpec
+from ..batcher import Ticket
+from ..http import BadRequest, Request
+from ..kinds import BY_TORCH, Array, fits, from_numbers
+from ..model import Unknown
+from ..version import Version
+from .protocol import KEY, RestProtocol, dump_json, parse_json, require_method
+
+PATH = re.compile(
+    r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
+)
+EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+HEADER = b"inference-header-content-length"
+BINARY = b"application/octet-stream"
+_COMPRESS = 16 << 10
+"""Smaller answers are not worth the time."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an answer is wished for: which outputs, each as bytes or as JSON."""
+
+    id: str | None
+    outputs: Mapping[str, bool]
+
+
+class OpenInferenceRest(RestProtocol):
+    """`/v2`, `/v2/health/…`, `/v2/models/…`."""
+
+    prefix = "/v2"
+
+    def handle(self, request: Request) -> None:
+        path = request.path
+        if path.startswith("/v2/models/"):
+            match = PATH.fullmatch(path)
+            if match is None:
+                raise BadRequest(404, "Not Found")
+            try:
+                self._model(request, match)
+            except Unknown as unknown:
+                raise in_own_words(unknown) from None
+        elif path in ("/v2", "/v2/"):
+            require_method(request, "GET", "HEAD")
+            request.answer(200, dump_json(server_metadata()))
+        elif path == "/v2/health/live":
+            request.answer(200, b"")
+        elif path == "/v2/health/ready":
+            request.answer(200 if self.desk.is_ready and self.desk.catalogue.is_ready else 400, b"")
+        elif path == "/v2/repository/index":
+            require_method(request, "POST", "GET")
+            request.answer(200, dump_json(self.index()))
+        else:
+            raise BadRequest(404, "Not Found")
+
+    def _model(self, request: Request, match: re.Match[str]) -> None:
+        verb, number = match["verb"], version_number(match["name"], match["version"])
+        version = self.desk.catalogue.find(match["name"], number, None, request.headers.get(KEY, b""))
+        if verb == "infer":
+            require_method(request, "POST")
+            self._infer(request, version)
+            return
+        require_method(request, "GET", "HEAD")
+        if verb == "ready":
+            request.answer(200, b"")
+        elif verb == "config":
+            request.answer(200, dump_json(model_config(version)))
+        elif verb == "stats":
+            request.answer(200, dump_json({"model_stats": [statistics(version)]}))
+        else:
+            numbers = [str(each.number) for each in self.desk.catalogue.model(version.model).available]
+            request.answer(200, dump_json(model_metadata(version, numbers)))
+
+    def _infer(self, request: Request, version: Version) -> None:
+        version.batcher.require_room(self.desk.deadline())
+        limits = self.desk.limits
+        body = request.content(limits.body)
+        size = header_size(request.headers.get(HEADER), len(body))
+        value = parse_json(body[:size], limits.json)
+        if not isinstance(value, dict):
+            raise BadRequest(400, "failed to parse the request JSON: it must be an object")
+        inputs = read_inputs(value, memoryview(body)[size:], version, limits.body)
+        wanted = read_wanted(value, version)
+        timeout, priority = read_parameters(value)
+
+        def then(ticket: Ticket) -> None:
+            if ticket.refusal is not None:
+                self.refuse(request, ticket.refusal)
+            else:
+                answer(request, version, ticket.outputs, wanted)
+
+        request.cancel = self.desk.ask(
+            version,
+            inputs,
+            began=request.arrived,
+            deadline=self.desk.deadline(timeout),
+            priority=priority,
+            then=then,
+        )
+
+    def index(self) -> list[dict[str, str]]:
+        """Every version of every model, as the repository extension lists them."""
+        return [
+            {
+                "name": model.name,
+                "version": str(version.number),
+                "state": "READY" if version.is_available else "LOADING" if not version.error else "UNAVAILABLE",
+                "reason": version.error,
+            }
+            for model in self.desk.catalogue.models.values()
+            for version in model.versions.values()
+        ]
+
+
+def in_own_words(unknown: Unknown) -> RequestRefused:
+    """As Triton says that a model is not there."""
+    which = f"'{unknown.model}'" if unknown.version is None else f"'{unknown.model}' version {unknown.version}"
+    return RequestRefused("NOT_FOUND", f"Request for unknown model: {which} is not found")
+
+
+def version_number(model: str, text: str | None) -> int | None:
+    """A version from a path or a message."""
+    if not text:
+        return None
+    if not text.isdigit() or len(text) > 18:
+        raise RequestRefused("INVALID_ARGUMENT", f"failed to get model version from specified version string '{text}'")
+    return int(text)
+
+
+def server_metadata() -> dict[str, Any]:
+    """Who answers."""
+    return {"name": "manyhands", "version": metadata.version("manyhands"), "extensions": EXTENSIONS}
+
+
+def model_metadata(version: Version, numbers: list[str]) -> dict[str, Any]:
+    """What a model takes and gives."""
+
+    def described(specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "datatype": BY_TORCH[spec.dtype].open,
+                "shape": [-1 if n is None else n for n in spec.shape],
+            }
+            for name, spec in specs.items()
+        ]
+
+    return {
+        "name": version.model,
+        "versions": numbers,
+        "platform": "pytorch",
+        "inputs": described(version.signature.inputs),
+        "outputs": described(version.signature.outputs),
+    }
+
+
+def model_config(version: Version) -> dict[str, Any]:
+    """The part of Triton's configuration that has a meaning here; the batch dimension is left out, as there."""
+
+    def described(specs: Mapping[str, TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "data_type": f"TYPE_{BY_TORCH[spec.dtype].open}",
+                "dims": [-1 if n is None else n for n in spec.shape[1:]],
+            }
+            for name, spec in specs.items()
+        ]
+
+    settings = version.batcher.settings
+    return {
+        "name": version.model,
+        "platform": "pytorch",
+        "backend": "manyhands",
+        "max_batch_size": settings.max_rows,
+        "input": described(version.signature.inputs),
+        "output": described(version.signature.outputs),
+        "dynamic_batching": {"preferred_batch_size": list(settings.sizes), "max_queue_delay_microseconds": 0},
+    }
+
+
+def statistics(version: Version) -> dict[str, Any]:
+    """Counts and nanoseconds."""
+    figures = version.figures
+    num_ok, num_all = figures.codes["OK"], figures.num_requests
+    return {
+        "name": version.model,
+        "version": str(version.number),
+        "inference_count": num_ok,
+        "execution_count": figures.batches.num,
+        "inference_stats": {
+            "success": {"count": num_ok, "ns": int(figures.latency.total * 1e9)},
+            "fail": {"count": num_all - num_ok, "ns": 0},
+            "compute_infer": {"count": figures.batches.num, "ns": int(figures.compute * 1e9)},
+        },
+    }
+
+
+def header_size(value: bytes | None, length: int) -> int:
+    """Where the JSON ends and the bytes begin."""
+    if value is None:
+        return length
+    if not value.isdigit() or len(value) > 12 or int(value) > length:
+        shown = value[:20].decode("latin1")
+        raise BadRequest(
+            400, f"Inference-Header-Content-Length must be within the body of {length} bytes, but got {shown}"
+        )
+    return int(value)
+
+
+def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, limit: int) -> dict[str, Array]:
+    """The arrays of a request, checked against the signature before anything is allocated for them."""
+    listed, specs = value.get("inputs"), version.signature.inputs
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise BadRequest(400, "Unable to parse 'inputs': attempt to access JSON non-array")
+    if len(listed) != len(specs):
+        raise BadRequest(400, f"expected {len(specs)} inputs but got {len(listed)} inputs for model '{version.model}'")
+    arrays: dict[str, Array] = {}
+    for one in listed:
+        name = one.get("name")
+        if name not in specs or name in arrays:
+            raise BadRequest(400, f"unexpected inference input '{str(name)[:64]}' for model '{version.model}'")
+        shape = checked_shape(one.get("shape"), name, specs[name], version.model)
+        require_datatype(one.get("datatype"), name, specs[name], version.model)
+        num = math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize
+        if num > limit:
+            raise BadRequest(413, f"input '{name}' may have {limit} bytes, but got a shape of {num}")
+        parameters = one.get("parameters")
+        size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+        if size is None:
+            arrays[name] = _from_json(one.get("data"), name, shape, specs[name])
+        else:
+            arrays[name] = from_bytes(raw[: _binary_size(size, name, num, len(raw))], shape, specs[name])
+            raw = raw[size:]
+    if len(raw):
+        raise BadRequest(400, f"unexpected additional input data for model '{version.model}': {len(raw)} bytes")
+    require_rows(arrays, version)
+    return {name: arrays[name] for name in specs}
+
+
+def require_rows(arrays: Mapping[str, Array], version: Version) -> None:
+    """All inputs have the same number of rows, and at least one."""
+    rows = {len(array) for array in arrays.values()}
+    if len(rows) > 1 or rows == {0}:
+        raise BadRequest(
+            400, f"all inputs of model '{version.model}' have the same number of rows, but got {sorted(rows)}"
+        )
+
+
+def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[int, ...]:
+    """A shape that fits the signature."""
+    good = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    if not good or not fits(tuple(shape), spec):
+        wanted = ",".join(str(-1 if n is None else n) for n in spec.shape)
+        came = ",".join(map(str, shape))[:100] if isinstance(shape, (list, tuple)) else str(shape)[:100]
+        raise BadRequest(
+            400, f"unexpected shape for input '{name}' for model '{model}'. Expected [{wanted}], got [{came}]"
+        )
+    return tuple(shape)
+
+
+def require_datatype(datatype: Any, name: str, spec: TensorSpec, model: str) -> None:
+    """The elements must be what the signature says."""
+    wanted = BY_TORCH[spec.dtype].open
+    if datatype != wanted:
+        raise BadRequest(
+            400, f"inference input '{name}' data-type is '{str(datatype)[:20]}', but model '{model}' expects '{wanted}'"
+        )
+
+
+def from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    """Raw little-endian elements, not copied."""
+    return np.frombuffer(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
+
+
+def _binary_size(size: Any, name: str, wanted: int, there: int) -> int:
+    if type(size) is not int or size != wanted:
+        raise BadRequest(400, f"unexpected total byte size {str(size)[:20]} for input '{name}', expecting {wanted}")
+    if size > there:
+        raise BadRequest(400, f"input '{name}' should have {size} bytes behind the JSON, but there are {there}")
+    return size
+
+
+def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    kind = BY_TORCH[spec.dtype]
+    if kind.open in ("FP16", "BF16"):
+        raise BadRequest(400, f"input '{name}' of {kind.open} must be sent as binary data")
+    try:
+        array = from_numbers(data, kind)
+    except (ValueError, TypeError, OverflowError):
+        raise BadRequest(400, f"Unable to parse 'data' of input '{name}': expected {kind.open} elements") from None
+    if array.size != math.prod(shape):
+        raise BadRequest(400, f"input '{name}' has shape [{','.join(map(str, shape))}], but got {array.size} elements")
+    return array.reshape(shape)
+
+
+def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
+    """Which outputs, and how; all of them as JSON where nothing is said."""
+    parameters = value.get("parameters")
+    binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
+    identity = value.get("id")
+    listed = value.get("outputs")
+    if listed is None or listed == []:
+        return Wanted(identity, dict.fromkeys(version.signature.outputs, binary))
+    outputs: dict[str, bool] = {}
+    for one in listed if isinstance(listed, list) else [listed]:
+        name = str(one.get("name")) if isinstance(one, dict) else ""
+        if name not in version.signature.outputs:
+            raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
+        own = one.get("parameters")
+        own = own if isinstance(own, dict) else {}
+        if own.get("classification"):
+            raise RequestRefused("UNIMPLEMENTED", "the classification extension is not served")
+        outputs[name] = bool(own.get("binary_data", binary))
+    return Wanted(identity, outputs)
+
+
+def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
+    """The request's own timeout in seconds, and its priority."""
+    parameters = value.get("parameters")
+    if not isinstance(parameters, dict):
+        return None, 0
+    timeout, priority = parameters.get("timeout"), parameters.get("priority", 0)
+    if (timeout is not None and type(timeout) is not int) or type(priority) is not int:
+        raise BadRequest(400, "the parameters timeout (microseconds) and priority are integers")
+    return timeout / 1e6 if timeout else None, priority
+
+
+def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: Wanted) -> None:
+    """Writes the outputs that were asked for, bytes behind the JSON."""
+    listed, blobs, is_plain = [], [], True
+    for name, binary in wanted.outputs.items():
+        array, kind = np.ascontiguousarray(outputs[name]), BY_TORCH[version.signature.outputs[name].dtype]
+        entry: dict[str, Any] = {"name": name, "datatype": kind.open, "shape": list(array.shape)}
+        if binary or kind.open in ("FP16", "BF16"):
+            blob = array.tobytes()
+            entry["parameters"] = {"binary_data_size": len(blob)}
+            blobs.append(blob)
+        else:
+            entry["data"] = array.reshape(-1)
+            is_plain = is_plain and (array.dtype.kind != "f" or bool(np.isfinite(array).all()))
+        listed.append(entry)
+    head: dict[str, Any] = {"model_name": version.model, "model_version": str(version.number)}
+    if wanted.id is not None:
+        head["id"] = wanted.id
+    value = {**head, "outputs": listed}
+    # Only Python's own writer knows NaN and Infinity.
+    text = dump_json(value) if is_plain else json.dumps(value, default=np.ndarray.tolist).encode()
+    if blobs:
+        extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
+        _send(request, b"".join([text, *blobs]), BINARY, extra)
+    else:
+        _send(request, text, b"application/json", b"")
+
+
+def _send(request: Request, body: bytes, kind: bytes, extra: bytes) -> None:
+    accepted = request.headers.get(b"accept-encoding", b"") if len(body) > _COMPRESS else b""
+    if b"gzip" in accepted:
+        body, extra = gzip.compress(body, 1), extra + b"Content-Encoding: gzip\r\n"
+    elif b"deflate" in accepted:
+        body, extra = zlib.compress(body, 1), extra + b"Content-Encoding: deflate\r\n"
+    request.answer(200, body, kind, extra)

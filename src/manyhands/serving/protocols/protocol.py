@@ -1,0 +1,132 @@
+"""What all protocols share: the desk where requests are asked, and the way from a code to a status."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from ...core import RequestRefused
+from ..batcher import Arrays, Ticket
+from ..catalogue import Catalogue
+from ..http import BadRequest, Request
+from ..limits import Limits
+from ..version import Version
+
+STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "INTERNAL": 500,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+KEY = b"x-manyhands-key"
+"""The header whose value decides which part of a split answers, always the same for the same value."""
+
+
+class Desk:
+    """Where every protocol asks: finds the version, waits for its answer, counts what came of it."""
+
+    def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float) -> None:
+        self.catalogue, self.limits, self.timeout = catalogue, limits, timeout
+        self.is_ready = False
+        """Whether clients should come here."""
+
+    def deadline(self, seconds: float | None = None) -> float:
+        """When a request is too late; its own wish can only make that earlier."""
+        return time.monotonic() + (self.timeout if seconds is None else min(seconds, self.timeout))
+
+    def ask(
+        self,
+        version: Version,
+        inputs: Arrays,
+        *,
+        began: float,
+        deadline: float,
+        then: Callable[[Ticket], None],
+        priority: int = 0,
+    ) -> Callable[[], None]:
+        """Asks a version; `then` gets the ticket with its answer or refusal. Returns what cancels the request."""
+        figures = version.figures
+        rows = len(next(iter(inputs.values())))
+
+        def done(ticket: Ticket) -> None:
+            code = "OK" if ticket.refusal is None else ticket.refusal.code
+            figures.count(code, time.perf_counter() - began)
+            then(ticket)
+
+        try:
+            ticket = version.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
+        except RequestRefused as refusal:
+            figures.count(refusal.code, 0.0)
+            raise
+
+        def cancel() -> None:
+            figures.count("CANCELLED", 0.0)
+            version.batcher.cancel(ticket)
+
+        return cancel
+
+
+class RestProtocol(ABC):
+    """A protocol over HTTP: the paths that it answers, and how."""
+
+    prefix: str
+    """What its paths begin with."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    @abstractmethod
+    def handle(self, request: Request) -> None:
+        """Answers a request, now or later; may raise BadRequest or RequestRefused."""
+
+    def refuse(self, request: Request, refusal: RequestRefused) -> None:
+        """Says why there is no answer."""
+        answer_refusal(request, STATUS.get(refusal.code, 500), refusal.reason, refusal.retry_after)
+
+
+def answer_refusal(request: Request, status: int, reason: str, retry_after: float | None = None) -> None:
+    """An error as both protocols write it."""
+    extra = b"" if retry_after is None else b"Retry-After: %d\r\n" % math.ceil(retry_after)
+    if status == 401:
+        extra = b"WWW-Authenticate: Bearer\r\n"
+    request.answer(status, orjson.dumps({"error": reason}), extra=extra)
+
+
+def parse_json(text: bytes, limit: int) -> Any:
+    """A JSON text; NaN and Infinity are understood."""
+    if len(text) > limit:
+        raise BadRequest(413, f"a JSON text may have {limit} bytes, but got {len(text)}; send binary tensors")
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise BadRequest(400, f"JSON parse error: {error}") from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(400, f"JSON parse error: {error}") from None
+
+
+def dump_json(value: Any) -> bytes:
+    """A JSON text of arrays and plain values, C-contiguous arrays only."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def require_method(request: Request, *methods: str) -> None:
+    """Refuses other methods."""
+    if request.method not in methods:
+        raise BadRequest(405, f"Method Not Allowed: {request.method}")

@@ -1,0 +1,197 @@
+"""TensorFlow Serving's REST API: predict with rows or columns, status, metadata."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core import RequestRefused, Signature, TensorSpec
+from ..batcher import Ticket
+from ..http import BadRequest, Request
+from ..kinds import BY_TORCH, Array, fits, from_numbers, to_numbers
+from ..version import Version
+from .protocol import KEY, RestProtocol, dump_json, parse_json, require_method
+
+PATH = re.compile(
+    r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"
+    r"(?:(?P<metadata>/metadata)|:(?P<verb>predict|classify|regress))?"
+)
+SIGNATURE = "serving_default"
+
+
+class TensorflowRest(RestProtocol):
+    """`/v1/models/NAME[/versions/N|/labels/L][:predict|/metadata]`."""
+
+    prefix = "/v1"
+
+    def handle(self, request: Request) -> None:
+        match = PATH.fullmatch(request.path)
+        if match is None:
+            raise BadRequest(400, f"Malformed request: {request.method} {request.path[:200]}")
+        verb = match["verb"]
+        number = int(match["version"]) if match["version"] else None
+        if verb == "predict":
+            require_method(request, "POST")
+            version = self.desk.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
+            self._predict(request, version)
+        elif verb is not None:
+            raise RequestRefused("UNIMPLEMENTED", f"{verb} needs a model with a feature map; use predict")
+        else:
+            require_method(request, "GET", "HEAD")
+            if match["metadata"]:
+                version = self.desk.catalogue.find(match["name"], number, match["label"])
+                request.answer(200, dump_json(metadata(version)))
+            else:
+                request.answer(200, dump_json(self._status(match["name"], number, match["label"])))
+
+    def _predict(self, request: Request, version: Version) -> None:
+        deadline = self.desk.deadline()
+        # Before the body is looked at: refusing must cost little.
+        version.batcher.require_room(deadline)
+        body = request.content(self.desk.limits.body)
+        inputs, by_rows = parse_predict(parse_json(body, self.desk.limits.json), version.signature)
+
+        def then(ticket: Ticket) -> None:
+            if ticket.refusal is not None:
+                self.refuse(request, ticket.refusal)
+            else:
+                request.answer(200, answer_of(ticket.outputs, version.signature, by_rows))
+
+        request.cancel = self.desk.ask(version, inputs, began=request.arrived, deadline=deadline, then=then)
+
+    def _status(self, name: str, number: int | None, label: str | None) -> dict[str, Any]:
+        model = self.desk.catalogue.model(name)
+        if number is not None or label is not None:
+            number = model.find(None, label).number if label is not None else number
+            shown = [version for version in model.versions.values() if version.number == number]
+            if not shown:
+                raise RequestRefused("NOT_FOUND", f"Could not find version {number} of model {name}")
+        else:
+            shown = [model.versions[n] for n in sorted(model.versions, reverse=True)]
+        return {
+            "model_version_status": [
+                {
+                    "version": str(version.number),
+                    "state": version.state,
+                    "status": {
+                        "error_code": "UNKNOWN" if version.error else "OK",
+                        "error_message": version.error,
+                    },
+                }
+                for version in shown
+            ]
+        }
+
+
+def metadata(version: Version) -> dict[str, Any]:
+    """A version's signature as TensorFlow Serving nests it."""
+
+    def described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+        return {
+            name: {
+                "dtype": BY_TORCH[spec.dtype].tensorflow,
+                "tensor_shape": {
+                    "dim": [{"size": str(-1 if n is None else n), "name": ""} for n in spec.shape],
+                    "unknown_rank": False,
+                },
+                "name": f"{SIGNATURE}_{name}:0",
+            }
+            for name, spec in specs.items()
+        }
+
+    signature = {
+        "inputs": described(version.signature.inputs),
+        "outputs": described(version.signature.outputs),
+        "method_name": "tensorflow/serving/predict",
+        "defaults": {},
+    }
+    return {
+        "model_spec": {"name": version.model, "signature_name": "", "version": str(version.number)},
+        "metadata": {"signature_def": {"signature_def": {SIGNATURE: signature}}},
+    }
+
+
+def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], bool]:
+    """The arrays of a predict request, and whether they came as rows."""
+    if not isinstance(value, dict):
+        raise BadRequest(400, "JSON Value: must be an object")
+    name = value.get("signature_name")
+    if name not in (None, "", SIGNATURE):
+        raise BadRequest(400, f'Serving signature name: "{str(name)[:64]}" not found in signature def')
+    by_rows, by_columns = "instances" in value, "inputs" in value
+    if by_rows == by_columns:
+        raise BadRequest(
+            400,
+            "Not formatted correctly: either 'inputs' or 'instances', not both"
+            if by_rows
+            else "Missing 'inputs' or 'instances' key",
+        )
+    columns = _from_rows(value["instances"], signature) if by_rows else _from_columns(value["inputs"], signature)
+    if columns.keys() != signature.inputs.keys():
+        raise BadRequest(
+            400,
+            f"the inputs are {{{', '.join(signature.inputs)}}}, but got {{{', '.join(map(str, columns))[:200]}}}",
+        )
+    arrays = {name: _array(name, columns[name], spec) for name, spec in signature.inputs.items()}
+    rows = {len(array) for array in arrays.values()}
+    if len(rows) > 1:
+        raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
+    if rows == {0}:
+        raise BadRequest(400, "a request has at least one row, but got none")
+    return arrays, by_rows
+
+
+def _from_rows(rows: Any, signature: Signature) -> dict[str, Any]:
+    if not isinstance(rows, list) or not rows:
+        raise BadRequest(400, "Request instances must be a list with at least one element")
+    if not isinstance(rows[0], dict):
+        if len(signature.inputs) != 1:
+            raise BadRequest(400, f"instances are objects with the inputs {{{', '.join(signature.inputs)}}}")
+        return {next(iter(signature.inputs)): rows}
+    if not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
+        raise BadRequest(400, "all instances must have the same keys")
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _from_columns(columns: Any, signature: Signature) -> dict[str, Any]:
+    if isinstance(columns, dict):
+        return columns
+    if len(signature.inputs) != 1:
+        raise BadRequest(400, f"inputs is an object with the keys {{{', '.join(signature.inputs)}}}")
+    return {next(iter(signature.inputs)): columns}
+
+
+def _array(name: str, values: Any, spec: TensorSpec) -> Array:
+    try:
+        array = from_numbers(values, BY_TORCH[spec.dtype])
+    except (ValueError, TypeError, OverflowError):
+        raise BadRequest(
+            400, f"input '{name}' must be {spec}, but got lists that are ragged or hold something else"
+        ) from None
+    if not fits(array.shape, spec):
+        raise BadRequest(400, f"input '{name}' must be {spec}, but got {TensorSpec(spec.dtype, array.shape)}")
+    return array
+
+
+def answer_of(outputs: Mapping[str, Array], signature: Signature, by_rows: bool) -> bytes:
+    """Rows or columns, as they were asked for; the name is left out where there is one output."""
+    arrays = {
+        name: np.ascontiguousarray(to_numbers(array, BY_TORCH[signature.outputs[name].dtype]))
+        for name, array in outputs.items()
+    }
+    finite = all(array.dtype.kind != "f" or bool(np.isfinite(array).all()) for array in arrays.values())
+    halves = any(array.dtype == np.float16 for array in arrays.values())
+    plain = finite and not halves
+    values: Any = arrays if plain else {name: array.tolist() for name, array in arrays.items()}
+    if len(values) == 1:
+        values = next(iter(values.values()))
+    elif by_rows:
+        lists = {name: array.tolist() if plain else array for name, array in values.items()}
+        num = len(next(iter(arrays.values())))
+        values = [{name: column[row] for name, column in lists.items()} for row in range(num)]
+    answer = {"predictions" if by_rows else "outputs": values}
+    return dump_json(answer) if finite else json.dumps(answer).encode()

@@ -1,0 +1,178 @@
+"""A replica as its server sees it: a process with a network on one device, reached through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from ..cluster import Device, Engine
+from ..core import Event, RunError
+from .batcher import Batch, Batcher
+from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source
+from .meeting import Arrival, Meeting
+from .slots import NUM_SLOTS, Dims, Layout, Slots
+
+
+class Replica:
+    """A worker of a batcher: takes batches, writes them into slots, and reports what came of them."""
+
+    def __init__(self, device: Device, arrival: Arrival, max_rows: int, ending: asyncio.Future[None]) -> None:
+        self.device, self.pid, self.signature = device, arrival.pid, arrival.signature
+        self.num_rows = 0
+        self._socket, self._ending = arrival.socket, ending
+        self._loop = asyncio.get_running_loop()
+        self._batcher: Batcher | None = None
+        self._on_lost: Callable[[Replica], None] = lambda replica: None
+        self._batches: dict[int, Batch] = {}
+        self._free = list(range(NUM_SLOTS))
+        layout = Layout(arrival.signature, max_rows)
+        self._slots, fd = Slots.create(layout)
+        try:
+            socket.send_fds(self._socket, [b"slots"], [fd])
+        finally:
+            os.close(fd)
+        self._dims_in = Dims(arrival.signature.inputs.values())
+        self._dims_out = Dims(arrival.signature.outputs.values())
+        self._is_ready = self._loop.create_future()
+        self._loop.add_reader(self._socket.fileno(), self._hear)
+
+    @classmethod
+    async def start(
+        cls, engine: Engine, meeting: Meeting, source: Source, device: Device, sizes: tuple[int, ...]
+    ) -> Replica:
+        """Starts a process, and returns when it has loaded and warmed up; raises what kept it from that."""
+        loop = asyncio.get_running_loop()
+        key, coming = meeting.expect()
+        ending = loop.create_future()
+        ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        computing = Computing(source, device, meeting.path, key, sizes)
+
+        def work() -> None:
+            failure: Exception | None = None
+            try:
+                engine.start(computing, [device]).wait(_ignore, lambda rank, line, stream: print(line, file=sys.stderr))
+            except Exception as error:
+                failure = error
+            # The server's loop may be over by now.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, ending, failure)
+
+        threading.Thread(target=work, name="manyhands-replica", daemon=True).start()
+        try:
+            await _first_of(coming, ending)
+            replica = cls(device, coming.result(), sizes[-1], ending)
+        except BaseException:
+            # A process that comes later finds that nobody expects it, and ends.
+            meeting.forget(key)
+            if coming.done() and not coming.cancelled():
+                coming.result().socket.close()
+            raise
+        try:
+            await _first_of(replica._is_ready, ending)
+        except BaseException:
+            replica.close()
+            raise
+        return replica
+
+    def join(self, batcher: Batcher, on_lost: Callable[[Replica], None]) -> None:
+        """Begins to serve."""
+        self._batcher, self._on_lost = batcher, on_lost
+        batcher.workers.append(self)
+        batcher.wake()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def send(self, batch: Batch) -> None:
+        slot = self._free.pop()
+        self._batches[slot] = batch
+        self.num_rows += batch.rows
+        batch.copy_to(self._slots.inputs(slot, batch.size, batch.shapes))
+        # Where the other side is gone, _hear finds out and the batch is computed elsewhere.
+        with contextlib.suppress(OSError):
+            self._socket.send(JOB.pack(slot, batch.size) + self._dims_in.pack(batch.shapes))
+
+    def close(self) -> None:
+        """Lets the process go: it ends by itself."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+        if self._batcher is not None and self in self._batcher.workers:
+            self._batcher.workers.remove(self)
+
+    async def ended(self) -> str:
+        """Why the process ended, empty where that was wished for."""
+        try:
+            await self._ending
+        except RunError as error:
+            return str(error)
+        return ""
+
+    def _hear(self) -> None:
+        try:
+            message = self._socket.recv(MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._lose()
+        elif not self._is_ready.done():
+            self._is_ready.set_result(None)
+        else:
+            self._take(message)
+
+    def _take(self, message: bytes) -> None:
+        assert self._batcher is not None
+        slot, failed, micros = REPLY.unpack_from(message)
+        batch = self._batches.pop(slot)
+        self.num_rows -= batch.rows
+        try:
+            if failed:
+                self._batcher.failed(batch, message[REPLY.size :].decode(errors="replace"))
+            else:
+                shapes = self._dims_out.unpack(message, REPLY.size)
+                self._batcher.answered(batch, self._slots.outputs(slot, batch.size, shapes), micros / 1e6)
+        finally:
+            self._free.append(slot)
+
+    def _lose(self) -> None:
+        batches, self._batches = list(self._batches.values()), {}
+        self.num_rows = 0
+        self.close()
+        if not self._is_ready.done():
+            self._is_ready.set_exception(RunError("the replica ended before it was ready"))
+        if self._batcher is not None:
+            for batch in batches:
+                self._batcher.lost(batch)
+            self._on_lost(self)
+
+
+def _settle(ending: asyncio.Future[None], failure: Exception | None) -> None:
+    if ending.done():
+        return
+    if failure is None:
+        ending.set_result(None)
+    else:
+        ending.set_exception(failure)
+
+
+def _ignore(rank: int, entry: Event) -> None:
+    pass
+
+
+async def _first_of(wanted: asyncio.Future[Arrival] | asyncio.Future[None], ending: asyncio.Future[None]) -> None:
+    """Waits for what is wanted; raises where the process ends before that."""
+    await asyncio.wait([wanted, ending], return_when=asyncio.FIRST_COMPLETED)
+    if ending.done():
+        if wanted.done() and not wanted.cancelled():
+            wanted.exception()
+        ending.result()
+        raise RunError("the replica ended before it was ready")
+    wanted.result()

@@ -1,0 +1,127 @@
+"""Slots: memory that a server and a replica share, in which batches and their answers lie side by side.
+
+The memory is anonymous and handed over on a socket, so it has no name to leak or to guess, and needs no /dev/shm.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core import RequestRefused, Signature, TensorSpec
+from .kinds import BY_TORCH, Array
+
+FREE_BYTES = 256 << 20
+"""Bytes for the inputs, or the outputs, of a batch whose shapes are free; only what is used becomes real memory."""
+NUM_SLOTS = 2
+"""One batch is computed while the next one is written."""
+_ALIGN = 64
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a slot is cut: first the inputs, then the outputs."""
+
+    signature: Signature
+    max_rows: int
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes for the inputs of the largest batch."""
+        return _capacity(self.signature.inputs, self.max_rows)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.input_bytes + _capacity(self.signature.outputs, self.max_rows)
+
+    def require_fitting(self, size: int, shapes: Shapes) -> None:
+        """Refuses a batch of free shapes that is larger than a slot."""
+        if _end(self.signature.inputs, size, shapes) > self.input_bytes:
+            raise RequestRefused("INVALID_ARGUMENT", f"a batch may have {self.input_bytes} bytes")
+
+
+class Slots:
+    """The slots of one replica, seen from either side."""
+
+    def __init__(self, layout: Layout, fd: int) -> None:
+        self.layout = layout
+        self._memory = mmap.mmap(fd, NUM_SLOTS * layout.slot_bytes)
+        self._bytes: Array = np.frombuffer(self._memory, np.uint8)
+
+    @classmethod
+    def create(cls, layout: Layout) -> tuple[Slots, int]:
+        """New slots, and the descriptor that a replica opens them with; the caller closes it."""
+        fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC)
+        os.truncate(fd, NUM_SLOTS * layout.slot_bytes)
+        return cls(layout, fd), fd
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where the memory begins in this process, and its bytes."""
+        return self._bytes.ctypes.data, self._bytes.nbytes
+
+    def inputs(self, slot: int, size: int, shapes: Shapes) -> dict[str, Array]:
+        """Views of a batch's inputs."""
+        return self._views(self.layout.signature.inputs, slot * self.layout.slot_bytes, size, shapes)
+
+    def outputs(self, slot: int, size: int, shapes: Shapes) -> dict[str, Array]:
+        """Views of its outputs."""
+        start = slot * self.layout.slot_bytes + self.layout.input_bytes
+        limit = self.layout.slot_bytes - self.layout.input_bytes
+        if _end(self.layout.signature.outputs, size, shapes) > limit:
+            raise ValueError(f"the outputs of a batch may have {limit} bytes")
+        return self._views(self.layout.signature.outputs, start, size, shapes)
+
+    def _views(self, specs: Mapping[str, TensorSpec], start: int, size: int, shapes: Shapes) -> dict[str, Array]:
+        views = {}
+        for (name, spec), shape in zip(specs.items(), shapes, strict=True):
+            kind = BY_TORCH[spec.dtype].numpy
+            num = size * math.prod(shape)
+            views[name] = self._bytes[start : start + num * kind.itemsize].view(kind).reshape(size, *shape)
+            start += _aligned(num * kind.itemsize)
+        return views
+
+
+class Dims:
+    """The free part of a message about a batch: the shape of one row of each tensor."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self._ranks = [len(spec.shape) - 1 for spec in specs]
+        self._struct = struct.Struct(f"<{sum(self._ranks)}q")
+
+    def pack(self, shapes: Shapes) -> bytes:
+        """The shapes as bytes."""
+        return self._struct.pack(*(size for shape in shapes for size in shape))
+
+    def unpack(self, message: bytes, offset: int) -> list[tuple[int, ...]]:
+        """The inverse."""
+        sizes, shapes, at = self._struct.unpack_from(message, offset), [], 0
+        for rank in self._ranks:
+            shapes.append(tuple(sizes[at : at + rank]))
+            at += rank
+        return shapes
+
+
+def _capacity(specs: Mapping[str, TensorSpec], rows: int) -> int:
+    if any(size is None for spec in specs.values() for size in spec.shape[1:]):
+        return FREE_BYTES
+    return _end(specs, rows, [tuple(size or 0 for size in spec.shape[1:]) for spec in specs.values()]) or _ALIGN
+
+
+def _end(specs: Mapping[str, TensorSpec], rows: int, shapes: Shapes) -> int:
+    return sum(
+        _aligned(rows * math.prod(shape) * BY_TORCH[spec.dtype].numpy.itemsize)
+        for spec, shape in zip(specs.values(), shapes, strict=True)
+    )
+
+
+def _aligned(offset: int) -> int:
+    return (offset + _ALIGN - 1) // _ALIGN * _ALIGN

@@ -1,0 +1,177 @@
+"""A version of a model: loaded aside by processes of its own, available, drained, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cluster import Device, Engine
+from ..core import ManyhandsError, RequestRefused, Signature
+from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
+from .computing import Source
+from .meeting import Meeting
+from .metrics import Figures
+from .replica import Replica
+
+START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"
+"""States, as TensorFlow Serving names them."""
+SLOWEST_RETRY = 30.0
+_SWEEP = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where replicas live: what starts them, where they come, and on which devices."""
+
+    engine: Engine
+    meeting: Meeting
+    devices: Sequence[Device]
+
+
+class Version:
+    """One version: its replicas, its queue, its figures."""
+
+    def __init__(self, model: str, number: int, source: Source, place: Place, settings: BatchSettings) -> None:
+        self.model, self.number = model, number
+        self.state, self.error = START, ""
+        self.figures = Figures()
+        self.replicas: list[Replica] = []
+        self.on_event: Callable[..., None] = lambda kind, **values: None
+        self._source, self._place, self._settings = source, place, settings
+        self._batcher: Batcher | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it answers."""
+        return self.state == AVAILABLE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it will not answer any more."""
+        return self.state in (UNLOADING, END)
+
+    @property
+    def batcher(self) -> Batcher:
+        """Its queue, once it is loaded."""
+        assert self._batcher is not None
+        return self._batcher
+
+    @property
+    def signature(self) -> Signature:
+        """What it takes and gives, once it is loaded."""
+        return self._signature
+
+    @property
+    def num_queued(self) -> int:
+        """Rows that wait."""
+        return self._batcher.num_queued if self._batcher is not None else 0
+
+    async def load(self) -> None:
+        """Loads and warms a replica on every device, in processes of their own; raises where one cannot."""
+        self.state, self.error = LOADING, ""
+        try:
+            started = await asyncio.gather(*map(self._start, self._place.devices), return_exceptions=True)
+            replicas = [replica for replica in started if isinstance(replica, Replica)]
+            failures = [failure for failure in started if isinstance(failure, BaseException)]
+            if failures:
+                for replica in replicas:
+                    replica.close()
+                raise failures[0]
+        except ManyhandsError as error:
+            self.state, self.error = END, str(error).partition("\n")[0]
+            raise
+        except BaseException:
+            self.state = END
+            raise
+        self._signature = replicas[0].signature
+        self._batcher = Batcher(self._settings, list(self._signature.inputs), asyncio.get_running_loop().call_soon)
+        self._batcher.on_batch = self.figures.count_batch
+        for replica in replicas:
+            self._admit(replica)
+        self._spawn(self._sweep())
+        self.state = AVAILABLE
+
+    def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
+        """Takes a request; raises where it cannot be answered."""
+        self.require_available()
+        return self.batcher.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
+
+    def require_available(self) -> None:
+        """Raises where nothing can be asked now."""
+        if self.state != AVAILABLE:
+            raise RequestRefused("UNAVAILABLE", f"{self.model} version {self.number} is not available", 1.0)
+
+    async def end(self, patience: float) -> None:
+        """Takes nothing more, finishes what it has, and lets its processes go."""
+        replicas = list(self.replicas)
+        try:
+            if self.state == AVAILABLE:
+                self.state = UNLOADING
+                until = time.monotonic() + patience
+                while self.batcher.num_live and time.monotonic() < until:
+                    await asyncio.sleep(0.005)
+        finally:
+            self._close()
+        await asyncio.gather(*(replica.ended() for replica in replicas))
+
+    def _close(self) -> None:
+        self.state = END
+        for task in list(self._tasks):
+            task.cancel()
+        if self._batcher is not None:
+            self._batcher.refuse_all(RequestRefused("UNAVAILABLE", "the model was unloaded", 1.0))
+        for replica in self.replicas:
+            replica.close()
+        self.replicas.clear()
+
+    async def _start(self, device: Device) -> Replica:
+        sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
+        return await Replica.start(self._place.engine, self._place.meeting, self._source, device, sizes)
+
+    def _admit(self, replica: Replica) -> None:
+        self.replicas.append(replica)
+        replica.join(self.batcher, self._lose)
+
+    def _lose(self, replica: Replica) -> None:
+        """A replica died: its requests are queued again by now; another one takes its place."""
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+        if self.state == AVAILABLE:
+            self._spawn(self._replace(replica))
+
+    async def _replace(self, lost: Replica) -> None:
+        reason = await lost.ended()
+        self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=reason.partition("\n")[0])
+        wait = 0.1
+        while self.state == AVAILABLE:
+            try:
+                replica = await self._start(lost.device)
+            except ManyhandsError as error:
+                self.on_event("replica_failed", device=str(lost.device), reason=str(error).partition("\n")[0])
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, SLOWEST_RETRY)
+                continue
+            self._admit(replica)
+            self.on_event("replica_replaced", device=str(replica.device), pid=replica.pid)
+            return
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP)
+            self.batcher.expire()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def end_all(versions: Sequence[Version], patience: float) -> None:
+    """Ends several at once, whatever becomes of each."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*(version.end(patience) for version in versions), return_exceptions=True)

@@ -1,0 +1,219 @@
+"""HTTP by itself: what clients of every kind get, with no model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from manyhands.serving.http import BadRequest, Listener, Request
+from manyhands.serving.limits import Limits
+
+Talk = Callable[[int], Awaitable[Any]]
+
+
+def serve(talk: Talk, handler: Callable[[Request], None] | None = None, **limits: Any) -> tuple[Any, Listener]:
+    """Runs a client's side against a listener that answers with the body, or as the handler says."""
+
+    def echo(request: Request) -> None:
+        try:
+            request.answer(200, request.content(request_limits.body), b"text/plain")
+        except BadRequest as error:
+            request.answer(error.status, error.reason.encode())
+
+    request_limits = Limits(**limits)
+    listener = Listener(handler or echo, request_limits)
+
+    async def run() -> Any:
+        port = await listener.open("127.0.0.1", 0)
+        try:
+            return await asyncio.wait_for(talk(port), 20)
+        finally:
+            listener.close()
+            await asyncio.sleep(0.01)
+
+    return asyncio.run(run()), listener
+
+
+async def say(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
+    """Sends parts one after the other and reads until the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        if pause:
+            await asyncio.sleep(pause)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def post(body: bytes, *headers: str, close: bool = True) -> bytes:
+    lines = ["POST /x HTTP/1.1", "Host: a", f"Content-Length: {len(body)}", *headers]
+    lines += ["Connection: close"] if close else []
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_a_body_comes_whole_however_it_is_cut() -> None:
+    message = post(b"hello")
+    answer, _ = serve(lambda port: say(port, *(message[i : i + 7] for i in range(0, len(message), 7)), pause=0.002))
+    assert status(answer) == 200
+    assert answer.endswith(b"\r\n\r\nhello")
+
+
+def test_chunks_and_compression() -> None:
+    chunked = (
+        b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    )
+    answer, _ = serve(lambda port: say(port, chunked))
+    assert answer.endswith(b"abcde")
+    for coding, packed in (("gzip", gzip.compress(b"zipped")), ("deflate", zlib.compress(b"zipped"))):
+        message = post(packed, f"Content-Encoding: {coding}")
+        answer, _ = serve(lambda port, message=message: say(port, message))
+        assert answer.endswith(b"zipped")
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        (post(b"x" * 101), 413),
+        (b"POST /x HTTP/1.1\r\nContent-Length: 99999999999999999\r\n\r\n", 413),
+        (b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + 2 * (b"40\r\n" + b"x" * 64 + b"\r\n"), 413),
+        (post(gzip.compress(b"\0" * 100_000), "Content-Encoding: gzip"), 413),
+        (post(b"abc", "Content-Encoding: br"), 415),
+        (post(b"abc", "Content-Encoding: gzip"), 400),
+        (post(gzip.compress(b"abcdefgh")[:-6], "Content-Encoding: gzip"), 400),
+        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"A: " + b"b" * 5000 + b"\r\n\r\n", 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00", 400),
+        (b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400),
+        (b"POST /x HTTP/1.1\r\nContent-Length: -3\r\n\r\nabc", 400),
+        (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
+    ],
+)  # fmt: skip
+def test_what_is_too_much_or_no_http_gets_its_status(message: bytes, wanted: int) -> None:
+    answer, listener = serve(lambda port: say(port, message), body=100, head=4000)
+    assert status(answer) == wanted
+    assert not listener.connections
+
+
+def test_pipelined_requests_are_answered_in_their_order() -> None:
+    waiting: list[Request] = []
+
+    def late(request: Request) -> None:
+        waiting.append(request)
+        asyncio.get_running_loop().call_later(0.001, lambda: waiting.pop(0).answer(200, request.body))
+
+    messages = [post(b"%d" % i, close=i == 39) for i in range(40)]
+    answer, _ = serve(lambda port: say(port, b"".join(messages)), late)
+    bodies = [int(part.rpartition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == list(range(40))
+
+
+def test_a_slow_client_is_cut_off_and_others_are_not() -> None:
+    async def talk(port: int) -> tuple[bytes, bytes, bytes]:
+        slow = asyncio.ensure_future(say(port, b"POST /x HTTP/1.1\r\n", *[b"A: b\r\n"] * 10, pause=0.02))
+        late_body = asyncio.ensure_future(say(port, b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\nab"))
+        good = await say(port, post(b"quick"))
+        return await slow, await late_body, good
+
+    (slow, late_body, good), _ = serve(talk, receive=0.4)
+    assert good.endswith(b"quick")
+    assert status(slow) == status(late_body) == 408
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    def much(request: Request) -> None:
+        request.answer(200, b"x" * (64 << 20))
+
+    async def talk(port: int) -> int:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(post(b"", close=False))
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if started and not listener_connections():
+                break
+            started.append(True)
+        writer.transport.abort()
+        return len(listener_connections())
+
+    started: list[bool] = []
+    holder: list[Listener] = []
+
+    def listener_connections() -> set[Any]:
+        return holder[0].connections
+
+    limits = Limits(receive=0.4)
+    holder.append(Listener(much, limits))
+
+    async def run() -> int:
+        port = await holder[0].open("127.0.0.1", 0)
+        try:
+            return await talk(port)
+        finally:
+            holder[0].close()
+
+    assert asyncio.run(run()) == 0
+
+
+def test_silence_ends_a_connection_and_there_are_only_so_many() -> None:
+    async def talk(port: int) -> tuple[bytes, bytes]:
+        first = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.05)
+        refused = await say(port)
+        ended = await first[0].read()
+        first[1].close()
+        return refused, ended
+
+    (refused, ended), _ = serve(talk, connections=1, idle=0.2, receive=0.4)
+    assert status(refused) == 503
+    assert b"Retry-After" in refused
+    assert ended == b""
+
+
+def test_a_client_that_leaves_cancels_its_request() -> None:
+    cancelled = []
+
+    def never(request: Request) -> None:
+        request.cancel = lambda: cancelled.append(request.body)
+
+    async def talk(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"mine", close=False))
+        await asyncio.sleep(0.05)
+        writer.close()
+        while not cancelled:
+            await asyncio.sleep(0.01)
+
+    serve(talk, never)
+    assert cancelled == [b"mine"]
+
+
+def test_while_closing_every_answer_ends_its_connection() -> None:
+    async def run() -> bytes:
+        listener = Listener(lambda request: requests.append(request), Limits())
+        requests: list[Request] = []
+        port = await listener.open("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"last", close=False))
+        while not requests:
+            await asyncio.sleep(0.01)
+        listener.stop_listening()
+        assert listener.num_busy == 1
+        requests[0].answer(200, b"done")
+        answer = await reader.read()
+        listener.close()
+        writer.close()
+        return answer
+
+    answer = asyncio.run(run())
+    assert b"Connection: close" in answer
+    assert answer.endswith(b"done")

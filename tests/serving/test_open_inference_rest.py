@@ -1,0 +1,162 @@
+"""The Open Inference Protocol over HTTP: JSON, binary tensors, statuses and messages."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
+INPUT = {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ROWS.ravel().tolist()}
+
+
+def binary(http: httpx.Client, head: dict[str, Any], *blobs: bytes, size: int | None = None) -> httpx.Response:
+    text = json.dumps(head).encode()
+    headers = {"Inference-Header-Content-Length": str(len(text) if size is None else size)}
+    return http.post("/v2/models/adder/infer", content=text + b"".join(blobs), headers=headers)
+
+
+def test_json_in_and_out(http: httpx.Client) -> None:
+    answer = http.post("/v2/models/adder/versions/2/infer", json={"id": "7", "inputs": [INPUT]}).json()
+    assert answer == {
+        "model_name": "adder",
+        "model_version": "2",
+        "id": "7",
+        "outputs": [{"name": "output", "datatype": "FP32", "shape": [2, 3], "data": (ROWS + 2).ravel().tolist()}],
+    }
+    nested = {**INPUT, "data": ROWS.tolist()}
+    assert http.post("/v2/models/adder/infer", json={"inputs": [nested]}).json()["outputs"] == answer["outputs"]
+
+
+def test_nan_stays_nan(http: httpx.Client) -> None:
+    one = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}
+    text = json.dumps({"inputs": [one]}).replace("[0, 1, 2]", "[NaN, 1, Infinity]")
+    (output,) = http.post("/v2/models/adder/infer", content=text.encode()).json()["outputs"]
+    assert math.isnan(output["data"][0])
+    assert output["data"][1:] == [3.0, math.inf]
+
+
+def test_binary_in_and_out(http: httpx.Client) -> None:
+    one = {**INPUT, "parameters": {"binary_data_size": 24}}
+    del one["data"]
+    head = {"inputs": [one], "outputs": [{"name": "output", "parameters": {"binary_data": True}}]}
+    for wish in (head, {"inputs": [one], "parameters": {"binary_data_output": True}}):
+        answer = binary(http, wish, ROWS.tobytes())
+        size = int(answer.headers["Inference-Header-Content-Length"])
+        said = json.loads(answer.content[:size])
+        assert said["outputs"][0]["parameters"] == {"binary_data_size": 24}
+        np.testing.assert_array_equal(np.frombuffer(answer.content[size:], np.float32).reshape(2, 3), ROWS + 2)
+
+
+def test_compressed_both_ways(http: httpx.Client) -> None:
+    rows = np.zeros((4000, 3), np.float32)
+    one = {"name": "x", "shape": [4000, 3], "datatype": "FP32", "data": rows.ravel().tolist()}
+    body = gzip.compress(json.dumps({"inputs": [one]}).encode())
+    headers = {"Content-Encoding": "gzip", "Accept-Encoding": "gzip"}
+    # More rows than may wait are refused only when others wait already.
+    answer = http.post("/v2/models/adder/infer", content=body, headers=headers)
+    assert answer.headers["Content-Encoding"] == "gzip"
+    assert answer.json()["outputs"][0]["data"] == [2.0] * 12000
+
+
+def test_server_and_model_are_described(http: httpx.Client) -> None:
+    assert http.get("/v2").json()["name"] == "manyhands"
+    assert "binary_tensor_data" in http.get("/v2").json()["extensions"]
+    assert http.get("/v2/health/live").status_code == http.get("/v2/health/ready").status_code == 200
+    assert http.get("/v2/models/adder/ready").status_code == 200
+    assert http.get("/v2/models/pair").json() == {
+        "name": "pair",
+        "versions": ["1"],
+        "platform": "pytorch",
+        "inputs": [
+            {"name": "a", "datatype": "FP32", "shape": [-1, 2]},
+            {"name": "b", "datatype": "INT64", "shape": [-1]},
+        ],
+        "outputs": [
+            {"name": "sum", "datatype": "FP32", "shape": [-1]},
+            {"name": "twice", "datatype": "INT64", "shape": [-1]},
+        ],
+    }
+    assert http.get("/v2/models/adder/config").json()["max_batch_size"] == 64
+    assert http.get("/v2/models/adder/stats").json()["model_stats"][0]["name"] == "adder"
+    index = http.post("/v2/repository/index").json()
+    assert {(one["name"], one["state"]) for one in index} == {("adder", "READY"), ("pair", "READY")}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"shape": [2, 4]}, "unexpected shape for input 'x' for model 'adder'. Expected [-1,3], got [2,4]"),
+        ({"shape": [-1, 3]}, "unexpected shape"),
+        ({"shape": [2.5, 3]}, "unexpected shape"),
+        ({"shape": None}, "unexpected shape"),
+        ({"shape": [2**50, 3]}, "unexpected shape"),
+        ({"shape": [0, 3], "data": []}, "same number of rows"),
+        ({"datatype": "FP64"}, "inference input 'x' data-type is 'FP64', but model 'adder' expects 'FP32'"),
+        ({"name": "z"}, "unexpected inference input 'z' for model 'adder'"),
+        ({"data": [1, 2]}, "input 'x' has shape [2,3], but got 2 elements"),
+        ({"data": ["a"] * 6}, "Unable to parse 'data' of input 'x'"),
+        ({"data": None}, "Unable to parse 'data'"),
+        ({"parameters": {"binary_data_size": 20}}, "unexpected total byte size 20 for input 'x', expecting 24"),
+        ({"parameters": {"binary_data_size": 24}}, "should have 24 bytes behind the JSON, but there are 0"),
+    ],
+)
+def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str, Any], error: str) -> None:
+    answer = http.post("/v2/models/adder/infer", json={"inputs": [{**INPUT, **change}]})
+    assert answer.status_code == 400
+    assert error in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({}, "Unable to parse 'inputs'"),
+        ({"inputs": [1]}, "Unable to parse 'inputs'"),
+        ({"inputs": []}, "expected 1 inputs but got 0 inputs for model 'adder'"),
+        ({"inputs": [INPUT, INPUT]}, "expected 1 inputs but got 2"),
+        ({"inputs": [INPUT], "outputs": [{"name": "no"}]}, "unexpected inference output 'no' for model 'adder'"),
+        ({"inputs": [INPUT], "parameters": {"timeout": "soon"}}, "timeout (microseconds)"),
+    ],
+)
+def test_a_bad_request_says_what_was_expected(http: httpx.Client, body: Any, error: str) -> None:
+    answer = http.post("/v2/models/adder/infer", json=body)
+    assert answer.status_code == 400
+    assert error in answer.json()["error"]
+
+
+def test_a_shape_is_checked_before_memory_is_taken(http: httpx.Client) -> None:
+    answer = http.post("/v2/models/adder/infer", json={"inputs": [{**INPUT, "shape": [2**39, 3]}]})
+    assert answer.status_code == 413
+
+
+def test_bytes_that_are_too_few_or_too_many(http: httpx.Client) -> None:
+    one = {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}}
+    assert "there are 10" in binary(http, {"inputs": [one]}, ROWS.tobytes()[:10]).json()["error"]
+    assert "4 bytes" in binary(http, {"inputs": [one]}, ROWS.tobytes() + b"more").json()["error"]
+    for size in (10**9, -1):
+        answer = binary(http, {"inputs": [one]}, ROWS.tobytes(), size=size)
+        assert answer.status_code == 400
+        assert "Inference-Header-Content-Length" in answer.json()["error"]
+
+
+def test_unknown_models_are_named(http: httpx.Client) -> None:
+    for path, error in (
+        ("/v2/models/foo/infer", "Request for unknown model: 'foo' is not found"),
+        ("/v2/models/adder/versions/9/infer", "Request for unknown model: 'adder' version 9 is not found"),
+    ):
+        answer = http.post(path, json={"inputs": [INPUT]})
+        assert (answer.status_code, answer.json()) == (404, {"error": error})
+
+
+def test_a_deadline_that_cannot_be_kept(http: httpx.Client) -> None:
+    body = {"inputs": [INPUT], "parameters": {"timeout": 1}}
+    assert http.post("/v2/models/adder/infer", json=body).status_code in (503, 504)
+
+
+def test_models_are_not_loaded_from_here(http: httpx.Client) -> None:
+    assert http.post("/v2/repository/models/adder/unload").status_code == 404

@@ -1,0 +1,300 @@
+"""Versions under load: what comes takes over, what is broken does not, what goes finishes first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from torch import Tensor
+
+from manyhands.core import Predictor, SettingsError, Signature, TensorSpec
+from manyhands.serving import BatchSettings, Probation, Server
+
+from .conftest import Start, publish
+
+NO_PROBATION = Probation(seconds=0)
+
+
+def until(wanted: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Waits for something to become true."""
+    end = time.monotonic() + seconds
+    while not (found := wanted()):
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+    return found
+
+
+def current(server: Server, model: str = "adder") -> int | None:
+    return next((m["current"] for m in server.state()["models"] if m["name"] == model), None)
+
+
+def versions(server: Server, model: str = "adder") -> dict[int, str]:
+    found = next(m for m in server.state()["models"] if m["name"] == model)
+    return {v["version"]: v["state"] for v in found["versions"]}
+
+
+class Load:
+    """Clients that ask all the time; every answer says which version gave it."""
+
+    def __init__(self, server: Server, num: int = 4, rows: int = 3) -> None:
+        self.answers: list[int] = []
+        self.failures: list[str] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(server.url, i, rows)) for i in range(num)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, url: str, client: int, rows: int) -> None:
+        value = float(1000 * client)
+        with httpx.Client(base_url=url, timeout=30) as http:
+            while not self._over.is_set():
+                try:
+                    answer = http.post("/v1/models/adder:predict", json={"instances": [[value] * 3] * rows})
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    continue
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+                    continue
+                differences = {round(x - value) for row in answer.json()["predictions"] for x in row}
+                if len(differences) != 1:
+                    self.failures.append(f"mixed: {differences}")
+                self.answers.append(differences.pop())
+
+
+def test_swaps_under_load_lose_and_mix_nothing(adder: Path, tmp_path: Path, start: Start) -> None:
+    model = tmp_path / "adder"
+    publish(adder, model, 1)
+    server = start(tmp_path, probation=NO_PROBATION)
+    with Load(server) as load:
+        for number in range(2, 6):
+            publish(adder, model, number)
+            until(lambda number=number: number in load.answers)
+    assert load.failures == []
+    assert set(load.answers) == set(range(1, 6))
+    until(lambda: versions(server) == {5: "AVAILABLE"})
+
+
+def test_what_is_broken_or_half_copied_does_not_disturb(adder: Path, tmp_path: Path, start: Start) -> None:
+    model = tmp_path / "adder"
+    publish(adder, model, 1)
+    server = start(tmp_path, log=tmp_path / "log")
+    publish(adder, tmp_path / "aside", 3)
+    whole = tmp_path / "aside" / "3"
+    with Load(server, num=1) as load:
+        # A copy in the order of names: the manifest comes before the weights.
+        (model / "2").mkdir()
+        for name in ("manifest.json", "program.json", "signature.json"):
+            shutil.copy(whole / name, model / "2" / name)
+        time.sleep(0.3)
+        assert versions(server) == {1: "AVAILABLE"}
+        weights = (whole / "weights.safetensors").read_bytes()
+        (model / "2" / "weights.safetensors").write_bytes(bytes(len(weights)))
+        failed = until(lambda: [v for v in server.state()["models"][0]["versions"] if v["error"]])
+        assert failed[0]["version"] == 2
+        assert "digest" in failed[0]["error"]
+        assert str(tmp_path) not in failed[0]["error"]
+        assert current(server) == 1
+        # The same number, copied again, is tried again.
+        (model / "2" / "weights.safetensors").write_bytes(weights)
+        until(lambda: current(server) == 2)
+        until(lambda: 3 in load.answers)
+    assert load.failures == []
+    assert set(load.answers) == {1, 3}
+
+
+def test_an_emptied_folder_unloads_nothing(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "adder", 1)
+    server = start(tmp_path)
+    shutil.rmtree(tmp_path / "adder" / "1")
+    time.sleep(0.3)
+    assert versions(server) == {1: "AVAILABLE"}
+
+
+def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
+    for number in (1, 2, 3):
+        publish(adder, tmp_path / "adder", number)
+    server = start(tmp_path, versions="latest:2")
+    assert versions(server) == {2: "AVAILABLE", 3: "AVAILABLE"}
+    with httpx.Client(base_url=server.url) as http, httpx.Client(base_url=server.manage_url) as manage:
+
+        def ask(path: str = "/v1/models/adder:predict", key: str = "") -> float:
+            headers = {"x-manyhands-key": key} if key else {}
+            answer = http.post(path, json={"instances": [[0, 0, 0]]}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["predictions"][0][0]
+
+        assert ask() == 3
+        assert manage.post("/manage/models/adder/label", json={"label": "stable", "version": 2}).status_code == 200
+        assert ask("/v1/models/adder/labels/stable:predict") == 2
+        refused = manage.post("/manage/models/adder/label", json={"label": "no", "version": 9})
+        assert refused.status_code == 400
+        shares = [{"version": 2, "weight": 1}, {"version": 3, "weight": 1}]
+        assert manage.post("/manage/models/adder/split", json={"shares": shares}).status_code == 200
+        assert {ask() for _ in range(60)} == {2, 3}
+        by_key = {key: {ask(key=key) for _ in range(3)} for key in map(str, range(20))}
+        assert all(len(found) == 1 for found in by_key.values())
+        assert set.union(*by_key.values()) == {2, 3}
+        manage.post("/manage/models/adder/split", json={"shares": []})
+        assert manage.post("/manage/models/adder/rollback").json() == {"current": 2}
+        assert ask() == 2
+        # Once more: version 1 was not loaded and is now.
+        assert manage.post("/manage/models/adder/rollback").json() == {"current": 1}
+        assert ask() == 1
+        assert manage.post("/manage/models/adder/rollback").status_code == 400
+        assert manage.post("/manage/models/adder/load", json={"version": 3}).json() == {"current": 3}
+        assert ask() == 3
+        assert manage.post("/v2/repository/models/adder/unload").status_code == 200
+        assert http.post("/v1/models/adder:predict", json={"instances": [[0, 0, 0]]}).status_code == 404
+        assert manage.post("/v2/repository/models/adder/load").status_code == 200
+        assert ask() == 3
+        assert manage.post("/manage/models/nothing/load").status_code == 404
+
+
+class Moody(Predictor):
+    """Raises where its input is negative."""
+
+    signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 1))})
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"]
+        if (x < 0).any():
+            raise ValueError("no negative numbers")
+        if (x == 666).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (x == 100).any():
+            time.sleep(0.3)
+        return {"y": x + 1}
+
+
+def ask_moody(url: str, value: float) -> httpx.Response:
+    return httpx.post(f"{url}/v1/models/moody:predict", json={"inputs": [[value]]}, timeout=30)
+
+
+def test_a_replica_that_dies_under_load_is_replaced_and_nobody_notices(start: Start) -> None:
+    server = start({"moody": Moody()}, on="cpu*2")
+    first = {r["pid"] for r in server.state()["models"][0]["versions"][0]["replicas"]}
+    assert len(first) == 2
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.extend(ask_moody(server.url, 1.0) for _ in range(15))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) > 5)
+    os.kill(min(first), signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert {answer.status_code for answer in answers} == {200}
+    later = until(
+        lambda: [
+            r["pid"]
+            for r in server.state()["models"][0]["versions"][0]["replicas"]
+            if len(server.state()["models"][0]["versions"][0]["replicas"]) == 2
+        ]
+    )
+    assert min(first) not in later
+
+
+def test_who_kills_replicas_is_refused_and_others_are_served(start: Start) -> None:
+    server = start({"moody": Moody()})
+    assert ask_moody(server.url, 666).status_code == 500
+    assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
+
+
+def test_who_makes_a_network_fail_hears_why(start: Start) -> None:
+    server = start({"moody": Moody()})
+    answer = ask_moody(server.url, -1)
+    assert (answer.status_code, answer.json()["error"]) == (500, "the model failed: ValueError: no negative numbers")
+
+
+def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "adder", 1)
+    server = start(tmp_path, probation=Probation(seconds=60, num_requests=10))
+    publish(adder, tmp_path / "adder", 2)
+    until(lambda: current(server) == 2)
+    assert versions(server) == {1: "AVAILABLE", 2: "AVAILABLE"}
+    model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
+    for _ in range(10):
+        model.versions[2].figures.count("INTERNAL", 0.0)
+    until(lambda: current(server) == 1)
+    time.sleep(0.2)
+    assert current(server) == 1
+
+
+def test_overload_is_refused_early_and_the_rest_is_served(start: Start) -> None:
+    server = start({"moody": Moody()}, batch=BatchSettings(max_rows=1, queue_rows=2))
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: answers.append(ask_moody(server.url, 100))) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    codes = [answer.status_code for answer in answers]
+    assert set(codes) == {200, 503}
+    assert codes.count(200) >= 3
+    assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 503)
+    assert ask_moody(server.url, 1).status_code == 200
+
+
+def test_stopping_lets_requests_finish(start: Start) -> None:
+    server = start({"moody": Moody()})
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(ask_moody(server.url, 100)))
+    thread.start()
+    until(lambda: any(r["rows"] for r in server.state()["models"][0]["versions"][0]["replicas"]))
+    server.stop()
+    thread.join()
+    assert answers[0].json()["outputs"] == [[101.0]]
+    with pytest.raises(httpx.ConnectError):
+        ask_moody(server.url, 1)
+
+
+def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="needs a token"):
+        start(tmp_path, host="0.0.0.0")
+    server = start({"moody": Moody()}, token="secret")
+    assert ask_moody(server.url, 1).status_code == 401
+    assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
+    assert httpx.get(f"{server.manage_url}/manage/models").status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    assert httpx.get(f"{server.url}/v1/models/moody", headers=headers).status_code == 200
+
+
+def test_what_cannot_be_served_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="folder of models"):
+        start(tmp_path / "nothing")
+    with pytest.raises(SettingsError, match="name is made of"):
+        start({"../x": Moody()})
+    with pytest.raises(SettingsError, match="versions are"):
+        start(tmp_path, versions="newest")
+    server = start({"moody": Moody()})
+    with pytest.raises(SettingsError, match="port must be free"):
+        start({"moody": Moody()}, http=server.http)
+
+
+def test_names_that_are_paths_and_links_are_not_served(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "models" / "adder", 1)
+    publish(adder, tmp_path / "elsewhere" / "secret", 1)
+    (tmp_path / "models" / "link").symlink_to(tmp_path / "elsewhere" / "secret")
+    (tmp_path / "models" / "adder" / "2").symlink_to(tmp_path / "elsewhere" / "secret" / "1")
+    (tmp_path / "models" / "a b").mkdir()
+    server = start(tmp_path / "models")
+    assert [m["name"] for m in server.state()["models"]] == ["adder"]
+    assert versions(server) == {1: "AVAILABLE"}
