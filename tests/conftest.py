@@ -24,6 +24,7 @@ BUDGETS = {
     "cluster": 2.0,
     "recovery": 1.7,
     "sync": 1.5,
+    "servers": 1.0,
     "cli": 1.5,
     "serving": 1.2,
     "test_examples.py": 3.0,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import sync
     from .cluster import Device, devices, doctor
-    from .core import Mirrored, Predictor, Sharded, Single, StrategySpec, Task, mean
+    from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, mean
     from .data import bucketed, files
     from .store import load, weights
+    from .strategies import Embedding
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .verbs import check, evaluate, fit, launch, predict, replay
 
@@ -40,6 +41,8 @@ __all__ = [
     "Single",
     "Mirrored",
     "Sharded",
+    "ParameterServer",
+    "Embedding",
     "StrategySpec",
     "sync",
     "Run",
@@ -52,9 +55,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "core": ["Task", "mean", "Single", "Mirrored", "Sharded", "StrategySpec", "Predictor"],
+    "core": ["Task", "mean", "Single", "Mirrored", "Sharded", "ParameterServer", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices", "doctor"],
     "store": ["load", "weights"],
+    "strategies": ["Embedding"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "verbs": ["check", "evaluate", "fit", "launch", "predict", "replay"],

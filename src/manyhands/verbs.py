@@ -38,6 +38,7 @@ from .core import (
     EventLog,
     Predictor,
     SettingsError,
+    StrategyError,
     StrategySpec,
     Task,
     TaskError,
@@ -148,8 +149,10 @@ def fit(
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
-    spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout)
+    spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
     _check_data(made, steps)
+    if spec.servers:
+        training.check_served(made)
     training.check_metrics(made, spec.num_parts)
     training.check_patience(training.as_patience(stop), made)
     source = training.as_weights(start_from, folder)
@@ -180,10 +183,15 @@ def fit(
     ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
-        train = functools.partial(training.train, job=job)
-        apart = limit is not None and devices[0].kind == "cpu"
-        outcomes: list[Outcome] = _start(train, devices, timeout, on_event, view, apart=apart, recovers=True)
+        if spec.servers:
+            outcomes = [_serve(job, devices, timeout, on_event, view)]
+        else:
+            train = functools.partial(training.train, job=job)
+            apart = limit is not None and devices[0].kind == "cpu"
+            outcomes = _start(train, devices, timeout, on_event, view, apart=apart, recovers=True)
         end = outcomes[0]
+        if end.servers:
+            _write_record(job, devices, shown, servers=end.servers)
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     # A rank on another host, whose disk does not have the run, still knows what was asked for.
     here = (path / training.RECORD).exists()
@@ -287,7 +295,12 @@ def replay(run: Run, step: int, *, on: On = None) -> Replay:
 
 
 def settle(
-    strategy: StrategySpec | str | None, on: On, *, deterministic: bool = False, timeout: float = DEFAULT_TIMEOUT
+    strategy: StrategySpec | str | None,
+    on: On,
+    *,
+    deterministic: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+    with_servers: bool = False,
 ) -> tuple[StrategySpec, list[Device], list[str]]:
     """A definite spec, the devices for it, and notices; everything that can be refused is refused here."""
     spec = as_spec(strategy)
@@ -295,6 +308,12 @@ def settle(
         spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
     world = training.joined_world(on, timeout)
+    if spec.servers and (world is not None or not with_servers):
+        raise StrategyError(
+            "parameter servers train with mh.fit, from a program of its own",
+            got=f"{spec} {'in a rank' if with_servers else 'for another verb'}",
+            remedy="use mh.Mirrored() here",
+        )
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = resolve(on, spec.num_devices)
@@ -326,6 +345,28 @@ def _start(
     job = _engine.start(carrying(fn), devices, timeout=timeout, recovers=recovers)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
+
+
+def _serve(
+    job: Job, devices: Sequence[Device], timeout: float, on_event: Callable[[int, Event], None], view: View
+) -> Outcome:
+    """Trains with parameter servers: the chief is here, every server and worker is a job by itself."""
+    line = DirectLine(lambda entry: on_event(0, entry))
+    here = NullWorld(devices[0], line)
+    with (
+        _own_randomness(),
+        _current_device(here.device),
+        contextlib.closing(here),
+        _interruptible(lambda: line.hear({"stop": True}), view),
+    ):
+        return training.train_served(
+            here,
+            job,
+            devices=devices,
+            start=lambda fn, device: _engine.start(fn, [device], timeout=timeout),
+            on_output=view.output,
+            timeout=timeout,
+        )
 
 
 def _holding(
@@ -530,6 +571,7 @@ def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> d
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "spec": job.spec.to_dict(),
+        "changes_mathematics": _notices(job.spec),
         "devices": [str(device) for device in devices],
         "params": dict(params),
         "epochs": job.epochs,
@@ -541,9 +583,9 @@ def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> d
     }
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
+def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Saves it with the run."""
-    record = _record(job, devices, params)
+    record = {**_record(job, devices, params), **more}
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
@@ -552,6 +594,8 @@ def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]
 
 
 def _notices(spec: StrategySpec) -> list[str]:
+    if spec.changes_mathematics:
+        return [f"{spec} changes the mathematics: {spec.changes_mathematics}; results differ from one device's"]
     policy = make_policy(spec.sync)
     if not policy.changes_mathematics:
         return []

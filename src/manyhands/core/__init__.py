@@ -28,7 +28,17 @@ from .events import Event, EventLog, event, read_events
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
-from .spec import DATA_AXES, MESH_ORDER, Mirrored, Sharded, Single, StrategySpec, as_spec, split_settings
+from .spec import (
+    DATA_AXES,
+    MESH_ORDER,
+    Mirrored,
+    ParameterServer,
+    Sharded,
+    Single,
+    StrategySpec,
+    as_spec,
+    split_settings,
+)
 from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
@@ -57,6 +67,7 @@ __all__ = [
     "Single",
     "Mirrored",
     "Sharded",
+    "ParameterServer",
     "as_spec",
     "split_settings",
     "Resolved",

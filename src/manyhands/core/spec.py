@@ -17,6 +17,7 @@ ALIASES = {
     "pp": "stages",
     "cp": "context",
     "ep": "expert",
+    "workers": "replicas",
 }
 """The field's own abbreviations of our axes."""
 
@@ -27,6 +28,8 @@ DATA_AXES = ("replicas", "shards")
 PRECISIONS = ("fp32", "bf16", "fp64")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
+_NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
+"""What None stands for in a spec's text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,12 @@ class StrategySpec:
     - `recompute`: what backward computes again instead of keeping it: "" nothing, "blocks" those that are repeated in a
       list or a sequence, "selective" the same but for matrix products, convolutions and attention, or a pattern of
       module names such as "*.mlp";
-    - `deterministic`: whether random numbers are layout-free: the same on any number of replicas.
+    - `deterministic`: whether random numbers are layout-free: the same on any number of replicas;
+    - `servers`: processes that hold and update the parameters, 0 for none: replicas are then workers that pull values
+      and push gradients;
+    - `staleness`: under servers, how many steps behind a worker's values may be: 0 is synchronous and exact, None lets
+      nobody wait for anybody; `correction` divides a stale gradient's learning rate by 1 + its staleness;
+    - `backup`: how many of the workers a step does without: it closes with what comes first.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
     StrategySpec(replicas=4, accumulate=2)
@@ -73,6 +81,10 @@ class StrategySpec:
     capture: str = "auto"
     recompute: str = ""
     deterministic: bool = False
+    servers: int = 0
+    staleness: int | None = 0
+    backup: int = 0
+    correction: bool = False
 
     def __post_init__(self) -> None:
         # A policy's object prints as the text that makes it again, so that a spec stays plain data.
@@ -112,6 +124,18 @@ class StrategySpec:
                     got=getattr(self, axis),
                     remedy=f"leave {axis} at 1",
                 )
+        _check_servers(self)
+
+    @property
+    def changes_mathematics(self) -> str:
+        """How its updates differ from one device's, besides its policy; empty where they do not."""
+        if not self.servers or (self.staleness == 0 and not self.backup):
+            return ""
+        if self.staleness is None:
+            return "every gradient is an update by itself, computed with values that may be old"
+        if self.staleness:
+            return f"gradients are computed with values that may be {self.staleness} steps old"
+        return "a step takes the gradients that come first, so batches are made of other samples"
 
     @property
     def num_devices(self) -> int | None:
@@ -197,7 +221,7 @@ class StrategySpec:
 
     def __str__(self) -> str:
         shown = self.to_dict() or {"replicas": 1}
-        return ",".join(f"{key}={'all' if value is None else value}" for key, value in shown.items())
+        return ",".join(f"{key}={_NONE[key] if value is None else value}" for key, value in shown.items())
 
     def __repr__(self) -> str:
         return f"StrategySpec({', '.join(f'{k}={v!r}' for k, v in self.to_dict().items())})"
@@ -290,10 +314,51 @@ def Sharded(
     )
 
 
+def ParameterServer(
+    servers: int = 1,
+    workers: int | None = None,
+    *,
+    staleness: int | None = 0,
+    backup: int = 0,
+    correction: bool = False,
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """Servers hold the parameters and update them; workers pull values and push gradients, and may come and go.
+
+    - `staleness=0`: a step is the whole batch, as on one device; `staleness=3`: a worker may be three steps ahead of
+      the slowest; `staleness=None`: nobody waits, and every worker's batch is an update by itself;
+    - `backup=1`: a step closes without the slowest of the workers, whose samples are handed out again;
+    - `correction`: a stale gradient's learning rate is divided by 1 + its staleness.
+
+    All but the plain `staleness=0` change the mathematics.
+
+    >>> ParameterServer(servers=2, workers=4)
+    StrategySpec(replicas=4, servers=2)
+    >>> str(ParameterServer(servers=2, workers=4, staleness=None))
+    'replicas=4,servers=2,staleness=none'
+    """
+    _require_count("servers", servers)
+    return StrategySpec(
+        replicas=workers,
+        servers=servers,
+        staleness=staleness,
+        backup=backup,
+        correction=correction,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
 NAMED: dict[str, dict[str, Any]] = {
     "single": {"replicas": 1},
     "mirrored": {"replicas": None},
     "sharded": {"shards": None},
+    "ps": {"replicas": None, "servers": 1},
 }
 """Strategies by the one word that people change."""
 
@@ -364,14 +429,62 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
     name = ALIASES.get(key, key)
     if name in ("replicas", "shards") and text in ("all", "auto"):
         return name, None
-    if name in (*AXES, "accumulate"):
+    if name == "staleness" and text.lower() == "none":
+        return name, None
+    if name in (*AXES, "accumulate", "servers", "staleness", "backup"):
         try:
             return name, int(text)
         except ValueError:
             raise StrategyError(f"{name} must be a whole number", got=repr(text), remedy=f"write {key}=2") from None
-    if name == "deterministic" and text.lower() in ("true", "false"):
+    if name in ("deterministic", "correction") and text.lower() in ("true", "false"):
         return name, text.lower() == "true"
     return name, text
+
+
+def _check_servers(spec: StrategySpec) -> None:
+    """Refuses settings of parameter servers that make no sense, alone or together."""
+    for name in ("servers", "backup", *(() if spec.staleness is None else ("staleness",))):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            none = ", or None for no bound" if name == "staleness" else ""
+            raise StrategyError(
+                f"{name} must be a whole number of at least 0{none}", got=repr(value), remedy=f"pass {name}=0 or more"
+            )
+    if not spec.servers:
+        for name in ("staleness", "backup", "correction"):
+            if getattr(spec, name) != getattr(StrategySpec, name):
+                raise StrategyError(
+                    f"{name} belongs to parameter servers",
+                    got=f"{name}={getattr(spec, name)} without servers",
+                    remedy="use mh.ParameterServer(servers=2, workers=4, ...)",
+                )
+        return
+    others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
+    others += ["sync"] if spec.sync != "allreduce" else []
+    if others:
+        raise StrategyError(
+            "parameter servers take whole networks and exact gradients",
+            got=f"servers={spec.servers} with {others[0]}={getattr(spec, others[0])}",
+            remedy=f"leave {others[0]} away, or use mh.Mirrored()",
+        )
+    if spec.backup and spec.staleness != 0:
+        raise StrategyError(
+            "backup workers belong to synchronous steps",
+            got=f"backup={spec.backup} with staleness={spec.staleness}",
+            remedy="pass staleness=0 or backup=0",
+        )
+    if spec.replicas is not None and spec.backup >= spec.replicas:
+        raise StrategyError(
+            "backup must leave at least one worker that counts",
+            got=f"backup={spec.backup} of {spec.replicas} workers",
+            remedy=f"pass backup={spec.replicas - 1} or less",
+        )
+    if spec.correction and spec.staleness is not None:
+        raise StrategyError(
+            "correction is for staleness=None, where single gradients are stale",
+            got=f"correction with staleness={spec.staleness}",
+            remedy="leave correction away",
+        )
 
 
 def _require_count(name: str, value: object) -> None:

@@ -7,10 +7,11 @@ from .digest import data_digest
 from .feed import Feed
 from .fields import Fields
 from .files import Files, files
-from .order import Order
+from .order import Ids, Order
 from .prefetch import Prefetcher
 from .resident import ResidentBatch
-from .source import Source, check_source
+from .shares import part_of
+from .source import IndexedSource, Source, check_source
 from .sources import as_source
 
 __all__ = [
@@ -24,6 +25,9 @@ __all__ = [
     "bucketed",
     "Cursor",
     "Source",
+    "IndexedSource",
+    "Ids",
+    "part_of",
     "as_source",
     "is_arrays",
     "check_source",

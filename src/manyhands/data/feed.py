@@ -115,6 +115,20 @@ class Feed:
             finally:
                 self._end(batches)
 
+    def plan(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """The samples of every global batch from the cursor to the end of its epoch, without reading them."""
+        position = cursor.position
+        for window in self._windows(cursor):
+            position += len(window.ids)
+            yield window.ids, Cursor(cursor.epoch, position)
+
+    def read(self, ids: Ids, epoch: int) -> Batch:
+        """Just these samples, as a whole batch; only of data that can be read in any order."""
+        assert isinstance(self.source, IndexedSource)
+        share = share_of(len(ids), self.accumulate, 0, 1)
+        data = to_device(self.source.reader(self.seed, epoch)(ids), self.device, dtype=self.dtype)
+        return Batch(data, share.sizes, share.global_sizes, ids, Cursor(epoch))
+
     def close(self) -> None:
         """Ends what is being read; an epoch under way ends with the batch that it gave last."""
         for batches in tuple(self._open):

@@ -51,6 +51,15 @@ def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Sh
     return Share(_rows(runs), sizes, global_sizes)
 
 
+def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:
+    """The samples of one of several parts of a global batch.
+
+    >>> part_of(np.arange(5), 1, 2)
+    array([3, 4])
+    """
+    return ids[share_of(len(ids), accumulate, part, num_parts).rows]
+
+
 def _rows(runs: list[tuple[int, int]]) -> slice | Ids:
     """A slice where the runs touch, since that costs nothing to index with."""
     if all(stop == first for (_, stop), (first, _) in pairwise(runs)):

@@ -1,7 +1,9 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
 from .batch_stats import BatchStats
+from .embedding import Embedding, declaring
 from .mirrored import MirroredReplica
+from .parameter_server import ServedReplica
 from .realise import MAIN, optimizers_of, realise, require_built
 from .recompute import keep_all, recompute
 from .replica import Replica
@@ -14,7 +16,10 @@ __all__ = [
     "MAIN",
     "Replica",
     "MirroredReplica",
+    "ServedReplica",
     "BatchStats",
+    "Embedding",
+    "declaring",
     "keep_where",
     "recompute",
     "keep_all",

@@ -14,6 +14,7 @@ from ..core import StrategyError, StrategySpec, TaskError
 from ..sync import Local, make_policy
 from .local import LocalReplica
 from .mirrored import MirroredReplica, mirror
+from .parameter_server import ServedReplica
 from .recompute import recompute
 from .replica import Replica
 
@@ -34,6 +35,8 @@ def realise(
         model = model.to(float64)
     model = model.to(world.device)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+    if spec.servers:
+        return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     mirror(model, world)

@@ -13,6 +13,7 @@ from .predictor import ModelPredictor
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
 from .stragglers import Stragglers
@@ -25,6 +26,8 @@ __all__ = [
     "Job",
     "Outcome",
     "train",
+    "train_served",
+    "check_served",
     "check_schedule",
     "evaluate",
     "predict",

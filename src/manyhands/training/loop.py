@@ -84,6 +84,8 @@ class Outcome:
     stopped: bool
     seconds: dict[str, float] = field(default_factory=dict)
     num_samples: int = 0
+    servers: dict[str, Any] = field(default_factory=dict)
+    """Under parameter servers: how stale gradients were, how many came late, who was lost."""
 
 
 def train(world: World, job: Job) -> Outcome:
@@ -102,7 +104,7 @@ def train(world: World, job: Job) -> Outcome:
 def _train(world: World, job: Job, kept: Kept) -> Outcome:
     with own_stream(world.device):
         hand = Hand(world, resized(job.spec, world.size))
-        loop = _Loop(hand, job, kept)
+        loop = TrainingLoop(hand, job, kept)
         try:
             with limited(hand.device, job.memory) as loop.guard:
                 return loop.run()
@@ -125,7 +127,9 @@ def check_schedule(task: Task, num_steps: int | None) -> None:
         )
 
 
-class _Loop:
+class TrainingLoop:
+    """The loop of one replica; what is taken as a step may be others' work."""
+
     def __init__(self, hand: Hand, job: Job, kept: Kept) -> None:
         self.hand, self.job, self.task, self.kept = hand, job, job.task, kept
         self.marker = Marker(hand)
@@ -300,7 +304,8 @@ class _Loop:
         batch = feed.peek(NUM_SAMPLES)
         with evaluating(model):
             if task.loss is not None:
-                notice = try_loss(task, model, batch, is_split=hand.size > 1 or hand.spec.accumulate > 1)
+                is_split = hand.size > 1 or hand.spec.accumulate > 1 or hand.spec.servers > 0
+                notice = try_loss(task, model, batch, is_split=is_split)
                 if notice:
                     hand.notice(notice)
             for notice in try_metrics(task, model, batch, hand.replicas):
@@ -531,6 +536,10 @@ class _Reporter:
             self._hand.notice(f"step {step} was left out: its gradient is not finite")
         if self._num_skipped >= MAX_SKIPPED:
             raise LossNotFinite(f"{MAX_SKIPPED} steps in a row had no finite gradient; {self._suspicion(step)}")
+
+    def forget(self) -> None:
+        """Lets losses go that were not told yet: their steps are taken again."""
+        self._unread, self._unsent, self.sums = [], [], {}
 
     def take_means(self) -> dict[str, float]:
         """The mean losses since the last measurement."""

@@ -1,0 +1,132 @@
+"""Embedding: a table of rows. A plain nn.Embedding everywhere but on parameter servers, where no worker holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core import TaskError
+
+OPTIMIZERS = ("sgd", "adagrad", "adam")
+"""What a table's rows can be trained with on the servers: only rows that a step touched change."""
+CHUNK = 1 << 20
+_declaring = False
+
+
+class RowSource(Protocol):
+    """Whoever gives a table's rows."""
+
+    def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
+        """These rows, ready to be differentiated."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding(rows, dim)` whose first values are a function of (seed, row) alone.
+
+    Under `mh.ParameterServer` the rows live on the servers: a worker asks for those that its batch touches and sends
+    their gradients back, and a row that nobody touched takes no memory, so a table may be larger than any machine.
+
+    - `optimizer`: what trains the rows on the servers: "sgd", "adagrad" or "adam"; by default the kind that the task's
+      own optimizer is. The learning rate is that of the task's optimizer. Elsewhere the task's optimizer trains it;
+    - `std`: of the first values, which are normal; `seed`: drawn from torch's generator by default.
+
+    >>> table = Embedding(1000, 4, seed=3)
+    >>> bool((table(torch.tensor([7])) == first_rows(np.array([7]), 4, seed=3)).all())
+    True
+    """
+
+    def __init__(
+        self, rows: int, dim: int, *, optimizer: str | None = None, std: float = 1.0, seed: int | None = None
+    ) -> None:
+        for name, value in {"rows": rows, "dim": dim}.items():
+            if not isinstance(value, int) or value < 1:
+                raise TaskError(f"{name} of a table must be a whole number of at least 1", got=value, remedy="pass it")
+        if optimizer is not None and optimizer not in OPTIMIZERS:
+            raise TaskError(
+                f"rows are trained with one of {', '.join(OPTIMIZERS)}", got=repr(optimizer), remedy="pass one of these"
+            )
+        self.seed = int(torch.randint(0, 1 << 62, (), device="cpu")) if seed is None else seed
+        self.optimizer, self.std = optimizer, std
+        if _declaring:
+            self._declare(rows, dim)
+        else:
+            super().__init__(rows, dim)
+        self.source: RowSource | None = None
+        self.name = ""
+        self.whole: Tensor | None = None
+        """The whole table, where it is on its way from or to the servers."""
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the rows are elsewhere."""
+        return self.weight.shape[0] != self.num_embeddings
+
+    def reset_parameters(self) -> None:
+        """Gives every row its first value."""
+        with torch.no_grad():
+            for start in range(0, self.num_embeddings if self.weight.device.type != "meta" else 0, CHUNK):
+                ids = np.arange(start, min(start + CHUNK, self.num_embeddings))
+                self.weight[start : start + len(ids)] = self.first(ids)
+
+    def first(self, ids: Any) -> Tensor:
+        """The first values of some rows, made anew."""
+        return first_rows(ids, self.embedding_dim, self.seed, self.std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of these ids."""
+        if not self.is_declared:
+            return super().forward(input)
+        assert self.source is not None, "a declared table has no rows of its own"
+        ids, inverse = torch.unique(input, return_inverse=True)
+        return F.embedding(inverse, self.source.rows(self.name, ids, input.device))
+
+    def _declare(self, rows: int, dim: int) -> None:
+        """An nn.Embedding's attributes without its rows."""
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = rows, dim
+        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.weight = nn.Parameter(torch.empty(0, dim))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_declared:
+            shape = (self.num_embeddings, self.embedding_dim)
+            whole = self.whole if self.whole is not None else self.weight.new_zeros(()).expand(shape)
+            destination[f"{prefix}weight"] = whole
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if self.is_declared and f"{prefix}weight" in state_dict:
+            self.whole = state_dict[f"{prefix}weight"]
+            state_dict = {**state_dict, f"{prefix}weight": self.weight}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@contextlib.contextmanager
+def declaring() -> Iterator[None]:
+    """Tables that are made inside have no rows: servers will hold them."""
+    global _declaring
+    before, _declaring = _declaring, True
+    try:
+        yield
+    finally:
+        _declaring = before
+
+
+def first_rows(ids: Any, dim: int, seed: int, std: float = 1.0) -> Tensor:
+    """The first values of some rows: normal numbers from a hash of (seed, row, column)."""
+    with np.errstate(over="ignore"):
+        cells: Any = np.asarray(ids, np.uint64)[:, None] * np.uint64(dim) + np.arange(dim, dtype=np.uint64)
+        z = cells * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & (1 << 64) - 1)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return (torch.from_numpy(2 * uniform - 1).erfinv() * (std * math.sqrt(2))).float()

@@ -1,0 +1,273 @@
+"""A worker's end: pulls values into its network, pushes its gradients, asks for rows of tables."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor, nn
+
+from .layout import Piece, Share, buffers_of, frames_of, tables_of, tensor_of
+from .messages import Attached, Crew, End, Message, Pull, PullRows, Push, Pushed, Rows, Values
+from .post import Caller, Frame, LinkLost
+from .shared import SharedSlots
+from .table import joined
+
+
+class Moved(Exception):
+    """The servers are elsewhere now, or hold older values: what is under way is given up and asked for again."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+
+
+class Over(Exception):
+    """The chief says that the work is done."""
+
+
+class _Link:
+    """The connection to one server: room for a gradient and for values, shared with it where both are on one host."""
+
+    def __init__(self, share: Share, caller: Caller) -> None:
+        self.share, self.caller = share, caller
+        self._slots: SharedSlots | None = SharedSlots(share)
+        caller.send(self._slots.offer())
+        answer, _ = caller.expect(60.0)
+        self.is_shared = isinstance(answer, Attached) and answer.is_shared
+        if self.is_shared:
+            self.pushed, self.pulled = self._slots.pushed, self._slots.pulled
+        else:
+            self._slots.close()
+            self._slots = None
+            self.pushed, self.pulled = buffers_of(share), buffers_of(share)
+        self.version = 0
+        self.is_pulling = False
+
+    def close(self) -> None:
+        self.caller.close()
+        if self._slots is not None:
+            self._slots.close()
+
+
+class Client:
+    """One worker among the servers; also the chief's, when it measures the network."""
+
+    def __init__(
+        self, model: nn.Module, shares: Sequence[Share], number: int, chief: Caller | None, token: bytes, timeout: float
+    ) -> None:
+        self._shares, self._number, self._chief = shares, number, chief
+        self._token, self._timeout = token, timeout
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._links: list[_Link] = []
+        self._held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for tensor in self._held.values():
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._number_of = {name: index for index, name in enumerate(trained)}
+        self.tables = list(tables_of(model).values())
+        for name, table in tables_of(model).items():
+            table.source, table.name = self, name
+        self._table_number = {table.name: index for index, table in enumerate(self.tables)}
+        self._touched: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.tables]
+        self._before: dict[str, Tensor] = {}
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called now and then by a client without a chief, while it waits."""
+        self.crew = Crew(-1, [])
+        self.version = 0
+        """The oldest of the values that are in the network now."""
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def connect(self, crew: Crew) -> None:
+        """Speaks with these servers from now on."""
+        self.disconnect()
+        self.crew = crew
+        for share, address in zip(self._shares, crew.servers, strict=True):
+            self._links.append(_Link(share, Caller(self._context, self._token, address, self._timeout)))
+        self._touched = [[] for _ in self.tables]
+
+    def disconnect(self) -> None:
+        """Lets the servers go."""
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.disconnect()
+        for table in self.tables:
+            table.source = None
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.term()
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def begin_pull(self, version: int) -> None:
+        """Asks every server for values of at least this version, without waiting for them."""
+        for link in self._links:
+            link.caller.send(Pull(self.crew.term, version, link.is_shared))
+            link.is_pulling = True
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether values are on their way."""
+        return any(link.is_pulling for link in self._links)
+
+    def receive_values(self) -> int:
+        """Waits for the values that were asked for, without using them; returns the oldest one's version."""
+        for link in self._links:
+            if link.is_pulling:
+                self._await(link, Values)
+        return min(link.version for link in self._links)
+
+    @torch.no_grad()
+    def put_values(self) -> None:
+        """Puts the values that came into the network."""
+        for link in self._links:
+            into = [self._stretch(piece) for slab in link.share for piece in slab.pieces]
+            values = [
+                tensor[piece.place]
+                for slab, tensor in zip(link.share, link.pulled, strict=True)
+                for piece in slab.pieces
+            ]
+            torch._foreach_copy_(into, values)
+            for piece, value in zip((p for slab in link.share for p in slab.pieces), values, strict=True):
+                if not piece.is_trained:
+                    self._before[f"{piece.name} {piece.start}"] = value.clone()
+        self.version = min(link.version for link in self._links)
+
+    def pull(self, version: int) -> None:
+        """Values of at least this version, in the network."""
+        self.begin_pull(version)
+        self.receive_values()
+        self.put_values()
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def push(self, ticket: int, scale: float = 1.0, rates: list[float] | None = None) -> tuple[int, bool]:
+        """Sends the network's gradients to all servers; returns the staleness, and whether any server wanted them."""
+        rows = self._rows_by_server()
+        for index, link in enumerate(self._links):
+            unused = self._fill(link)
+            frames: list[Frame] = [] if link.is_shared else frames_of(link.pushed)
+            for ids, gradients in (part[index] for part in rows):
+                frames += frames_of([ids, gradients])
+            push = Push(self.crew.term, self._number, ticket, link.version, link.is_shared, unused, scale, rates or [])
+            link.caller.send(push, frames)
+        answers = [self._await(link, Pushed)[0] for link in self._links]
+        return max(answer.staleness for answer in answers), any(answer.is_new for answer in answers)
+
+    @torch.no_grad()
+    def _fill(self, link: _Link) -> list[int]:
+        """Lays gradients, and what was added to buffers, where they travel; returns numbers of unused parameters."""
+        unused = []
+        into, gradients = [], []
+        for slab, room in zip(link.share, link.pushed, strict=True):
+            for piece in slab.pieces:
+                target, tensor = room[piece.place], self._held[piece.name]
+                if not piece.is_trained:
+                    before = self._before[f"{piece.name} {piece.start}"].to(tensor.device)
+                    target.copy_(self._stretch(piece) - before)
+                elif tensor.grad is None:
+                    unused.append(self._number_of[piece.name])
+                    target.zero_()
+                else:
+                    into.append(target)
+                    gradients.append(tensor.grad.reshape(-1)[piece.start : piece.stop])
+        if into:
+            torch._foreach_copy_(into, gradients)
+        return unused
+
+    def _stretch(self, piece: Piece) -> Tensor:
+        return self._held[piece.name].detach().view(-1)[piece.start : piece.stop]
+
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
+        """Rows of a table, each from the server that has it; their gradients are kept for the next push."""
+        number = self._table_number[name]
+        table = self.tables[number]
+        where = ids.cpu()
+        owner = where % len(self._links)
+        places = [(owner == index).nonzero().flatten() for index in range(len(self._links))]
+        for link, mine in zip(self._links, places, strict=True):
+            if len(mine):
+                link.caller.send(PullRows(self.crew.term, number, self.version), frames_of([where[mine]]))
+        values = torch.empty(len(where), table.embedding_dim, dtype=table.weight.dtype)
+        for link, mine in zip(self._links, places, strict=True):
+            if len(mine):
+                _, frames = self._await(link, Rows)
+                values[mine] = tensor_of(frames[0], values.dtype).view(len(mine), -1)
+        rows = values.to(device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self._touched[number].append((where, rows))
+        return rows
+
+    def _rows_by_server(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """By table and server: the ids of touched rows, each once, and their gradients."""
+        touched, self._touched = self._touched, [[] for _ in self.tables]
+        spread = []
+        for table, parts in zip(self.tables, touched, strict=True):
+            used = [(ids, rows.grad.cpu()) for ids, rows in parts if rows.grad is not None]
+            if used:
+                ids, gradients = joined([ids for ids, _ in used], [gradient for _, gradient in used])
+            else:
+                ids, gradients = torch.zeros(0, dtype=torch.int64), torch.zeros(0, table.embedding_dim)
+            owner = ids % len(self._links)
+            spread.append([(ids[owner == i], gradients[owner == i]) for i in range(len(self._links))])
+        return spread
+
+    @property
+    def row_gradients(self) -> list[Tensor]:
+        """Gradients of the rows that the last backward touched."""
+        return [rows.grad for parts in self._touched for _, rows in parts if rows.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Gives up the gradients of rows."""
+        self._touched = [[] for _ in self.tables]
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
+        """A server's next answer of this kind; news of the chief's comes first."""
+        sockets = [link.caller.socket, *([self._chief.socket] if self._chief is not None else [])]
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            ready = dict(poller.poll(100 if self._chief is None else None))
+            if not ready:
+                self.on_wait()
+                if time.monotonic() > deadline:
+                    raise LinkLost(f"the server at {link.caller.address} does not answer")
+            if self._chief is not None and self._chief.socket in ready:
+                _hear(self._chief)
+            got = link.caller.receive()
+            if got is None:
+                continue
+            message, frames = got
+            if isinstance(message, Values):
+                link.version, link.is_pulling = message.version, False
+                if not link.is_shared:
+                    link.pulled = [tensor_of(f, s.dtype) for f, s in zip(frames, link.share, strict=True)]
+            if isinstance(message, kind):
+                return message, frames
+
+
+def _hear(chief: Caller) -> None:
+    """Takes news of the chief's; anything else that it says would be an answer, and nothing was asked."""
+    got = chief.receive()
+    if got is None:
+        return
+    if isinstance(got[0], Crew):
+        raise Moved(got[0])
+    if isinstance(got[0], End):
+        raise Over
+    raise AssertionError(f"the chief said {type(got[0]).__name__} unasked")

@@ -1,0 +1,163 @@
+"""Layout: which server holds what. Tensors lie one after another and are cut evenly, so that no server is hot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core import StrategyError
+from ..embedding import Embedding
+
+SMALL = 65536
+"""Bytes below which cutting a network once more is not worth a server."""
+COUNTED = (torch.int32, torch.int64)
+"""Buffers that count: like floating-point ones they are added to."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one tensor, and where it lies in its slab."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    is_trained: bool
+
+    @property
+    def length(self) -> int:
+        """Its number of elements."""
+        return self.stop - self.start
+
+    @property
+    def place(self) -> slice:
+        """Where it lies in the slab."""
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What a server holds of one dtype, as one vector."""
+
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements in all."""
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in all."""
+        return self.length * self.dtype.itemsize
+
+
+Share = tuple[Slab, ...]
+"""What one server holds, besides its rows of tables."""
+
+
+def tables_of(model: nn.Module) -> dict[str, Embedding]:
+    """The network's tables, whose rows live on the servers, by name."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Embedding)}
+
+
+def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the servers hold whole or in pieces: trained parameters, and buffers that are added to."""
+    tables = {f"{name}.weight" if name else "weight" for name in tables_of(model)}
+    trained: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables
+    }
+    saved = model.state_dict(keep_vars=True)
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and (buffer.is_floating_point() or buffer.dtype in COUNTED)
+    }
+    return trained, buffers
+
+
+def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
+    """What every server holds; `whole` where the optimizer needs whole tensors."""
+    trained, buffers = held_tensors(model)
+    _require_work(trained, bool(tables_of(model)), num_servers)
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise StrategyError(
+                "parameter servers hold floating-point parameters",
+                got=f"{name} of {parameter.dtype}",
+                remedy="keep complex or integer parameters out of the network, or use mh.Mirrored()",
+            )
+    parts = {name: (tensor, True) for name, tensor in trained.items()}
+    parts.update({name: (tensor, False) for name, tensor in buffers.items()})
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor, _ in parts.values()))
+    shares: list[list[Slab]] = [[] for _ in range(num_servers)]
+    for dtype in dtypes:
+        mine = {name: pair for name, pair in parts.items() if pair[0].dtype == dtype}
+        spread = _whole(mine, num_servers) if whole else _even(mine, num_servers)
+        for share, pieces in zip(shares, spread, strict=True):
+            share.append(Slab(dtype, tuple(pieces)))
+    return [tuple(share) for share in shares]
+
+
+def _even(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[Piece]]:
+    """The tensors as one vector, cut into equal stretches."""
+    total = sum(tensor.numel() for tensor, _ in parts.values())
+    borders = [total * server // num_servers for server in range(num_servers + 1)]
+    spread: list[list[Piece]] = [[] for _ in range(num_servers)]
+    at = 0
+    for name, (tensor, is_trained) in parts.items():
+        for server, pieces in enumerate(spread):
+            start, stop = max(at, borders[server]), min(at + tensor.numel(), borders[server + 1])
+            if start < stop:
+                pieces.append(Piece(name, start - at, stop - at, start - borders[server], is_trained))
+        at += tensor.numel()
+    return spread
+
+
+def _whole(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[Piece]]:
+    """Every tensor to the server that holds least so far, the largest first."""
+    spread: list[list[Piece]] = [[] for _ in range(num_servers)]
+    loads = [0] * num_servers
+    for name, (tensor, is_trained) in sorted(parts.items(), key=lambda item: -item[1][0].numel()):
+        server = min(range(num_servers), key=loads.__getitem__)
+        spread[server].append(Piece(name, 0, tensor.numel(), loads[server], is_trained))
+        loads[server] += tensor.numel()
+    return spread
+
+
+def _require_work(trained: Mapping[str, Tensor], has_tables: bool, num_servers: int) -> None:
+    if has_tables:
+        return
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in trained.values())
+    most = max(len(trained), num_bytes // SMALL)
+    if num_servers > most:
+        raise StrategyError(
+            f"a network of {len(trained)} tensors and {num_bytes} bytes is worth at most {most} servers",
+            got=num_servers,
+            remedy=f"pass servers={max(1, most)} or less",
+        )
+
+
+def buffers_of(share: Share) -> list[Tensor]:
+    """Room for one value, or one gradient, of everything that a server holds."""
+    return [torch.zeros(slab.length, dtype=slab.dtype) for slab in share]
+
+
+def frames_of(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Tensors as raw frames, without a copy."""
+    raw: list[Any] = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
+    return [memoryview(array) for array in raw]
+
+
+def tensor_of(frame: memoryview, dtype: torch.dtype) -> Tensor:
+    """A raw frame as a tensor that may only be read."""
+    if not len(frame):
+        return torch.zeros(0, dtype=dtype)
+    if memoryview(frame).readonly:
+        frame = memoryview(bytearray(frame))
+    return torch.frombuffer(frame, dtype=dtype)

@@ -1,0 +1,32 @@
+"""The ledger: which pushes a server has applied, so that none is applied twice."""
+
+from __future__ import annotations
+
+
+class Ledger:
+    """A set of whole numbers from 0 that are mostly consecutive.
+
+    >>> ledger = Ledger()
+    >>> for number in (0, 2, 1, 5):
+    ...     ledger.add(number)
+    >>> [number for number in range(7) if number in ledger], len(ledger)
+    ([0, 1, 2, 5], 4)
+    """
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._others: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """Enters a push; entering one twice is a mistake of ours."""
+        assert number not in self, f"push {number} was applied before"
+        self._others.add(number)
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._below or number in self._others
+
+    def __len__(self) -> int:
+        return self._below + len(self._others)

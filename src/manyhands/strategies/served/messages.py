@@ -1,0 +1,256 @@
+"""What chief, servers and workers say to each other: small typed messages; tensors travel behind them as raw frames."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_HEADER = 1 << 20
+"""Bytes of a message without its tensors."""
+MAX_FRAME = 1 << 31
+"""Bytes of one tensor; more closes the connection before anything is allocated."""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of all messages: decoding checks every field."""
+
+
+class Hello(Message, tag=True):
+    """A member that wants to speak: a number drawn for this connection."""
+
+    nonce: bytes
+
+
+class Challenge(Message, tag=True):
+    """The listener's own number, and proof that it knows the token."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Message, tag=True):
+    """The member's proof that it knows the token."""
+
+    proof: bytes
+
+
+class Welcome(Message, tag=True):
+    """The connection may be used."""
+
+
+class Stranger(Message, tag=True):
+    """The connection has not proved that it knows the token."""
+
+
+class Join(Message, tag=True):
+    """A server or a worker reports to the chief; a server says where it listens."""
+
+    role: str
+    number: int
+    address: str = ""
+
+
+class Crew(Message, tag=True):
+    """Where the servers are. With another term everything that was not in the last checkpoint is forgotten."""
+
+    term: int
+    servers: list[str]
+
+
+class Ask(Message, tag=True):
+    """A worker wants a part of the work."""
+
+    term: int
+
+
+class Part(Message, tag=True):
+    """A part of the work; the samples' ids follow as a frame."""
+
+    term: int
+    ticket: int
+    epoch: int
+    step: int
+    version: int
+    """The oldest values that it may be computed with."""
+    rates: list[float]
+    """Learning rates by parameter group, where the worker's push is an update by itself."""
+
+
+class Delivered(Message, tag=True):
+    """All servers have a part's gradient; `late` where they had it already, or no longer wanted it."""
+
+    term: int
+    ticket: int
+    total: float
+    count: float
+    weight: float
+    """What the part's gradient is multiplied with before it is divided by the counts of all parts."""
+    staleness: int
+    """How many updates the values did not know of that it was computed with."""
+    skipped: bool = False
+
+
+class End(Message, tag=True):
+    """The work is done."""
+
+
+class Attach(Message, tag=True):
+    """Shared memory of a worker, where it is on the same machine: a process, a descriptor, and what stands in it."""
+
+    pid: int
+    fd: int
+    size: int
+    cookie: bytes
+
+
+class Attached(Message, tag=True):
+    """Whether the server could open it."""
+
+    is_shared: bool
+
+
+class Push(Message, tag=True):
+    """A part's gradient; frames or shared memory hold the dense ones, then come ids and rows of every table."""
+
+    term: int
+    worker: int
+    ticket: int
+    version: int
+    """That the values had which it was computed with."""
+    is_shared: bool
+    unused: list[int]
+    """Numbers of parameters without a gradient."""
+    scale: float = 1.0
+    rates: list[float] = []
+    """Learning rates, where the push is an update by itself; empty where the chief closes the step."""
+
+
+class Pushed(Message, tag=True):
+    """The gradient is kept, or applied at once; `staleness` is the number of updates that it did not know of."""
+
+    ticket: int
+    staleness: int
+    is_new: bool
+
+
+class Pull(Message, tag=True):
+    """Asks for values that are at least of this version."""
+
+    term: int
+    version: int
+    is_shared: bool
+
+
+class Values(Message, tag=True):
+    """The values of a server's slabs."""
+
+    version: int
+
+
+class PullRows(Message, tag=True):
+    """Asks for rows of a table; their ids follow."""
+
+    term: int
+    table: int
+    version: int
+
+
+class Rows(Message, tag=True):
+    """The rows that were asked for follow."""
+
+    version: int
+
+
+class Weighed(Message):
+    """A ticket of a step: what its gradient is multiplied with, and its share of the step's samples."""
+
+    ticket: int
+    scale: float
+    share: float
+
+
+class Close(Message, tag=True):
+    """Ends a step: these tickets together are its gradient."""
+
+    term: int
+    step: int
+    tickets: list[Weighed]
+    rates: list[float]
+    is_measured: bool
+    """Whether the squared norm is wanted before the update is taken."""
+
+
+class Summed(Message, tag=True):
+    """The squared norm of a server's part of a step's gradient."""
+
+    term: int
+    step: int
+    square: float
+
+
+class Apply(Message, tag=True):
+    """Takes the update of a step whose norm was asked for, shortened by a factor; 0 leaves it out."""
+
+    term: int
+    step: int
+    scale: float
+
+
+class Save(Message, tag=True):
+    """Asks for everything that a server holds."""
+
+    version: int
+
+
+class Shaped(Message, tag=True):
+    """A slot of an optimizer that is no single number: a frame holds it."""
+
+    shape: list[int]
+    dtype: str
+
+
+Slots = dict[str, float | Shaped]
+
+
+class State(Message, tag=True):
+    """What a server holds: its values, and the optimizer's slots by piece; tables follow as ids, rows and slots."""
+
+    version: int
+    slots: list[Slots]
+    """By piece, by name."""
+    tables: list[list[str]]
+    """By table: the number of its updates, and the names of its slots."""
+    num_bytes: int
+    applied: int
+    """Updates since the last load."""
+
+
+class Load(Message, tag=True):
+    """Makes a server hold this from now on; its frames are those of `State`."""
+
+    term: int
+    version: int
+    slots: list[Slots]
+    tables: list[list[str]]
+
+
+class Loaded(Message, tag=True):
+    """A server holds what it was given."""
+
+    term: int
+
+
+AnyMessage = (
+    Hello | Challenge | Proof | Welcome | Stranger | Join | Crew | Ask | Part | Delivered | End | Attach | Attached
+    | Push | Pushed | Pull | Values | PullRows | Rows | Close | Summed | Apply | Save | State | Load | Loaded
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """The message of these bytes; `msgspec.DecodeError` where they are none."""
+    if len(data) > MAX_HEADER:
+        raise msgspec.DecodeError(f"a message has at most {MAX_HEADER} bytes, but got {len(data)}")
+    message: AnyMessage = _decoder.decode(data)
+    return message

@@ -1,0 +1,78 @@
+"""Shared memory between a worker and the servers of its machine: one piece without a name for each pair of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Share
+from .messages import Attach
+
+COOKIE = 64
+"""Bytes at the beginning that tell whether both ends see the same memory."""
+
+
+class SharedSlots:
+    """Room for one gradient on its way to a server, and for the server's values on their way back."""
+
+    def __init__(self, share: Share, *, attach: Attach | None = None) -> None:
+        sizes = [_aligned(slab.num_bytes) for slab in share]
+        self.size = COOKIE + 2 * sum(sizes)
+        if attach is None:
+            self._fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC)
+            os.truncate(self._fd, self.size)
+            self.cookie = secrets.token_bytes(COOKIE)
+        else:
+            self._fd = os.open(f"/proc/{attach.pid}/fd/{attach.fd}", os.O_RDWR | os.O_CLOEXEC)
+            self.cookie = attach.cookie
+        self._memory = mmap.mmap(self._fd, self.size)
+        if attach is None:
+            self._memory[:COOKIE] = self.cookie
+        views, at = [], COOKIE
+        for _ in range(2):
+            for slab, size in zip(share, sizes, strict=True):
+                views.append(_view(self._memory, at, slab.length, slab.dtype))
+                at += size
+        self.pushed: list[Tensor] = views[: len(share)]
+        self.pulled: list[Tensor] = views[len(share) :]
+
+    @classmethod
+    def attached(cls, share: Share, attach: Attach) -> SharedSlots | None:
+        """The same memory at the server's end; None where it cannot be seen from here."""
+        try:
+            fits = os.stat(f"/proc/{attach.pid}/fd/{attach.fd}").st_size == attach.size
+            slots = cls(share, attach=attach) if fits and attach.size == expected_size(share) else None
+        except (OSError, ValueError):
+            return None
+        if slots is not None and slots._memory[:COOKIE] != attach.cookie:
+            slots.close()
+            return None
+        return slots
+
+    def offer(self) -> Attach:
+        """What a server needs to find it."""
+        return Attach(os.getpid(), self._fd, self.size, self.cookie)
+
+    def close(self) -> None:
+        """Lets go of it; it is gone when both ends have."""
+        os.close(self._fd)
+
+
+def expected_size(share: Share) -> int:
+    """Bytes for one gradient and one value of everything that a server holds."""
+    return COOKIE + 2 * sum(_aligned(slab.num_bytes) for slab in share)
+
+
+def _view(memory: Any, at: int, length: int, dtype: torch.dtype) -> Tensor:
+    if not length:
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=length, offset=at)
+
+
+def _aligned(num_bytes: int) -> int:
+    return (num_bytes + 63) // 64 * 64

@@ -1,0 +1,148 @@
+"""Tables: rows of embeddings on a server, made when they are first asked for, trained one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core import TaskError
+from ..embedding import Embedding, first_rows
+
+SLOTS: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+"""What every row remembers, by the kind of its optimizer; torch's own names."""
+KINDS = {"SGD": "sgd", "Adagrad": "adagrad", "Adam": "adam", "AdamW": "adam"}
+FIRST = 1024
+
+
+def kind_of(table: Embedding, optimizer: Any) -> str:
+    """What trains a table's rows: what was asked for, or the kind that the task's optimizer is."""
+    kind = table.optimizer or kind_of_optimizer(optimizer)
+    if kind is None:
+        raise TaskError(
+            "rows of a table need an optimizer that trains single rows",
+            got=f"{type(optimizer).__name__} for all",
+            remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
+        )
+    return kind
+
+
+def kind_of_optimizer(optimizer: Any) -> str | None:
+    """The kind that an optimizer is of, among those that train single rows."""
+    return KINDS.get(type(optimizer).__name__)
+
+
+def slot_names(kind: str) -> tuple[str, ...]:
+    """What every row remembers under an optimizer of this kind."""
+    return SLOTS[kind]
+
+
+class Table:
+    """One server's rows of one table: those whose id leaves the server's number when divided by how many there are."""
+
+    def __init__(self, table: Embedding, kind: str, group: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self.dim, self.seed, self.std, self.dtype = table.embedding_dim, table.seed, table.std, dtype
+        self.kind, self.group = kind, dict(group)
+        self.num_updates = 0
+        self._index: dict[int, int] = {}
+        self._values = torch.zeros(0, self.dim, dtype=dtype)
+        self._slots = {name: torch.zeros(0, self.dim, dtype=dtype) for name in SLOTS[kind]}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows and what they remember."""
+        return (1 + len(self._slots)) * len(self._index) * self.dim * self.dtype.itemsize
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Some rows; those that nobody asked for before are made."""
+        places = self._places(ids)
+        return self._values[places]
+
+    def update(self, ids: Tensor, gradients: Tensor, rate: float) -> None:
+        """Takes one step of the rows with these ids, each of which stands there once."""
+        places = self._places(ids)
+        self.num_updates += 1
+        values = self._values[places]
+        if self.kind == "sgd":
+            values -= rate * gradients
+        elif self.kind == "adagrad":
+            decay = self._setting("lr_decay", 0.0)
+            sums = self._slots["sum"][places] + gradients.square()
+            self._slots["sum"][places] = sums
+            slower = rate / (1 + (self.num_updates - 1) * decay)
+            values -= slower * gradients / (sums.sqrt() + self._setting("eps", 1e-10))
+        else:
+            values -= self._adam(places, gradients, rate)
+        self._values[places] = values
+
+    @property
+    def slot_names(self) -> list[str]:
+        """The names of what every row remembers."""
+        return list(self._slots)
+
+    def state(self) -> tuple[Tensor, list[Tensor]]:
+        """The ids of all rows there are, their values, and what they remember."""
+        count = len(self._index)
+        ids = torch.from_numpy(np.fromiter(self._index, np.int64, count))
+        return ids, [self._values[:count], *(slot[:count] for slot in self._slots.values())]
+
+    def load(self, ids: Tensor, tensors: list[Tensor], num_updates: int) -> None:
+        """The inverse of `state`."""
+        self._index = {row: place for place, row in enumerate(ids.tolist())}
+        self.num_updates = num_updates
+        shape = (len(ids), self.dim)
+        self._values = tensors[0].reshape(shape).to(self.dtype).clone()
+        for name, tensor in zip(self._slots, tensors[1:], strict=True):
+            self._slots[name] = tensor.reshape(shape).to(self.dtype).clone()
+
+    def _adam(self, places: Tensor, gradients: Tensor, rate: float) -> Tensor:
+        first, second = self._setting("betas", (0.9, 0.999))
+        mean = self._slots["exp_avg"][places].lerp(gradients, 1 - first)
+        square = self._slots["exp_avg_sq"][places] * second + gradients.square() * (1 - second)
+        self._slots["exp_avg"][places], self._slots["exp_avg_sq"][places] = mean, square
+        scale = (1 - second**self.num_updates) ** 0.5
+        root = square.sqrt() / scale + self._setting("eps", 1e-8)
+        step: Tensor = rate / (1 - first**self.num_updates) * mean / root
+        return step
+
+    def _setting(self, name: str, default: Any) -> Any:
+        return self.group.get(name, default)
+
+    def _places(self, ids: Tensor) -> Tensor:
+        """Where rows lie; new ones are added behind the others."""
+        wanted = ids.tolist()
+        index = self._index
+        new = [row for row in wanted if row not in index]
+        if new:
+            self._make(new)
+        return torch.tensor([index[row] for row in wanted], dtype=torch.int64)
+
+    def _make(self, new: list[int]) -> None:
+        new = list(dict.fromkeys(new))
+        start = len(self._index)
+        stop = start + len(new)
+        if stop > len(self._values):
+            room = max(FIRST, stop, 2 * len(self._values))
+            self._values = _grown(self._values, room)
+            self._slots = {name: _grown(slot, room) for name, slot in self._slots.items()}
+        first = first_rows(np.array(new), self.dim, self.seed, self.std).to(self.dtype)
+        self._values[start:stop] = first
+        if self.kind == "adagrad":
+            self._slots["sum"][start:stop] = self._setting("initial_accumulator_value", 0.0)
+        self._index.update((row, start + place) for place, row in enumerate(new))
+
+
+def _grown(tensor: Tensor, rows: int) -> Tensor:
+    bigger = tensor.new_zeros(rows, tensor.shape[1])
+    bigger[: len(tensor)] = tensor
+    return bigger
+
+
+def joined(ids: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of several gradients with every id once; those of the same id are added."""
+    unique, inverse = torch.unique(torch.cat(ids), return_inverse=True)
+    together = torch.cat(gradients)
+    return unique, together.new_zeros(len(unique), together.shape[1]).index_add_(0, inverse, together)

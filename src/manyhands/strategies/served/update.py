@@ -1,0 +1,155 @@
+"""Updates on the servers: the task's own optimizer, moved from whole tensors onto the pieces that a server holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...core import TaskError
+from .layout import Piece, Share, tensor_of
+from .messages import Shaped, Slots
+
+DTYPES = {
+    name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
+}
+NUM_STEPS = 3
+"""Steps that show whether an optimizer looks at one element at a time; the first of them may be a plain one."""
+
+
+def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) -> Optimizer:
+    """A copy of an optimizer that holds these parts instead of its parameters; the first slots are cut likewise."""
+    copy = _twin(optimizer)
+    copy.param_groups = [
+        {**group, "params": [part for parameter in group["params"] for part in parts.get(parameter, ())]}
+        for group in optimizer.param_groups
+    ]
+    return copy
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same kind and settings, without a memory."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Share, values: Sequence[Tensor]) -> Any:
+    """The optimizer on the pieces of a server, and its parameters by piece."""
+    parameters: dict[Piece, nn.Parameter] = {}
+    parts: dict[Tensor, list[nn.Parameter]] = {}
+    for slab, flat in zip(share, values, strict=True):
+        for piece in slab.pieces:
+            if not piece.is_trained:
+                continue
+            whole = names[piece.name]
+            view = flat[piece.place]
+            # A tensor that is held whole keeps its shape: an optimizer may look at rows and columns.
+            parameters[piece] = nn.Parameter(view.view(whole.shape) if piece.length == whole.numel() else view)
+            parts.setdefault(whole, []).append(parameters[piece])
+    copy = moved(optimizer, parts)
+    for piece, parameter in parameters.items():
+        slots = optimizer.state.get(names[piece.name], {})
+        if slots:
+            copy.state[parameter] = {key: cut_slot(value, piece, names[piece.name]) for key, value in slots.items()}
+    return copy, parameters
+
+
+def cut_slot(slot: Any, piece: Piece, whole: Tensor) -> Any:
+    """What a piece has of an optimizer's slot: its stretch where the slot is like the tensor, else all of it."""
+    if not isinstance(slot, Tensor):
+        return slot
+    if slot.shape != whole.shape or piece.length == whole.numel():
+        return slot.clone()
+    return slot.reshape(-1)[piece.start : piece.stop].clone()
+
+
+def pack_slots(slots: Mapping[str, Any]) -> tuple[Slots, list[Tensor]]:
+    """An optimizer's slots of one piece as plain data, and the tensors among them."""
+    plain: Slots = {}
+    tensors = []
+    for name, value in slots.items():
+        if isinstance(value, Tensor) and value.dim():
+            plain[name] = Shaped(list(value.shape), str(value.dtype).removeprefix("torch."))
+            tensors.append(value)
+        elif value is not None:
+            plain[name] = float(value)
+    return plain, tensors
+
+
+def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
+    """The inverse of `pack_slots`, with the tensors as frames; a single number is a tensor, as torch has it."""
+    slots: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, Shaped):
+            slots[name] = tensor_of(next(frames), DTYPES[value.dtype]).clone().view(value.shape)
+        else:
+            slots[name] = torch.tensor(value, dtype=torch.get_default_dtype())
+    return slots
+
+
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it must see whole tensors; seen by trying it. One that needs several at once is refused."""
+    groups = optimizer.param_groups
+    if all(_agree(optimizer, group, _halves) for group in groups):
+        return False
+    if all(_agree(optimizer, group, _alone) for group in groups):
+        return True
+    raise TaskError(
+        "on parameter servers an optimizer updates every tensor by itself",
+        got=f"{type(optimizer).__name__}, whose update of one tensor depends on others",
+        remedy="use for instance torch.optim.AdamW, or mh.Mirrored()",
+    )
+
+
+def _halves(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten()[:7], tensor.flatten()[7:]]
+
+
+def _alone(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
+
+
+def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor], list[Tensor]]) -> bool:
+    """Whether a few steps on parts end where the same steps on two whole matrices do."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(NUM_STEPS + 1)]
+    start, *gradients = [list(pair) for pair in draws]
+    try:
+        whole = _walk(optimizer, group, start, gradients)
+        parts = [_walk(optimizer, group, split(start[i]), [split(g[i]) for g in gradients]) for i in range(2)]
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    joined = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
+    return all(torch.allclose(a.flatten(), b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, joined, strict=True))
+
+
+def _walk(optimizer: Optimizer, group: dict[str, Any], start: list[Tensor], gradients: list[list[Tensor]]) -> Any:
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    twin = _twin(optimizer)
+    # A schedule may begin with no learning rate, and then nothing could be seen.
+    rate = {} if float(group.get("lr", 1.0)) else {"lr": 0.1}
+    twin.param_groups = [{**group, **rate, "params": parameters}]
+    # An optimizer that makes its slots at once, as Adagrad does, has them for its own tensors only.
+    sample = next((slots for parameter, slots in optimizer.state.items() if slots and parameter.numel()), None)
+    if sample is not None:
+        for parameter in parameters:
+            twin.state[parameter] = {key: _slot_like(value, parameter) for key, value in sample.items()}
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        twin.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _slot_like(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.clone().double() if value.dim() == 0 else value.clone()
+    return torch.full_like(parameter, float(value.flatten()[0]))

@@ -1,0 +1,213 @@
+"""The agenda of an epoch: which samples are whose, and when a step is complete. Pure bookkeeping, no sockets.
+
+Every sample of the epoch is on exactly one ticket; a ticket that comes back is handed out again, and an epoch is over
+when each of them is in a step that was closed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..data import Ids, part_of
+
+
+@dataclass(order=True)
+class Ticket:
+    """Some samples of one step, to be computed by one worker."""
+
+    number: int
+    step: int = field(compare=False)
+    """The step that it is for; where steps take what comes first, the one that was open when it was handed out."""
+    ids: Ids = field(compare=False, repr=False)
+    total: float = field(default=0.0, compare=False)
+    """Sum of the losses."""
+    count: float = field(default=0.0, compare=False)
+    """What the sum is divided by for the mean."""
+    weight: float = field(default=0.0, compare=False)
+    """What the gradient is multiplied with before it is divided by the counts of all parts."""
+    staleness: int = field(default=0, compare=False)
+    """How old the values were that it was computed with."""
+
+
+class Agenda(ABC):
+    """Hands tickets out and takes them back. Subclasses say when a step is complete."""
+
+    def __init__(self, windows: Iterator[Ids], step: int, number: int, parts: int, accumulate: int = 1) -> None:
+        self._windows, self._parts, self._accumulate = windows, parts, accumulate
+        self.step = step
+        """The step that is open."""
+        self.number = number
+        """The next ticket's."""
+        self._next_step = step
+        self._waiting: list[Ticket] = []
+        self.out: dict[int, Ticket] = {}
+        """Tickets that workers have."""
+        self._in: dict[int, list[Ticket]] = {}
+        """By step: tickets that came back with a gradient."""
+        self.late = 0
+        """Gradients that came after their step was closed."""
+        self._sizes: dict[int, int] = {}
+        """By step: how many tickets its batch was cut into."""
+
+    def take(self, limit: int) -> Ticket | None:
+        """The next ticket of a step before `limit`; None where there is none now."""
+        if not self._waiting or not self.may_take(self._waiting[0]):
+            self._cut(limit)
+        if not self._waiting or not self.may_take(self._waiting[0]):
+            return None
+        ticket = heapq.heappop(self._waiting)
+        self.out[ticket.number] = ticket
+        return self.taken(ticket)
+
+    def taken(self, ticket: Ticket) -> Ticket:
+        """What happens to a ticket that is handed out."""
+        return ticket
+
+    @abstractmethod
+    def may_take(self, ticket: Ticket) -> bool:
+        """Whether a ticket may be worked on now."""
+
+    @abstractmethod
+    def may_cut(self, step: int) -> bool:
+        """Whether the samples of a step may be made into tickets now."""
+
+    def give_back(self, number: int) -> None:
+        """Takes a ticket back without a gradient."""
+        ticket = self.out.pop(number, None)
+        if ticket is not None:
+            heapq.heappush(self._waiting, ticket)
+
+    def deliver(self, number: int) -> Ticket | None:
+        """Takes a ticket back whose gradient the servers have; None where nobody has it, or it comes too late."""
+        ticket = self.out.pop(number, None)
+        if ticket is None:
+            return None
+        if ticket.step < self.step:
+            self._put_back(ticket)
+            return None
+        self._in.setdefault(ticket.step, []).append(ticket)
+        return ticket
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """A gradient that came too late: its samples are handed out again."""
+        self.late += 1
+        heapq.heappush(self._waiting, ticket)
+
+    @abstractmethod
+    def complete(self) -> list[Ticket] | None:
+        """The tickets of the open step if it is complete; then the next one opens."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is at work on anything, nor anything waits for its step to be complete."""
+        return not self.out and not any(self._in.values())
+
+    def _cut(self, limit: int) -> None:
+        if self._next_step >= limit or not self.may_cut(self._next_step):
+            return
+        ids = next(self._windows, None)
+        if ids is None:
+            return
+        for part in range(self._parts):
+            mine = part_of(ids, part, self._parts, self._accumulate)
+            if len(mine):
+                heapq.heappush(self._waiting, Ticket(self.number, self._next_step, mine))
+                self.number += 1
+                self._sizes[self._next_step] = self._sizes.get(self._next_step, 0) + 1
+        self._next_step += 1
+
+    def _close(self) -> list[Ticket] | None:
+        came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
+        if not needed or len(came) < needed:
+            return None
+        del self._in[self.step], self._sizes[self.step]
+        self.step += 1
+        return came
+
+
+class InOrder(Agenda):
+    """Every step is exactly its own batch; workers may be `ahead` steps ahead of the one that is open."""
+
+    def __init__(
+        self, windows: Iterator[Ids], step: int, number: int, parts: int, ahead: int, accumulate: int = 1
+    ) -> None:
+        super().__init__(windows, step, number, parts, accumulate)
+        self._ahead = ahead
+
+    def may_take(self, ticket: Ticket) -> bool:
+        return ticket.step <= self.step + self._ahead
+
+    def may_cut(self, step: int) -> bool:
+        return step <= self.step + self._ahead
+
+    def complete(self) -> list[Ticket] | None:
+        return self._close()
+
+
+class FirstCome(Agenda):
+    """A step takes as many tickets as a batch has parts, whichever come first; late ones are handed out again."""
+
+    def __init__(
+        self, windows: Iterator[Ids], step: int, number: int, parts: int, backup: int, accumulate: int = 1
+    ) -> None:
+        super().__init__(windows, step, number, parts, accumulate)
+        self._backup = backup
+        self._begun = 0
+        """Tickets that were handed out for the open step."""
+
+    def may_take(self, ticket: Ticket) -> bool:
+        return self._begun < self._needed + self._backup
+
+    def may_cut(self, step: int) -> bool:
+        # One batch ahead, so that backup workers have something to do.
+        return step <= self.step + 1
+
+    def taken(self, ticket: Ticket) -> Ticket:
+        ticket.step = self.step
+        self._begun += 1
+        return ticket
+
+    def give_back(self, number: int) -> None:
+        if number in self.out and self.out[number].step == self.step:
+            self._begun -= 1
+        super().give_back(number)
+
+    @property
+    def _needed(self) -> int:
+        return self._sizes.get(self.step, 0) or self._parts
+
+    def complete(self) -> list[Ticket] | None:
+        came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
+        for ticket in came[needed:] if needed else ():
+            self._put_back(ticket)
+        del came[needed:]
+        closed = self._close()
+        if closed is not None:
+            self._begun = 0
+        return closed
+
+
+class Free(Agenda):
+    """Every ticket is a batch, and a step by itself, in whatever order they come."""
+
+    def may_take(self, ticket: Ticket) -> bool:
+        return True
+
+    def may_cut(self, step: int) -> bool:
+        return True
+
+    def deliver(self, number: int) -> Ticket | None:
+        ticket = self.out.pop(number, None)
+        if ticket is not None:
+            self._in.setdefault(0, []).append(ticket)
+        return ticket
+
+    def complete(self) -> list[Ticket] | None:
+        came = self._in.get(0, [])
+        if not came:
+            return None
+        self.step += 1
+        return [came.pop(0)]

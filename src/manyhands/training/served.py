@@ -1,0 +1,222 @@
+"""Training with parameter servers: the loop of every strategy, whose steps are taken by servers and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..cluster import Device, World
+from ..core import StrategyError, StrategySpec, Task, TaskError, event
+from ..data import Batch, Cursor, Feed, IndexedSource, as_source
+from ..strategies import MAIN, declaring
+from .hand import Hand
+from .loop import Job, Outcome, TrainingLoop
+from .recovery import Kept
+from .stepping import Stepper
+
+if TYPE_CHECKING:
+    from .chief import Chief, Start
+
+Output = Callable[[int, str, str], None]
+
+
+def train_served(
+    world: World, job: Job, *, devices: Sequence[Device], start: Start, on_output: Output, timeout: float
+) -> Outcome:
+    """Trains with parameter servers; this process is the chief, and the devices are the workers'."""
+    hand = Hand(world, alone(job.spec))
+    loop = ServedLoop(hand, job, devices, start, on_output, timeout)
+    try:
+        with declaring():
+            outcome = loop.run()
+        outcome.servers = loop.chief.tale.to_dict()
+        return outcome
+    finally:
+        loop.reporter.flush()
+        loop.close()
+        hand.close()
+
+
+def alone(spec: StrategySpec) -> StrategySpec:
+    """What a strategy with servers is for one member by itself."""
+    return replace(spec, replicas=1, backup=0)
+
+
+def check_served(task: Task) -> None:
+    """Refuses what parameter servers cannot train, before any process is started."""
+    _require_transport()
+    if task.step is not None:
+        raise TaskError(
+            "parameter servers train a loss", got="a task with a step of its own", remedy="use mh.Mirrored(), or a loss"
+        )
+    if task.ema is not None:
+        raise TaskError(
+            "parameter servers keep no average of the weights", got=f"ema={task.ema}", remedy="use mh.Mirrored()"
+        )
+    if not callable(task.data) and not isinstance(as_source(task.data, collate=task.collate), IndexedSource):
+        raise StrategyError(
+            "parameter servers hand out samples by number",
+            got="a stream, which can only be read from its beginning",
+            remedy="pass a dataset with a length, or use mh.Mirrored()",
+        )
+
+
+def _require_transport() -> None:
+    try:
+        import msgspec  # noqa: F401
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise StrategyError(
+            "parameter servers need pyzmq and msgspec", got=str(error), remedy='pip install "manyhands[servers]"'
+        ) from None
+
+
+class ServedLoop(TrainingLoop):
+    """The training loop, with a chief in place of the step."""
+
+    def __init__(
+        self, hand: Hand, job: Job, devices: Sequence[Device], start: Start, on_output: Output, timeout: float
+    ) -> None:
+        super().__init__(hand, job, Kept())
+        self._devices, self._start, self._on_output, self._timeout = devices, start, on_output, timeout
+        self._chief: Chief | None = None
+        self._refreshed_at = -1
+
+    @property
+    def chief(self) -> Chief:
+        """Who keeps servers and workers together."""
+        assert self._chief is not None
+        return self._chief
+
+    def close(self) -> None:
+        """Ends servers and workers."""
+        if self._chief is not None:
+            self._chief.close()
+
+    def try_out(self, feed: Feed) -> None:
+        from .chief import Chief
+
+        if list(self.hand.optimizers) != [MAIN]:
+            raise TaskError(
+                "parameter servers take one optimizer",
+                got=f"{len(self.hand.optimizers)} by name",
+                remedy="return one optimizer with several parameter groups",
+            )
+        line = self.hand.world.line
+        chief = Chief(self.hand, self.job, self._devices, self._start, line, self._timeout)
+        self._chief = chief
+        chief.on_output = self._on_output
+        self._chief.open()
+        self._say_what_differs(self.hand.model)
+        super().try_out(feed)
+
+    def prepare(self) -> tuple[Feed, Feed | None]:
+        feeds = super().prepare()
+        if self.hand.num_steps or self.job.start_from is not None:
+            self.chief.publish()
+        return feeds
+
+    def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
+        from .chief import ServerLost
+
+        plan: Any = _Plan(self, train_feed)
+        while True:
+            try:
+                return super().train(plan, valid_feed, plan)
+            except ServerLost as lost:
+                self._go_back(lost)
+
+    def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
+        self.refresh()
+        super().end_epoch(epoch, valid_feed)
+        self.hand.world.line.report(event("servers", step=self.hand.num_steps, **self.chief.tale.to_dict()))
+
+    def save(self) -> None:
+        self.refresh()
+        super().save()
+
+    def look(self, batch: Batch) -> None:
+        super().look(batch)
+        # Updates that are on their way end first, so that the last checkpoint has all of them.
+        self.stopped = self.stopped and self.chief.is_settled
+
+    def refresh(self) -> None:
+        """Brings the servers' values here, where they are measured and saved."""
+        if self._refreshed_at != self.hand.num_steps:
+            with self.hand.timed("save"):
+                self.chief.refresh()
+            self._refreshed_at = self.hand.num_steps
+
+    def take(self) -> None:
+        """One step of all workers and servers."""
+        hand = self.hand
+        step = self.chief.take_step(self._limit())
+        hand.num_steps += 1
+        hand.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
+        hand.good = torch.tensor(step.is_taken) if hand.skips else None
+
+    def _limit(self) -> int:
+        """The step before which everything that is handed out must be done, so that a checkpoint has a clear border."""
+        steps = self.job.steps if self.job.steps is not None else math.inf
+        if self.job.save_every and (self.job.spec.staleness is None or self.job.spec.backup):
+            steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
+        return int(min(steps, 1 << 62))
+
+    def _go_back(self, lost: Exception) -> None:
+        """A server is gone: all of them go on from the last checkpoint, and so does the feed."""
+        hand = self.hand
+        before = hand.num_steps
+        hand.store(self.path).wait()
+        state = hand.restore(self.path)
+        if state is None:
+            # Nothing was brought here from the servers yet, so the network is as it was built.
+            hand.num_steps, hand.cursors = 0, []
+            hand.optimizers[MAIN].state.clear()
+        self.reporter.forget()
+        if state is not None:
+            self.take_up(state)
+        hand.notice(f"{lost}; {before - hand.num_steps} steps since the last checkpoint are taken again")
+        source = "its beginning" if state is None else "the last checkpoint"
+        self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
+        self._refreshed_at = -1
+        self.chief.publish()
+
+    def _say_what_differs(self, model: nn.Module) -> None:
+        if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+            self.hand.notice("batch statistics are those of each worker's part of a batch, and buffers their average")
+
+
+class _Plan:
+    """In place of the feed and of the stepper: batches without their data, and steps that others take."""
+
+    waited = 0.0
+    limit = "compute"
+
+    def __init__(self, loop: ServedLoop, feed: Feed) -> None:
+        self._loop, self._feed = loop, feed
+
+    def epoch(self, cursor: Cursor) -> Iterator[Batch]:
+        """The epoch's batches, each given before it is computed."""
+        self._loop.chief.begin_epoch(cursor.epoch, (ids for ids, _ in self._feed.plan(cursor)))
+        for ids, after in self._feed.plan(cursor):
+            yield Batch(None, (len(ids),), (len(ids),), ids, after)
+
+    def take(self, batch: Batch) -> None:
+        """One step."""
+        self._loop.take()
+
+    def look_again(self) -> None:
+        """Nothing is recorded here."""
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+    def said(self) -> str:
+        """Nothing to say."""
+        return ""

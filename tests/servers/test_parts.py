@@ -1,0 +1,257 @@
+"""Parts of parameter servers by themselves: layout, updates, tables, the ledger, the post, and the agenda."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from torch import nn
+from torch.optim import Optimizer
+
+import manyhands as mh
+from manyhands.core import RunError, StrategyError, TaskError
+from manyhands.strategies import served
+from manyhands.strategies.embedding import first_rows
+from manyhands.strategies.served.layout import buffers_of
+from manyhands.strategies.served.ledger import Ledger
+from manyhands.strategies.served.messages import Ask, Hello, encode
+from manyhands.strategies.served.shared import SharedSlots
+from manyhands.strategies.served.table import Table
+from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 1))
+
+
+def test_servers_hold_even_shares_and_all_of_it() -> None:
+    model = network()
+    shares = served.cut(model, 3, whole=False)
+    trained = [sum(slab.num_bytes for slab in share if slab.dtype == torch.float32) for share in shares]
+    assert max(trained) - min(trained) <= 4
+    seen: Counter[tuple[str, int]] = Counter()
+    for share in shares:
+        for slab in share:
+            assert slab.length == max((piece.place.stop for piece in slab.pieces), default=0)
+            for piece in slab.pieces:
+                seen.update((piece.name, at) for at in range(piece.start, piece.stop))
+    assert seen == Counter((name, at) for name, t in model.state_dict().items() for at in range(t.numel()))
+
+
+def test_whole_tensors_go_where_least_is() -> None:
+    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100), nn.Linear(100, 100))
+    shares = served.cut(model, 2, whole=True)
+    assert all(
+        p.start == 0 and p.stop == model.state_dict()[p.name].numel() for s in shares for b in s for p in b.pieces
+    )
+    loads = sorted(sum(slab.length for slab in share) for share in shares)
+    assert loads[1] - loads[0] <= 60_000 - 30_000
+
+
+def test_more_servers_than_a_network_is_worth_are_refused() -> None:
+    with pytest.raises(
+        StrategyError, match="2 tensors and 20 bytes is worth at most 2 servers, but got 3; pass servers=2"
+    ):
+        served.cut(nn.Linear(4, 1), 3, whole=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "whole"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), False),
+        (lambda p: torch.optim.SGD(p, lr=0.0), False),
+        (lambda p: torch.optim.AdamW(p), False),
+        (lambda p: torch.optim.Adagrad(p), False),
+        (lambda p: torch.optim.RMSprop(p, centered=True), False),
+        (lambda p: torch.optim.Adafactor(p), True),
+        (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), True),
+    ],
+)
+def test_what_an_optimizer_looks_at_is_seen_by_trying_it(make: Callable[[Any], Optimizer], whole: bool) -> None:
+    assert served.needs_whole(make(list(nn.Linear(4, 3).parameters()))) is whole
+
+
+class NormOfAll(torch.optim.SGD):
+    """Its update of one tensor depends on all others."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        super().step()
+
+
+def test_an_optimizer_that_needs_all_tensors_at_once_is_refused() -> None:
+    with pytest.raises(TaskError, match="updates every tensor by itself, but got NormOfAll"):
+        served.needs_whole(NormOfAll(nn.Linear(4, 3).parameters(), lr=0.1))
+
+
+def test_rows_are_made_when_they_are_asked_for() -> None:
+    with served_tables():
+        declared = mh.Embedding(1 << 40, 4, seed=5)
+    assert declared.weight.numel() == 0
+    table = Table(declared, "sgd", {}, torch.float32)
+    ids = torch.tensor([3, 1 << 39, 3])
+    assert torch.equal(table.rows(ids), first_rows(ids.numpy(), 4, 5))
+    assert table.num_bytes == 2 * 4 * 4
+    plain = mh.Embedding(100, 4, seed=5)
+    assert torch.equal(plain.weight[3], table.rows(torch.tensor([3]))[0])
+    values = first_rows(np.arange(20_000), 8, seed=1)
+    assert abs(float(values.mean())) < 0.01
+    assert abs(float(values.std()) - 1) < 0.01
+
+
+def served_tables() -> Any:
+    from manyhands.strategies import declaring
+
+    return declaring()
+
+
+def test_a_push_is_entered_once() -> None:
+    ledger = Ledger()
+    ledger.add(1)
+    assert 1 in ledger
+    assert 0 not in ledger
+    with pytest.raises(AssertionError, match="push 1 was applied before"):
+        ledger.add(1)
+
+
+# -- the post -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[served.Listener]:
+    context = served.new_context()
+    listener = served.Listener(context, b"right" * 8)
+    done = threading.Event()
+    heard: list[Any] = []
+
+    def serve() -> None:
+        while not done.is_set():
+            if listener.socket.poll(20):
+                got = listener.receive()
+                if got is not None:
+                    heard.append(got[1])
+                    listener.send(got[0], served.End())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    listener.heard = heard  # type: ignore[attr-defined]
+    yield listener
+    done.set()
+    thread.join()
+    listener.close()
+    context.term()
+
+
+def test_only_who_knows_the_token_is_heard(listener: served.Listener) -> None:
+    assert listener.address.startswith("tcp://127.0.0.1:")
+    context = served.new_context()
+    with pytest.raises(served.LinkLost, match="does not know this job's token"):
+        served.Caller(context, b"wrong" * 8, listener.address, 5.0)
+    caller = served.Caller(context, b"right" * 8, listener.address, 5.0)
+    caller.send(Ask(1))
+    assert isinstance(caller.expect(5.0)[0], served.End)
+    caller.close()
+    context.term()
+    assert [type(message).__name__ for message in listener.heard] == ["Ask"]  # type: ignore[attr-defined]
+
+
+def test_strangers_and_nonsense_are_not_heard(listener: served.Listener) -> None:
+    context = served.new_context()
+    raw = context.socket(zmq.DEALER)
+    raw.connect(listener.address)
+    for frames in ([encode(Ask(1))], [b"\x80nonsense"], [b"x" * (2 << 20)], [encode(Hello(b"short"))], [b""]):
+        raw.send_multipart(frames)
+    assert raw.poll(2000)
+    assert b"Stranger" in raw.recv()
+    raw.close(linger=0)
+    context.term()
+    assert listener.heard == []  # type: ignore[attr-defined]
+
+
+def test_shared_memory_is_taken_only_if_both_ends_see_it() -> None:
+    share = served.cut(network(), 2, whole=False)[0]
+    ours = SharedSlots(share)
+    theirs = SharedSlots.attached(share, ours.offer())
+    assert theirs is not None
+    ours.pushed[0].fill_(2.0)
+    theirs.pulled[0].fill_(3.0)
+    assert float(theirs.pushed[0].sum()) == 2 * len(buffers_of(share)[0])
+    assert float(ours.pulled[0][0]) == 3.0
+    offer = ours.offer()
+    assert SharedSlots.attached(share, type(offer)(offer.pid, offer.fd, offer.size, b"other" * 13)) is None
+    assert SharedSlots.attached(share, type(offer)(offer.pid, 9999, offer.size, offer.cookie)) is None
+    theirs.close()
+    ours.close()
+
+
+# -- the agenda -----------------------------------------------------------------------------------------------------
+
+
+def windows(num_samples: int, batch_size: int) -> Iterator[Any]:
+    return iter([np.arange(s, min(s + batch_size, num_samples)) for s in range(0, num_samples, batch_size)])
+
+
+AGENDAS: dict[str, Callable[[Iterator[Any]], Agenda]] = {
+    "in order": lambda w: InOrder(w, 0, 0, 3, 0),
+    "bounded": lambda w: InOrder(w, 0, 0, 3, 2),
+    "first come": lambda w: FirstCome(w, 0, 0, 3, 1),
+    "free": lambda w: Free(w, 0, 0, 1),
+}
+
+
+@pytest.mark.parametrize("kind", AGENDAS)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sample_is_in_exactly_one_step(kind: str, seed: int) -> None:
+    """Workers of any speed that die now and then, and a border in the middle that everything must respect."""
+    draw = random.Random(seed)
+    agenda = AGENDAS[kind](windows(50, 8))
+    steps: list[list[int]] = []
+    for limit in (3, 7):
+        while len(steps) < limit:
+            while len(agenda.out) < 4 and (ticket := agenda.take(limit)) is not None:
+                assert ticket.step <= agenda.step + (2 if kind == "bounded" else 0) or kind == "free"
+            number = draw.choice(list(agenda.out))
+            if draw.random() < 0.2:
+                agenda.give_back(number)
+            else:
+                agenda.deliver(number)
+            while (closed := agenda.complete()) is not None:
+                steps.append([int(i) for ticket in closed for i in ticket.ids])
+        if kind in ("first come", "free") and limit == 3:
+            for number in list(agenda.out):
+                agenda.give_back(number)
+        if limit == 3 and kind != "bounded":
+            assert sorted(i for step in steps for i in step) == list(range(24))
+    assert len(steps) == 7
+    assert sorted(i for step in steps for i in step) == list(range(50))
+    if kind in ("in order", "bounded"):
+        assert [sorted(step) for step in steps] == [w.tolist() for w in windows(50, 8)]
+
+
+def test_the_slowest_is_not_waited_for_and_its_samples_come_again() -> None:
+    agenda = FirstCome(windows(12, 6), 0, 0, 2, 1)
+    first, second, slow = (agenda.take(2) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert slow is not None
+    assert agenda.take(2) is None
+    agenda.deliver(first.number)
+    assert agenda.complete() is None
+    agenda.deliver(second.number)
+    assert agenda.complete() == [first, second]
+    assert agenda.deliver(slow.number) is None
+    assert agenda.late == 1
+    again = agenda.take(2)
+    assert again is slow
+    assert again.step == 1
+
+
+def test_a_lost_link_is_an_error_of_the_run() -> None:
+    assert issubclass(served.LinkLost, RunError)

@@ -1,0 +1,195 @@
+"""Training with parameter servers: equal to one device where the mathematics is the same, honest where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import StrategyError, TaskError, read_events
+
+from ..training.problems import problem
+
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def events(run: mh.Run, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] == kind]
+
+
+def farthest(one: mh.Run, other: mh.Run) -> float:
+    a, b = one.state_dict(), other.state_dict()
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "sgd"), ("mlp", "adamw"), ("gpt", "adamw")])
+def test_synchronous_servers_give_what_one_device_gives(name: str, optimizer: str, tmp_path: Path) -> None:
+    task = problem(name, optimizer).replace(schedule=lambda step, total: 1 - step / (2 * total))
+    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    spec = mh.ParameterServer(servers=2, workers=3, precision="fp64", accumulate=2 if name == "mlp" else 1)
+    run = mh.fit(task, spec, on="cpu*3", epochs=2, folder=tmp_path, name="ps", **QUIET)
+    assert run.losses == pytest.approx(one.losses, rel=1e-9)
+    assert farthest(one, run) <= 1e-9
+    assert not run.record["changes_mathematics"]
+    assert events(run, "servers")[-1]["staleness"] == {"0": 3 * run.num_steps}
+    again = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, resume=run, **QUIET)
+    further = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=3, resume=one, **QUIET)
+    assert farthest(again, further) <= 1e-9
+
+
+class Recommender(nn.Module):
+    def __init__(self, optimizer: str | None = None) -> None:
+        super().__init__()
+        self.users = mh.Embedding(500, 4, std=0.1, optimizer=optimizer)
+        self.items = mh.Embedding(300, 4, std=0.1, optimizer=optimizer)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.cat([self.users(ids[:, 0]), self.items(ids[:, 1])], 1)).squeeze(1)
+
+
+def rating_loss(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def recommender(kind: str, **settings: Any) -> mh.Task:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randint(0, rows, (96,), generator=generator) for rows in (500, 300)], 1)
+    make = getattr(torch.optim, kind)
+    return mh.Task(
+        model=lambda: Recommender(**settings),
+        loss=rating_loss,
+        optimizer=lambda model: make(model.parameters(), lr=0.5),
+        data=(ids, torch.randn(96, generator=generator)),
+        valid=(ids[:10], torch.zeros(10)),
+        batch_size=16,
+        clip=0.7,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_rows_on_servers_learn_what_a_whole_table_learns(optimizer: str, tmp_path: Path) -> None:
+    task = recommender(optimizer)
+    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    spec = mh.ParameterServer(servers=2, workers=2, precision="fp64")
+    run = mh.fit(task, spec, on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET)
+    resumed = mh.fit(
+        task, mh.ParameterServer(servers=3, workers=1, precision="fp64"), on="cpu", epochs=2, resume=run, **QUIET
+    )
+    assert resumed.losses == pytest.approx(one.losses, rel=1e-9)
+    assert farthest(one, resumed) <= 1e-9
+    assert resumed.metrics["valid_loss"] == pytest.approx(one.metrics["valid_loss"], rel=1e-9)
+
+
+def test_a_table_with_an_optimizer_of_its_own_kind_resumes_anywhere(tmp_path: Path) -> None:
+    task = recommender("SGD", optimizer="adagrad")
+    spec = mh.ParameterServer(servers=2, workers=2)
+    whole = mh.fit(task, spec, on="cpu*2", epochs=3, folder=tmp_path, name="whole", **QUIET)
+    run = mh.fit(task, spec, on="cpu*2", epochs=1, folder=tmp_path, name="ps", **QUIET)
+    resumed = mh.fit(task, spec, on="cpu*2", epochs=3, resume=run, **QUIET)
+    assert farthest(whole, resumed) <= 1e-5
+    assert mh.fit(task, mh.Single(), on="cpu", epochs=4, resume=run, **QUIET).num_steps == 24
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "asynchronous": {"staleness": None},
+    "corrected": {"staleness": None, "correction": True},
+    "bounded": {"staleness": 2},
+    "backup": {"backup": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_that_change_the_mathematics_say_so_and_converge(mode: str, tmp_path: Path) -> None:
+    task = problem("mlp", "sgd", rows=160).replace(not_finite="skip")
+    one = mh.fit(task, mh.Single(), on="cpu", epochs=4, folder=tmp_path, name="one", **QUIET)
+    spec = mh.ParameterServer(servers=2, workers=3, **MODES[mode])
+    run = mh.fit(task, spec, on="cpu*3", epochs=4, folder=tmp_path, name="ps", save_every=7, **QUIET)
+    assert run.num_steps == one.num_steps == 40
+    assert "changes the mathematics" in run.record["changes_mathematics"][0]
+    assert any("changes the mathematics" in entry["text"] for entry in events(run, "notice"))
+    told = events(run, "servers")[-1]
+    ages = {int(age): count for age, count in told["staleness"].items()}
+    num_gradients = {"asynchronous": 40, "corrected": 40, "bounded": 120, "backup": 80}[mode]
+    assert sum(ages.values()) == told["applied"] == num_gradients
+    assert run.record["servers"]["staleness"] == told["staleness"]
+    if mode == "bounded":
+        assert max(ages) <= 2
+    if mode == "backup":
+        assert set(ages) == {0}
+    last, wanted = (sum(r.losses[-10:]) / 10 for r in (run, one))
+    assert abs(last - wanted) < 0.25 * (one.losses[0] - wanted) + 0.05
+
+
+def test_batch_norm_counts_and_averages_its_buffers(tmp_path: Path) -> None:
+    task = problem("cnn", "sgd")
+    run = mh.fit(task, mh.ParameterServer(servers=2, workers=2), on="cpu*2", folder=tmp_path, **QUIET)
+    one = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, **QUIET)
+    counts = {name: int(v) for name, v in run.state_dict().items() if name.endswith("num_batches_tracked")}
+    assert counts
+    assert set(counts.values()) == {one.num_steps}
+    means = [name for name in run.state_dict() if name.endswith("running_mean")]
+    for name in means:
+        torch.testing.assert_close(run.state_dict()[name], one.state_dict()[name], rtol=0.1, atol=0.1)
+    assert any("batch statistics" in entry["text"] for entry in events(run, "notice"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"staleness": -1}, "staleness must be a whole number of at least 0, or None for no bound, but got -1"),
+        ({"servers": 0}, "servers must be a whole number of at least 1"),
+        ({"workers": 2, "backup": 2}, "backup must leave at least one worker that counts, but got backup=2 of 2"),
+        ({"backup": 1, "staleness": None}, "backup workers belong to synchronous steps"),
+        ({"correction": True}, "correction is for staleness=None"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        mh.ParameterServer(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ps,servers=2,shards=2", "parameter servers take whole networks"),
+        ("ps,servers=2,sync=bf16", "parameter servers take whole networks and exact gradients"),
+        ("mirrored,staleness=3", "staleness belongs to parameter servers"),
+    ],
+)
+def test_strategies_that_do_not_go_together_are_refused(text: str, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        mh.StrategySpec.parse(text)
+
+
+def test_text_and_object_are_one_strategy() -> None:
+    spec = mh.ParameterServer(servers=2, workers=4, staleness=None)
+    assert mh.StrategySpec.parse("ps,servers=2,workers=4,staleness=none") == spec
+    assert mh.StrategySpec.parse(str(spec)) == spec
+    assert mh.StrategySpec.from_dict(spec.to_dict()) == spec
+
+
+def test_what_servers_cannot_train_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    spec = mh.ParameterServer(servers=2, workers=2)
+    where: dict[str, Any] = {"on": "cpu*2", "folder": tmp_path, **QUIET}
+    with pytest.raises(TaskError, match="parameter servers train a loss"):
+        mh.fit(problem("gan"), spec, **where)
+    with pytest.raises(TaskError, match="no average of the weights"):
+        mh.fit(problem("mlp").replace(ema=0.9), spec, **where)
+    with pytest.raises(StrategyError, match="hand out samples by number"):
+        mh.fit(problem("mlp").replace(data=Stream(), shuffle=False), spec, steps=3, **where)
+    with pytest.raises(StrategyError, match="worth at most 4 servers, but got 9"):
+        mh.fit(problem("mlp"), mh.ParameterServer(servers=9, workers=2), **where)
+    with pytest.raises(StrategyError, match=r"train with mh.fit"):
+        mh.launch(lambda hand: None, spec, on="cpu*2")
+    assert not list(tmp_path.iterdir())
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(12), torch.tensor(0))] * 100)
