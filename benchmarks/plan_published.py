@@ -133,7 +133,7 @@ def _cluster(row: dict[str, str], count: int) -> Cluster:
     words = row["gpu"].split()
     known = chip(DEVICES.get(words[0], words[0]))
     inside = known.inside if "NVLink" in words or known.name in ("V100", "A100", "A100-40GB") else "PCIe 3"
-    clock = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, half=0.0, operation=0.0)
+    clock = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
     per_host = min(count, int(row["gpus_per_node"]))
     hosts = -(-count // per_host)
     network = _network(row) if hosts > 1 else None

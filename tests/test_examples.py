@@ -103,6 +103,15 @@ def test_task_parameters_from_the_command_line(tmp_path: Path) -> None:
     assert len(run.losses) == 2
 
 
+def test_plan(tmp_path: Path) -> None:
+    """A GPT is planned for hardware that is not here, in Python and from the command line."""
+    output = run_python(tmp_path, str(EXAMPLES / "plan_gpt.py"))
+    assert "it saturates at" in output
+    assert "times as fast as" in output
+    shown = run_command(tmp_path, "plan", str(EXAMPLES / "plan_gpt.py"), "layers=2", "--cluster", "8 A100", "--json")
+    assert '"best": "' in shown
+
+
 def test_own_loop(tmp_path: Path) -> None:
     """Alone, on two devices under `launch`, and restarted on two after a start alone: the same network."""
     script = str(EXAMPLES / "own_loop_manyhands.py")

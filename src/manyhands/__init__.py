@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cluster import Device, devices, doctor
     from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, mean
     from .data import bucketed, files
+    from .plans import plan
     from .store import load, weights
     from .strategies import Embedding
     from .training import Callback, Hand, Patience, Run, Sink, hand
@@ -28,6 +29,7 @@ __all__ = [
     "fit",
     "launch",
     "hand",
+    "plan",
     "check",
     "evaluate",
     "predict",
@@ -57,6 +59,7 @@ __all__ = [
 _HOMES = {
     "core": ["Task", "mean", "Single", "Mirrored", "Sharded", "ParameterServer", "StrategySpec", "Predictor"],
     "cluster": ["Device", "devices", "doctor"],
+    "plans": ["plan"],
     "store": ["load", "weights"],
     "strategies": ["Embedding"],
     "data": ["files", "bucketed"],

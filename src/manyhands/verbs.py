@@ -106,6 +106,7 @@ def fit(
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
     - `strategy`: `mh.Single()`, `mh.Mirrored(2)`, or text such as "mirrored,accumulate=4"; by default all devices;
+      "auto" plans and takes the pick, "plan.toml" is a pick that was saved;
     - `epochs`, `steps`: passes over the data, or an end after so many steps;
     - `on`: where, such as "cuda:0,1" or "cpu*2"; by default what this machine has;
     - `params`: the task function's own parameters;
@@ -149,7 +150,9 @@ def fit(
         before = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = before.parent, before.name, True
     made = as_task(task, params)
+    strategy, said = _planned(strategy, made, on)
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
+    notices += said
     _check_data(made, steps)
     if spec.servers:
         training.check_served(made)
@@ -292,6 +295,15 @@ def replay(run: Run, step: int, *, on: On = None) -> Replay:
     devices, _ = resolve(on, 1)
     with _own_randomness(), _current_device(devices[0].torch):
         return training.replay(run, step, devices[0])
+
+
+def _planned(strategy: StrategySpec | str | None, task: Task, on: On) -> tuple[StrategySpec | str | None, list[str]]:
+    """The strategy with "auto" planned and a plan file read, and what there is to say about it."""
+    if not isinstance(strategy, str | Path) or not (strategy == "auto" or str(strategy).endswith(".toml")):
+        return strategy, []
+    from . import plans  # joins this file to the planner, which few runs need
+
+    return plans.settled(strategy, task, on)
 
 
 def settle(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from manyhands.core import StrategySpec
-from manyhands.costs import trace
+from manyhands.costs import Network, trace
 from manyhands.planning import Cluster, Observation, Residuals, Workload, calibrated, estimate
 
 from ..costs.networks import gpt_task
 
 
-def workload(batch_size: int) -> Workload:
+@cache
+def network() -> Network:
     made = gpt_task(width=256, layers=8, length=128)
-    return Workload(networks={"fp32": trace(made, made.data, rows=8)}, batch_size=batch_size, recorded=False)
+    return trace(made, made.data, rows=8)
+
+
+def workload(batch_size: int) -> Workload:
+    return Workload(networks={"fp32": network()}, batch_size=batch_size, recorded=False)
 
 
 def test_constants_are_found_again() -> None:

@@ -28,7 +28,7 @@ from manyhands.planning.schedules import cut
 
 from ..costs.networks import gpt_task
 
-CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e12, bandwidth=1e30, reach=1.0, half=0.0, operation=0.0)
+CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e12, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
 
 
 def timed(seconds: float, params: float, pieces: int = 8, **more: Any) -> Workload:

@@ -16,6 +16,7 @@ VERBS = (
     "cluster",
     "manifest",
     "check",
+    "plan",
     "fit",
     "launch",
     "replay",

@@ -4,6 +4,7 @@ from .exchanges import START, Group, Servers, all_gather, all_reduce, send
 from .hardware import Chip, Link, blend, chip, link, make_chip
 from .network import Network, Piece, Work
 from .trace import CannotTrace, pieces_of, trace
+from .whole import fingerprint, one_piece
 
 __all__ = [
     "Network",
@@ -12,6 +13,8 @@ __all__ = [
     "trace",
     "pieces_of",
     "CannotTrace",
+    "fingerprint",
+    "one_piece",
     "Chip",
     "chip",
     "make_chip",

@@ -36,8 +36,8 @@ class Chip:
     """The link to the other devices of its host."""
     reach: float = 0.6
     """The share of `flops` that large products get."""
-    half: float = 2e9
-    """Operations of a product at which half of that is reached."""
+    ramp: float = 8e-6
+    """Seconds of a product, however small it is."""
     streaming: float = 0.67
     """The share of the memory's bandwidth that operations get."""
     operation: float = 25e-6
@@ -54,7 +54,7 @@ class Chip:
         """Seconds of the device itself, for so many times the traced samples and products cut over so many devices."""
         flops = work.flops * samples / cut
         products = max(1.0, work.operations / 4) if flops else 0.0
-        calculating = (flops + products * self.half) / self.rate(precision) if flops else 0.0
+        calculating = flops / self.rate(precision) + products * self.ramp
         moved = (work.uncut + (work.moved - work.uncut) / cut) * samples + work.fixed / cut
         return calculating + moved / (self.bandwidth * self.streaming)
 

@@ -58,8 +58,8 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
     if task.loss is None:
         raise CannotTrace("a task with a step of its own is measured, not traced", remedy="measured costs are used")
     try:
-        with _alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            model = _weightless(task.model, mode)
+        with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model = weightless(task.model, mode)
             return _Tracer(model, precision).network(task, _stretched(batch, rows), rows)
     except TaskError:
         raise
@@ -105,7 +105,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Leaves the caller's random numbers as they were; networks draw their first weights."""
     state = torch.get_rng_state()
     try:
@@ -115,7 +115,7 @@ def _alone() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
     """The network without memory for its weights; made in earnest where its making looks at numbers."""
     try:
         return make()
@@ -264,7 +264,7 @@ class _Tracer:
             rows=rows,
             pieces=tuple(self._pieces()),
             precision=self._precision,
-            state_bytes=_state_bytes(task, self._model),
+            state_bytes=state_bytes(task, self._model),
             input_bytes=sum(size_of(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
             buffer_bytes=sum(map(size_of, self._model.buffers())),
         )
@@ -416,7 +416,7 @@ def _owned(parameters: Iterator[nn.Parameter], seen: set[int]) -> dict[str, Any]
     }
 
 
-def _state_bytes(task: Task, model: nn.Module) -> int:
+def state_bytes(task: Task, model: nn.Module) -> int:
     """What the optimizer will keep: its first step is taken on tensors without numbers."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:

@@ -1,14 +1,33 @@
 """What every way of splitting a network would cost, before paying: models, simulation, search."""
 
-from .calibration import Observation, Residuals, calibrated
+from .calibration import LOOSE, Observation, Residuals, calibrated
 from .clusters import Cluster, as_cluster
+from .curve import Curve, Curves, Remedy
+from .efficiency import best_batch, noise_scale, steps_needed
 from .estimate import Estimate, estimate, waiting, waiting_for
+from .many import One, Way, many, stacking_gain
 from .memory import Footprint, footprint
+from .plan import SUFFIX, Comparison, Measure, Pick, Plan, compare, make_plan, read_plan, require_same
 from .schedules import makespan
+from .search import Option, Search
 from .simulate import Turn, run
 from .workload import Workload
 
 __all__ = [
+    "make_plan",
+    "Plan",
+    "Pick",
+    "Comparison",
+    "compare",
+    "read_plan",
+    "require_same",
+    "SUFFIX",
+    "Measure",
+    "Search",
+    "Option",
+    "Curve",
+    "Curves",
+    "Remedy",
     "Cluster",
     "as_cluster",
     "Workload",
@@ -18,7 +37,15 @@ __all__ = [
     "footprint",
     "Observation",
     "calibrated",
+    "LOOSE",
     "Residuals",
+    "noise_scale",
+    "steps_needed",
+    "best_batch",
+    "One",
+    "Way",
+    "many",
+    "stacking_gain",
     "makespan",
     "waiting",
     "waiting_for",

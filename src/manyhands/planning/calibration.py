@@ -8,8 +8,9 @@ are alike: as many rows, as many devices sharing products, a network of that siz
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from .clusters import Cluster
 from .estimate import Correction, estimate
 from .workload import Workload
 
-LOOSE = {"reach": 0.5, "half": 1.0, "streaming": 0.5, "operation": 1.5, "share": 0.5, "exchange": 1.0, "spread": 0.5}
+LOOSE = {"reach": 0.5, "ramp": 1.5, "streaming": 0.5, "operation": 1.5, "share": 0.5, "exchange": 1.0, "spread": 0.5}
 """How far a constant may be from the catalogue's, as the standard deviation of its logarithm."""
 NOISE = 0.05
 """The standard deviation of a measured step's logarithm."""
@@ -38,15 +39,21 @@ class Observation:
     seconds: float
 
 
-def calibrated(cluster: Cluster, observations: Sequence[Observation], names: Sequence[str] = tuple(LOOSE)) -> Cluster:
-    """The cluster with constants that explain the observations, none far from the catalogue's without need."""
+def calibrated(
+    cluster: Cluster, observations: Sequence[Observation], loose: Mapping[str, float] = MappingProxyType(LOOSE)
+) -> Cluster:
+    """The cluster with constants that explain the observations, none far from the catalogue's without need.
+
+    `loose` names the constants that may be moved, and how far.
+    """
+    names = list(loose)
     start = np.zeros(len(names))
     target = np.log([one.seconds for one in observations])
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         made = _with(cluster, dict(zip(names, logs, strict=True)))
         seen = np.log([estimate(one.workload, made, one.spec).seconds for one in observations])
-        prior = logs / np.array([LOOSE[name] for name in names])
+        prior = logs / np.array(list(loose.values()))
         return np.concatenate([_robust((seen - target) / NOISE), prior])
 
     found = _least_squares(residuals, start)
@@ -84,7 +91,7 @@ def _with(cluster: Cluster, logs: dict[str, float]) -> Cluster:
     chip = cluster.chip
     own = {
         name: getattr(chip, name) * factors[name]
-        for name in ("reach", "half", "streaming", "operation")
+        for name in ("reach", "ramp", "streaming", "operation")
         if name in factors
     }
     moved = replace(cluster, chip=replace(chip, **own))

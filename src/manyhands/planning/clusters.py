@@ -49,6 +49,8 @@ class Cluster:
     """What was not said and is taken for granted."""
     measured: bool = False
     """Whether its figures were measured rather than read off datasheets."""
+    shared: bool = False
+    """Whether its devices are parts of one, such as a CPU's cores: so many as are used share it."""
     exchange: float = 0.0
     """Seconds that a collective takes besides what its bytes take, where that was measured."""
 
@@ -138,13 +140,21 @@ class Cluster:
             assumed=tuple(assumed),
         )
 
+    def chip_for(self, count: int) -> Chip:
+        """What each of so many devices is."""
+        count = min(count, self.per_host)
+        if not self.shared or count == 1:
+            return self.chip
+        flops = {precision: rate / count for precision, rate in self.chip.flops.items()}
+        return replace(self.chip, flops=flops, memory=self.chip.memory / count, bandwidth=self.chip.bandwidth / count)
+
     def with_devices(self, count: int) -> Cluster:
         """The same kind of cluster with so many devices, hosts filled up one after another; a network where needed."""
         per_host = min(self.per_host, count)
         hosts = -(-count // per_host)
         network = self.network
         if hosts > 1 and network is None:
-            network = link("InfiniBand", 12.5e9 * max(1, self.per_host))
+            network = link("Ethernet", 1.25e9) if self.chip.name == "CPU" else link("InfiniBand", 12.5e9 * per_host)
         return replace(self, hosts=hosts, per_host=per_host, network=network)
 
     def group(self, size: int, stride: int) -> Group:

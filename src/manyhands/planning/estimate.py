@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -99,6 +99,7 @@ def estimate(
 ) -> Estimate:
     """Predicts one step; with `servers` gradients go to them, from so many pushers, instead of between replicas."""
     network = workload.network(spec.precision)
+    cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
     parts = spec.num_parts
     rows = math.ceil(workload.batch_size / parts / spec.accumulate)
     recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured
@@ -115,8 +116,8 @@ def estimate(
     busiest = max(stages, key=lambda s: s.forward + s.backward)
     mean = sum(s.forward + s.backward for s in stages) / len(stages)
     exposed_tensor = max(s.exchange for s in stages) * micros
-    gradients = _exchanged(workload, cluster, spec, busiest, micros) if servers is None else 0.0
-    update = _update(network, busiest.pieces, cluster.chip, spec)
+    gradients = max(_exchanged(workload, cluster, spec, s, micros) for s in stages) if servers is None else 0.0
+    update = max(_update(network, s.pieces, cluster.chip, spec) for s in stages)
     compute = micros * mean - exposed_tensor if len(stages) > 1 else span - exposed_tensor
     late = cluster.spread * waiting(spec.num_devices or 1) * (compute + exposed_tensor)
     served = 0.0
@@ -187,12 +188,14 @@ class _Times:
 
     def stages(self, scale: float, balanced: bool) -> list[_Stage]:
         """The pieces of each stage, cut so that the slowest is as fast as possible, or with equally many blocks."""
-        costs = [forward + backward for forward, backward, _ in self._rows]
-        if not balanced:
-            costs = [float(piece.is_repeated) for piece in self._network.pieces]
         pieces = self._network.pieces
-        count = min(self._spec.stages, len(pieces))
-        starts = cut(costs, count) if count > 1 else [0]
+        units = _units(pieces)
+        ends = [*units[1:], len(pieces)]
+        costs = [sum(sum(row[:2]) for row in self._rows[start:end]) for start, end in zip(units, ends, strict=True)]
+        if not balanced:
+            costs = [1.0] * len(units)
+        count = min(self._spec.stages, len(units))
+        starts = [units[first] for first in cut(costs, count)] if count > 1 else [0]
         made = []
         for start, end in zip(starts, [*starts[1:], len(pieces)], strict=True):
             rows = self._rows[start:end]
@@ -212,6 +215,14 @@ class _Times:
     @staticmethod
     def both(stages: Sequence[_Stage]) -> float:
         return stages[0].forward + stages[0].backward
+
+
+def _units(pieces: Sequence[Piece]) -> list[int]:
+    """Where a network may be cut: between its blocks; what stands before and behind them stays with them."""
+    blocks = [index for index, piece in enumerate(pieces) if piece.is_repeated]
+    if len(blocks) > 1:
+        return [0, *blocks[1:]]
+    return list(range(max(1, len(pieces) - 1)))
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .start import check_start
 from .stragglers import Stragglers
+from .timing import gradient_squares, time_steps
 
 __all__ = [
     "Hand",
@@ -29,6 +30,8 @@ __all__ = [
     "train_served",
     "check_served",
     "check_schedule",
+    "time_steps",
+    "gradient_squares",
     "evaluate",
     "predict",
     "Callback",

@@ -1,0 +1,87 @@
+"""`manyhands plan`: what every way of splitting a task would cost, here or on hardware that is not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import Json, On, Params, Target, add_verb
+from .screen import note, only_json, print_json
+from .target import load_task, parse_params
+
+if TYPE_CHECKING:
+    from ..planning import Comparison, Plan
+
+EXAMPLES = (
+    "manyhands plan digits.py",
+    "manyhands plan gpt.py --cluster '8 hosts x 8 H100, 400Gb/s, $2/h' --precision bf16 --html plan.html",
+    "manyhands plan gpt.py --cluster '8 A100' --cluster '2 hosts x 8 V100, 100Gb/s'",
+    "manyhands plan digits.py --save plan.toml && manyhands fit digits.py --strategy plan.toml",
+)
+
+Clusters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster",
+        metavar="TEXT|FILE.toml",
+        help="Hardware to plan for, such as '8 hosts x 8 H100, 400Gb/s'; several are compared. "
+        "By default this machine's devices, which are measured.",
+        show_default=False,
+    ),
+]
+Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
+Lossy = Annotated[bool, typer.Option("--lossy", help="Also pick ways that change the mathematics.")]
+Tries = Annotated[int, typer.Option(help="How many of the best are tried here for a few steps.")]
+Save = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the pick, for --strategy FILE.toml.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and the curve.")]
+Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, plan, EXAMPLES)
+
+
+def plan(
+    target: Target,
+    params: Params = None,
+    cluster: Clusters = None,
+    on: On = None,
+    precision: Precision = "fp32",
+    lossy: Lossy = False,
+    tries: Tries = 3,
+    save: Save = None,
+    html: Html = None,
+    svg: Svg = None,
+    json: Json = False,
+) -> None:
+    """Say what every way of splitting a task would cost: time by part, memory, and where more devices stop to pay.
+
+    On this machine the best few are tried for a few steps; for other hardware figures come from a catalogue.
+    """
+    with only_json(json):
+        task = load_task(target)
+        from .. import plans
+
+        given = cluster[0] if cluster is not None and len(cluster) == 1 else cluster
+        words = parse_params(params or [])
+        found = plans.plan(task, given, on=on, params=words, precision=precision, lossy=lossy, tries=tries)
+    if json:
+        print_json(found.to_dict())
+    else:
+        found.show()
+    _write(found, save, html, svg)
+
+
+def _write(found: Plan | Comparison, save: Path | None, html: Path | None, svg: Path | None) -> None:
+    best = found.best.plan
+    if save is not None:
+        note(f"wrote {found.best.save(save)}")
+    if html is not None:
+        best.save_html(html)
+        note(f"wrote {html}")
+    if svg is not None:
+        best.save_svg(svg)
+        note(f"wrote {svg}")

@@ -1,0 +1,53 @@
+"""Whole networks: their fingerprint, and their costs as one piece where they cannot be traced."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..core import Task
+from .hardware import Chip
+from .network import Network, Piece, Work
+from .trace import alone, state_bytes, weightless
+
+
+def fingerprint(task: Task) -> str:
+    """A network's parameters by number and by names and shapes, to tell whether a plan was made for it.
+
+    >>> from torch import nn, optim
+    >>> make = lambda model: optim.SGD(model.parameters())
+    >>> task = Task(model=lambda: nn.Linear(2, 2), loss=lambda m, b: m(b).mean(), optimizer=make, data=[1])
+    >>> fingerprint(task).split(" ")[:2]
+    ['6', 'parameters']
+    """
+    with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = weightless(task.model, mode)
+        shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
+        count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{count} parameters ({hashlib.sha256(' '.join(shapes).encode()).hexdigest()[:12]})"
+
+
+def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -> Network:
+    """A network whose step was measured on a chip: so many seconds for each sample, and so many besides."""
+    with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = weightless(task.model, mode)
+        sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+        count = sum(parameter.numel() for parameter in model.parameters())
+        state = state_bytes(task, model)
+    flops = each * rows * chip.rate("fp32")
+    operations = round(start / chip.operation)
+    return Network(
+        rows=rows,
+        pieces=(
+            Piece(
+                name="all of it, measured",
+                forward=Work(flops=flops / 3, operations=operations // 3),
+                backward=Work(flops=2 * flops / 3, operations=operations - operations // 3),
+                params=count,
+                param_bytes=sum(sizes),
+                largest=max(sizes, default=0),
+            ),
+        ),
+        state_bytes=state,
+    )

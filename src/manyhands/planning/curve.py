@@ -1,0 +1,220 @@
+"""The saturation curve: speed against the number of devices, where it stops to pay, why, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..core import StrategySpec
+from .clusters import Cluster
+from .estimate import Estimate, estimate
+from .workload import Workload
+
+MOST_DEVICES = 1024
+WORTH = 0.5
+"""The part of its work that a device must get done, on average, for more devices to be worth having."""
+LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The fastest way found for a number of devices."""
+
+    num_devices: int
+    speedup: float
+    estimate: Estimate
+
+    @property
+    def efficiency(self) -> float:
+        """The part of every device's time that is worth something."""
+        return self.speedup / self.num_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Something that would move the point of saturation."""
+
+    text: str
+    gain: float
+    """Speed on the cluster's devices, over what it is."""
+    saturates: int
+    is_lossy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Speed-ups from 1 to 1,024 devices, for one batch size."""
+
+    points: tuple[Point, ...]
+    saturates: int
+    """The number of devices up to which each still does half of its work."""
+    reason: str
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def never(self) -> bool:
+        """Whether it still pays at the end of the curve."""
+        return self.saturates >= self.points[-1].num_devices
+
+
+class Curves:
+    """Draws the curve of a workload on clusters of a kind."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, best: StrategySpec) -> None:
+        self._workload, self._cluster = workload, cluster
+        self._best = best
+        self._alone = self._at(1).seconds
+
+    def draw(self) -> Curve:
+        """The whole of it, with its reason and its remedies."""
+        points = tuple(self.point(count) for count in _grid(self._most()))
+        saturates = self.saturation()
+        return Curve(points=points, saturates=saturates, reason=self.reason(saturates), remedies=tuple(self.remedies()))
+
+    def point(self, count: int) -> Point:
+        """The fastest of a few ways for so many devices."""
+        found = self._at(count)
+        return Point(num_devices=count, speedup=self._alone / found.seconds, estimate=found)
+
+    def saturation(self) -> int:
+        """The most devices that still do half of their work, on average."""
+        low, high = 1, self._most()
+        if self.point(high).efficiency >= WORTH:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.point(middle).efficiency >= WORTH else (low, middle)
+        return low
+
+    def reason(self, count: int) -> str:
+        """In words, what keeps more devices from helping: the largest of what is lost at that point."""
+        work = self._workload
+        if count == self._most() < MOST_DEVICES:
+            return f"the batch has only {work.batch_size} samples to share out"
+        count = min(self._most(), max(2, count + 1))
+        found = self.point(count).estimate
+        ideal = self._alone / count
+        lost = {
+            "communication": found.communication,
+            "bubble": found.bubble,
+            "stragglers": found.stragglers,
+            "input": found.input,
+            "host": max(0.0, found.compute + found.update - ideal),
+        }
+        largest = max(lost, key=lambda name: lost[name])
+        return _WORDS[largest](found, self._cluster, lost[largest], work)
+
+    def remedies(self) -> list[Remedy]:
+        """What would help, the most first; each is the same curve with one thing changed."""
+        now = self.saturation()
+        here = self._cluster.num_devices
+        speed = 1 / self._at(here).seconds
+        result = []
+        for text, is_lossy, workload, cluster, changes in self._changes():
+            other = Curves(workload, cluster, replace(self._best, **changes))
+            # A larger batch is more samples in a step, which count.
+            samples = workload.batch_size / self._workload.batch_size
+            gain = samples / other._at(here).seconds / speed
+            saturates = other.saturation()
+            if gain >= LEAST_GAIN or saturates > now:
+                result.append(Remedy(text=text, gain=gain, saturates=saturates, is_lossy=is_lossy))
+        return sorted(result, key=lambda one: (-one.gain, -one.saturates))
+
+    def _changes(self) -> list[tuple[str, bool, Workload, Cluster, dict[str, Any]]]:
+        work, cluster, spec = self._workload, self._cluster, self._best
+        changes: list[tuple[str, bool, Workload, Cluster, dict[str, Any]]] = []
+        network = cluster.network or cluster.with_devices(2 * cluster.per_host).network
+        assert network is not None
+        faster = replace(cluster, network=replace(network, bandwidth=4 * network.bandwidth))
+        if spec.sync == "allreduce":
+            changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
+            changes.append(('local steps, sync="local(8)"', True, work, cluster, {"sync": "local(8)"}))
+        changes.append(("a network four times as fast", False, work, faster, {}))
+        if spec.precision == "fp32" and "bf16" in work.networks:
+            changes.append(('computing in bf16, precision="bf16"', False, work, cluster, {"precision": "bf16"}))
+        if work.noise is None or work.noise > work.batch_size:
+            larger = replace(work, batch_size=4 * work.batch_size)
+            unknown = "" if work.noise else ", if the gradient's noise allows it"
+            changes.append((f"a batch of {larger.batch_size} samples{unknown}", False, larger, cluster, {}))
+        if work.feed:
+            changes.append(("a feed twice as fast", False, replace(work, feed=2 * work.feed), cluster, {}))
+        if cluster.spread > 0:
+            changes.append(("devices of equal speed", False, work, replace(cluster, spread=0.0), {}))
+        return changes
+
+    def _most(self) -> int:
+        return min(MOST_DEVICES, max(2, self._workload.batch_size * self._best.tensor * self._best.stages))
+
+    def _at(self, count: int) -> Estimate:
+        """The fastest of: replicas, shards inside a host, shards on all, and the pick's own axes with more replicas."""
+        cluster = self._cluster.with_devices(count)
+        base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1)
+        ways = [replace(base, replicas=count)]
+        group = self._best.tensor * self._best.stages
+        if group > 1 and count % group == 0:
+            rest = count // group
+            own = replace(self._best, replicas=rest, shards=1)
+            ways.append(replace(own, accumulate=max(1, min(own.accumulate, self._workload.batch_size // rest))))
+        if (self._best.shards or 1) > 1 and count > 1:
+            inside = min(count, cluster.per_host)
+            ways.append(replace(base, shards=count))
+            if count % inside == 0:
+                ways.append(replace(base, shards=inside, replicas=count // inside))
+        usable = [way for way in ways if way.num_parts <= self._workload.batch_size] or [ways[0]]
+        made = [estimate(self._workload, cluster, way) for way in usable]
+        return min(made, key=lambda one: one.seconds)
+
+
+def _grid(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12 and so on: two for each doubling."""
+    counts = {1 << power for power in range(11)} | {3 << power for power in range(9)}
+    return sorted(count for count in counts if count <= most)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    size = work.network(found.spec.precision).param_bytes / 1e6
+    spans = found.num_devices > cluster.per_host
+    grown = cluster.with_devices(found.num_devices)
+    way = grown.network if spans and grown.network else cluster.inside
+    what = "the network card" if spans else f"the link inside a host ({cluster.inside.name})"
+    return (
+        f"{what}: {size:.3g} MB of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
+        f"{_milliseconds(lost)} of a {_milliseconds(found.seconds)} step"
+    )
+
+
+def _by_bubble(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    return (
+        f"the bubble: {found.spec.stages} stages wait {_milliseconds(lost)} for each other, with "
+        f"{found.spec.accumulate} micro-batches"
+    )
+
+
+def _by_stragglers(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    return f"stragglers: the slowest of {found.num_devices} takes {_milliseconds(lost)} longer than the mean"
+
+
+def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {_milliseconds(lost)} for it"
+
+
+def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    rows = work.batch_size / found.spec.num_parts / found.spec.accumulate
+    return (
+        f"too little work: with {rows:.3g} samples a device spends {_milliseconds(lost)} of a step on starting "
+        "operations and on work that does not shrink with the batch"
+    )
+
+
+_WORDS: dict[str, Callable[[Estimate, Cluster, float, Workload], str]] = {
+    "communication": _by_network,
+    "bubble": _by_bubble,
+    "stragglers": _by_stragglers,
+    "input": _by_input,
+    "host": _by_host,
+}

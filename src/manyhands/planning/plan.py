@@ -1,0 +1,329 @@
+"""Plan: the ranked ways of splitting a workload over a cluster, the pick, the curve; and plans of several clusters."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError, StrategyError, StrategySpec
+from .clusters import Cluster
+from .curve import Curve, Curves
+from .efficiency import steps_needed
+from .search import Option, Search
+from .workload import Workload, is_lossy
+
+Measure = Callable[[StrategySpec], float | str]
+"""Seconds of a step with this spec, tried on the hardware at hand; or why it could not be taken."""
+BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3}
+"""How far a time may be off, by where its constants come from."""
+SUFFIX = ".toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every way of splitting would cost, the fastest first.
+
+    `plan.best` is the pick, `plan.show()` prints the table and the curve, `plan.save_html(path)` writes a page.
+    """
+
+    name: str
+    workload: Workload
+    cluster: Cluster
+    options: tuple[Option, ...]
+    control: Option
+    """Plain data parallel, beside which no pick may be slower."""
+    alone: float
+    """Seconds of a step on one device."""
+    curve: Curve
+    notes: tuple[str, ...] = ()
+    fingerprint: str = ""
+
+    @property
+    def best(self) -> Pick:
+        """The fastest that fits and can be run; where some were tried, the fastest of those."""
+        able = [option for option in self.options if option.can_run]
+        tried = [option for option in able if option.measured is not None]
+        return Pick(option=min(tried or able, key=lambda option: option.seconds), plan=self)
+
+    @property
+    def band(self) -> float:
+        """How far predicted times may be off, as a part of them."""
+        return BANDS["calibrated" if self.cluster.measured else "catalogue"]
+
+    def efficiency(self, option: Option) -> float:
+        """Speed-up over one device, for each device."""
+        devices = 1 if self.cluster.shared else option.estimate.num_devices
+        return self.alone / option.seconds / devices
+
+    def cost(self, option: Option, samples: float = 1e6) -> float | None:
+        """Money for so many samples, where a price is known."""
+        if self.cluster.price is None:
+            return None
+        hours = option.seconds * samples / self.workload.batch_size / 3600
+        return hours * option.estimate.num_devices * self.cluster.price
+
+    def steps_over_least(self) -> float | None:
+        """Steps to a target over those of an endless batch, where the gradient's noise is known."""
+        return None if self.workload.noise is None else steps_needed(self.workload.batch_size, self.workload.noise)
+
+    def show(self, *, most: int = 12) -> None:
+        """Prints the table and the curve."""
+        from .report import show
+
+        show(self, most=most)
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes a page with the table and the curve; it needs no other file."""
+        from .pages import html
+
+        Path(path).write_text(html(self), encoding="utf-8")
+
+    def save_svg(self, path: str | Path) -> None:
+        """Writes the curve."""
+        from .pages import svg
+
+        Path(path).write_text(svg(self.curve, self.cluster.num_devices), encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        return {
+            "task": self.name,
+            "cluster": str(self.cluster),
+            "assumed": list(self.cluster.assumed),
+            "band": self.band,
+            "batch_size": self.workload.batch_size,
+            "best": str(self.best.spec),
+            "control": str(self.control.spec),
+            "options": [self._row(option) for option in self.options],
+            "curve": {
+                "devices": [point.num_devices for point in self.curve.points],
+                "speedup": [round(point.speedup, 3) for point in self.curve.points],
+                "saturates": self.curve.saturates,
+                "reason": self.curve.reason,
+                "remedies": [vars(remedy) for remedy in self.curve.remedies],
+            },
+            "noise": self.workload.noise,
+            "notes": list(self.notes),
+        }
+
+    def _row(self, option: Option) -> dict[str, Any]:
+        made = option.estimate
+        return {
+            "strategy": str(option.spec),
+            "devices": made.num_devices,
+            "seconds": option.seconds,
+            "measured": option.measured,
+            "parts": made.parts(),
+            "memory": made.memory.total,
+            "fits": made.fits,
+            "refused": option.refused,
+            "samples_per_second": made.batch_size / option.seconds,
+            "efficiency": self.efficiency(option),
+            "cost_per_million_samples": self.cost(option),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """The pick of a plan: `fit(task, plan.best.spec)`, or `save` it, edit it, and `fit(task, "plan.toml")`."""
+
+    option: Option
+    plan: Plan
+
+    @property
+    def spec(self) -> StrategySpec:
+        """How it splits."""
+        return self.option.spec
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.option.seconds
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        control = self.plan.control
+        how = "measured" if self.option.measured is not None else "predicted"
+        if self.spec == control.spec:
+            return f"plain data parallel is the fastest, {how}: {1e3 * self.seconds:.3g} ms a step"
+        if not control.can_run:
+            return f"plain data parallel does not fit; this does: {1e3 * self.seconds:.3g} ms a step, {how}"
+        gain = control.seconds / self.seconds
+        return f"{1e3 * self.seconds:.3g} ms a step, {how}: {gain:.2f} times plain data parallel"
+
+    def save(self, path: str | Path) -> Path:
+        """Writes it as TOML, to be edited and passed to `fit`."""
+        plan = self.plan
+        lines = [
+            f"# {self.why}",
+            f'strategy = "{self.spec}"',
+            "",
+            "[plan]",
+            f'task = "{plan.name}"',
+            f'cluster = "{plan.cluster}"',
+            f'network = "{plan.fingerprint}"',
+            f"batch_size = {plan.workload.batch_size}",
+            f"milliseconds = {1e3 * self.seconds:.4g}",
+        ]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return Path(path)
+
+
+def read_plan(path: str | Path) -> tuple[StrategySpec, str]:
+    """The strategy in a plan file, and the fingerprint of the network it was made for."""
+    remedy = 'write one with mh.plan(task).best.save("plan.toml")'
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError("a plan file is TOML", got=f"{path}: {error}", remedy=remedy) from None
+    strategy = values.get("strategy")
+    if not isinstance(strategy, str):
+        raise SettingsError("a plan file has a strategy", got=f"{strategy!r} in {path}", remedy=remedy)
+    about = values.get("plan", {})
+    network = about.get("network", "") if isinstance(about, dict) else ""
+    return StrategySpec.parse(strategy), str(network)
+
+
+def require_same(path: str | Path, planned: str, network: str) -> None:
+    """Refuses a plan that was made for another network."""
+    if planned and planned != network:
+        raise SettingsError(
+            f"{path} was made for a network of {planned}",
+            got=f"one of {network}",
+            remedy="plan this one: mh.plan(task).best.save(...), or delete the line 'network' to use it all the same",
+        )
+
+
+def make_plan(
+    workload: Workload,
+    cluster: Cluster,
+    search: Search,
+    *,
+    measure: Measure | None = None,
+    tries: int = 3,
+    fingerprint: str = "",
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Prices all ways, tries the best few where they can be tried, and draws the curve for the pick."""
+    options = search.options(workload, cluster)
+    if not any(option.can_run for option in options):
+        raise _nothing_fits(workload, cluster, search, options)
+    control = next(option for option in options if option.spec == search.control(workload, cluster))
+    if measure is not None:
+        options = _tried(options, control, measure, tries)
+        control = next(option for option in options if option.spec == control.spec)
+    alone = search.option(workload, cluster, StrategySpec(precision=search.precision)).estimate.seconds
+    single = next((o.measured for o in options if o.estimate.num_devices == 1 and o.measured is not None), None)
+    best = next(option for option in options if option.can_run)
+    said = list(notes)
+    if cluster.network is None:
+        said.append(f"beyond this host the curve assumes {cluster.with_devices(2 * cluster.per_host)}")
+    if is_lossy(best.spec.sync):
+        said.append(f"sync={best.spec.sync} changes the mathematics: results differ from one device's")
+    return Plan(
+        name=workload.name,
+        workload=workload,
+        cluster=cluster,
+        options=tuple(options),
+        control=control,
+        alone=single or alone,
+        curve=Curves(workload, cluster, best.spec).draw(),
+        notes=tuple(said),
+        fingerprint=fingerprint,
+    )
+
+
+def _tried(options: list[Option], control: Option, measure: Measure, tries: int) -> list[Option]:
+    """The best few and the control, measured; what was not measured is scaled by what those were off by."""
+    able = [option for option in options if option.can_run]
+    chosen = {option.spec: option for option in [*able[:tries], *([control] if control.can_run else [])]}
+    found = {spec: measure(spec) for spec in chosen}
+    seconds = {spec: one for spec, one in found.items() if isinstance(one, float)}
+    factors = sorted(one / chosen[spec].estimate.seconds for spec, one in seconds.items())
+    factor = factors[len(factors) // 2] if factors else 1.0
+    result = []
+    for option in options:
+        one = found.get(option.spec)
+        off = one / option.estimate.seconds if isinstance(one, float) else factor
+        failed = f"failed here: {one}" if isinstance(one, str) else ""
+        made = replace(option.estimate, factor=off)
+        tried = seconds.get(option.spec)
+        result.append(replace(option, estimate=made, measured=tried, refused=option.refused or failed))
+    return sorted(result, key=lambda o: (not o.can_run, o.measured is None, o.seconds))
+
+
+def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[Option]) -> StrategyError:
+    """An error that says what would fit: more devices, narrow numbers, or a smaller batch."""
+    near = min(options, key=lambda option: option.estimate.memory.total)
+    need, have = near.estimate.memory.total / 2**30, cluster.chip.memory / 2**30
+    able = [option for option in options if option.estimate.fits]
+    if able:
+        return StrategyError(
+            "a plan must be one that this version can run", got=f"only {able[0].spec}: {able[0].refused}", remedy=""
+        )
+    remedy = "take devices with more memory"
+    if search.precision != "bf16" and "bf16" in workload.networks:
+        narrow = replace(search, precision="bf16").options(workload, cluster)
+        if any(option.estimate.fits for option in narrow):
+            remedy = f'precision="bf16" would: {next(o for o in narrow if o.estimate.fits).spec}'
+    if remedy.startswith("take"):
+        for factor in (2, 4, 8, 16, 32, 64):
+            more = cluster.with_devices(factor * cluster.num_devices)
+            fitting = [option for option in search.options(workload, more) if option.estimate.fits]
+            if fitting:
+                remedy = f"{more.num_devices} of these devices would do, with {fitting[0].spec}"
+                break
+    return StrategyError(
+        f"a step must fit into the {have:.3g} GiB of a {cluster.chip.name}",
+        got=f"at least {need:.3g} GiB with {near.spec}",
+        remedy=remedy,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Plans of one task for several clusters, the fastest first."""
+
+    plans: tuple[Plan, ...]
+
+    @property
+    def best(self) -> Pick:
+        """The pick of the fastest."""
+        return self.plans[0].best
+
+    def why(self) -> str:
+        """Which one, and why."""
+        first, *others = self.plans
+        lines = []
+        for other in others:
+            ratio = other.best.seconds / first.best.seconds
+            a, b = first.best.option.estimate.parts(), other.best.option.estimate.parts()
+            cause = max(b, key=lambda name: b[name] - a[name])
+            lines.append(
+                f"{first.cluster} is {ratio:.2f} times as fast as {other.cluster}, which loses most in {cause}"
+            )
+        priced = [plan for plan in self.plans if plan.cluster.price is not None]
+        if len(priced) > 1:
+            cheap = min(priced, key=lambda plan: plan.cost(plan.best.option) or 0.0)
+            money = [f"{plan.cost(plan.best.option):.3g} on {plan.cluster}" for plan in priced]
+            lines.append(f"a million samples cost {', '.join(money)}: {cheap.cluster} is the cheapest")
+        return "; ".join(lines)
+
+    def show(self) -> None:
+        """Prints all of them and the sentence."""
+        for plan in self.plans:
+            plan.show(most=3)
+        print(self.why())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"why": self.why(), "plans": [plan.to_dict() for plan in self.plans]}
+
+
+def compare(plans: Sequence[Plan]) -> Comparison:
+    """Ranks plans by the speed of their picks."""
+    return Comparison(plans=tuple(sorted(plans, key=lambda plan: plan.best.seconds / plan.workload.batch_size)))

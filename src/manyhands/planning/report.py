@@ -1,0 +1,134 @@
+"""The report of a plan in the terminal: its table, its curve, its reason and its remedies."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .curve import Curve
+    from .plan import Plan
+    from .search import Option
+
+COLUMNS = ("strategy", "devices", "step", "compute", "exchange", "bubble", "stragglers", "input", "memory", "samples/s")
+BAR = 48
+NUM_REMEDIES = 5
+
+
+def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
+    """Prints a plan."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console or Console()
+    if not out.is_terminal and console is None:
+        out = Console(width=160)
+    title = f"{plan.name}: {plan.workload.batch_size} samples a step on {plan.cluster}"
+    table = Table(title=title, title_justify="left")
+    for column in header(plan):
+        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
+    shown = list(plan.options[:most])
+    if plan.control not in shown:
+        shown.append(plan.control)
+    best = plan.best.option
+    for option in shown:
+        style = "bold green" if option is best else "" if option.can_run else "dim"
+        table.add_row(*map(Text, cells(plan, option)), style=style)
+    out.print(table)
+    for line in lines(plan):
+        out.print(line, markup=False, highlight=False)
+    for line in draw(plan.curve, plan.cluster.num_devices):
+        out.print(line, markup=False, highlight=False)
+    for line in closing(plan.curve):
+        out.print(line, markup=False, highlight=False)
+
+
+def header(plan: Plan) -> tuple[str, ...]:
+    """The columns; money only where a price is known."""
+    return (*COLUMNS, "efficiency", *(["per 1M samples"] if plan.cluster.price is not None else []))
+
+
+def cells(plan: Plan, option: Option) -> list[str]:
+    """A row of the table."""
+    made = option.estimate
+    parts = made.parts()
+    sign = "" if option.measured is not None else "~"
+    mark = f" ({option.refused.split(':')[0]})" if option.refused else "" if made.fits else " (does not fit)"
+    control = " (control)" if option.spec == plan.control.spec else ""
+    money = plan.cost(option)
+    return [
+        f"{option.spec}{control}{mark}",
+        str(made.num_devices),
+        f"{sign}{duration(option.seconds)}",
+        *(duration(parts[name]) if parts[name] else "-" for name in ("compute", "communication", "bubble")),
+        *(duration(parts[name]) if parts[name] else "-" for name in ("stragglers", "input")),
+        f"{made.memory.total / 2**30:.2f} GiB",
+        f"{made.batch_size / option.seconds:.4g}",
+        f"{plan.efficiency(option):.0%}",
+        *([] if money is None else [f"{money:.3g}"]),
+    ]
+
+
+def lines(plan: Plan) -> list[str]:
+    """The pick, what is assumed, and how far it may be off."""
+    said = [f"pick: {plan.best.spec} ({plan.best.why})"]
+    where = "measured on this machine" if plan.cluster.measured else "from the catalogue"
+    said.append(f"times with ~ are predicted, constants {where}: they may be off by {plan.band:.0%}")
+    said += [f"assumed: {text}" for text in plan.cluster.assumed]
+    said += plan.notes
+    least = plan.steps_over_least()
+    if least is not None:
+        noise = plan.workload.noise or 0.0
+        said.append(f"gradient noise scale {noise:.3g} samples: this batch needs {least:.2f} times the fewest steps")
+    return said
+
+
+def draw(curve: Curve, here: int) -> list[str]:
+    """Bars of speed-ups, in doublings.
+
+    The scale is logarithmic, so that a straight staircase is a perfect speed-up.
+    """
+    top = max(1.0, math.log2(curve.points[-1].num_devices))
+    result = ["", "devices  speed-up"]
+    for point in curve.points:
+        if point.num_devices & (point.num_devices - 1) and point.num_devices != here:
+            continue
+        length = round(BAR * max(0.0, math.log2(max(1.0, point.speedup))) / top)
+        ideal = round(BAR * math.log2(point.num_devices) / top)
+        bar = "█" * length + "·" * max(0, ideal - length)
+        mark = "  <- this cluster" if point.num_devices == here else ""
+        result.append(f"{point.num_devices:7}  {bar:<{BAR}} {point.speedup:8.1f}  {point.efficiency:4.0%}{mark}")
+    return result
+
+
+def closing(curve: Curve) -> list[str]:
+    """Where it saturates, why, and what would help."""
+    if curve.never:
+        first = f"it pays up to {_devices(curve.saturates)}; what ends it or is lost there: {curve.reason}"
+    else:
+        first = f"it saturates at {_devices(curve.saturates)} (more do less than half of their work): {curve.reason}"
+    result = ["", first]
+    for remedy in curve.remedies[:NUM_REMEDIES]:
+        lossy = " (changes the mathematics)" if remedy.is_lossy else ""
+        moved = f"moves it from {curve.saturates} to {_devices(remedy.saturates)}, "
+        moved = moved if remedy.saturates != curve.saturates else ""
+        result.append(f"  {remedy.text}{lossy}: {moved}{remedy.gain:.2f} times the speed here")
+    return result
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A time as a person reads it.
+
+    >>> duration(0.0123), duration(3.2), duration(4e-5)
+    ('12.3 ms', '3.2 s', '40 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

@@ -1,0 +1,122 @@
+"""Search: all sensible ways of splitting a workload over a cluster, priced and ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..core import StrategySpec
+from .clusters import Cluster
+from .estimate import Correction, Estimate, estimate
+from .workload import Workload
+
+MOST_STAGES = 64
+Refuses = Callable[[StrategySpec], str]
+"""Why a spec cannot be run by this version; empty when it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way of splitting and what it would cost."""
+
+    estimate: Estimate
+    refused: str = ""
+    """Why it cannot be run today."""
+    measured: float | None = None
+    """Seconds of a step, where it was tried."""
+
+    @property
+    def spec(self) -> StrategySpec:
+        """How it splits."""
+        return self.estimate.spec
+
+    @property
+    def seconds(self) -> float:
+        """Measured where it was, else predicted."""
+        return self.measured if self.measured is not None else self.estimate.seconds
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it fits and this version can run it."""
+        return self.estimate.fits and not self.refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What may be picked."""
+
+    precision: str = "fp32"
+    lossy: bool = False
+    """Whether policies that change the mathematics may be picked."""
+    refuses: Refuses = lambda spec: ""
+    correction: Correction | None = None
+
+    def options(self, workload: Workload, cluster: Cluster) -> list[Option]:
+        """All of them, those that can run first, the fastest first; data parallel and one device are always in."""
+        found: dict[StrategySpec, Option] = {}
+        for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
+            found[spec] = self.option(workload, cluster, spec)
+        for devices in _counts(cluster.num_devices):
+            for layout in layouts(workload, cluster, devices):
+                for spec in self._filled(workload, cluster, layout):
+                    if spec not in found:
+                        found[spec] = self.option(workload, cluster, spec)
+        return sorted(found.values(), key=lambda o: (not o.estimate.fits, bool(o.refused), o.seconds))
+
+    def control(self, workload: Workload, cluster: Cluster) -> StrategySpec:
+        """Plain data parallel on all devices, or on as many as there are samples."""
+        return StrategySpec(replicas=min(cluster.num_devices, workload.batch_size), precision=self.precision)
+
+    def option(self, workload: Workload, cluster: Cluster, spec: StrategySpec) -> Option:
+        """One of them."""
+        made = estimate(workload, cluster, spec, correction=self.correction)
+        return Option(estimate=made, refused=self.refuses(spec))
+
+    def _filled(self, workload: Workload, cluster: Cluster, layout: StrategySpec) -> Iterator[StrategySpec]:
+        """A layout with its precision, micro-batches and recomputation: as few of these as memory allows."""
+        layout = replace(layout, precision=self.precision)
+        most = workload.batch_size // layout.num_parts
+        counts = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
+        if layout.stages > 1:
+            counts = [count for count in counts if layout.stages <= count <= 8 * layout.stages]
+        for recompute in ("", "blocks"):
+            fitting = 0
+            for count in counts:
+                spec = replace(layout, accumulate=count, recompute=recompute)
+                if estimate(workload, cluster, spec).fits:
+                    fitting += 1
+                    yield spec
+                    if self.lossy and (spec.replicas or 1) > 1:
+                        yield replace(spec, sync="bf16")
+                    if fitting == (3 if layout.stages > 1 else 1):
+                        break
+            if fitting:
+                return
+        if counts:
+            yield replace(layout, accumulate=counts[-1], recompute="blocks")  # shown as what is nearest to fitting
+
+
+def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[StrategySpec]:
+    """Axes for so many devices: products are cut inside a host only, stages are no more than there are blocks."""
+    network = next(iter(workload.networks.values()))
+    blocks = sum(piece.is_repeated for piece in network.pieces)
+    products = any(piece.products > 1 for piece in network.pieces)
+    for tensor in _divisors(min(cluster.per_host, devices), devices) if products else [1]:
+        for stages in [1, *(n for n in _divisors(min(blocks, MOST_STAGES), devices // tensor) if n > 1)]:
+            rest = devices // tensor // stages
+            for shards in sorted({1, min(rest, max(1, cluster.per_host // (tensor * stages))), rest}):
+                if rest % shards == 0 and rest <= workload.batch_size:
+                    yield StrategySpec(replicas=rest // shards, shards=shards, tensor=tensor, stages=stages)
+
+
+def _divisors(most: int, devices: int) -> list[int]:
+    """Powers of two up to a number that divide the devices."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most and devices % (1 << power) == 0]
+
+
+def _counts(devices: int) -> list[int]:
+    """All devices, and halves of them down to two: fewer may be faster."""
+    counts = [devices]
+    while counts[-1] % 2 == 0 and counts[-1] > 2 and len(counts) < 4:
+        counts.append(counts[-1] // 2)
+    return counts

@@ -1,0 +1,291 @@
+"""The verb `plan`: joins the task's network, the hardware, and what can be measured on it, into a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from . import costs, planning, training, verbs
+from .cluster import DEFAULT_TIMEOUT, Device, World, current_world, num_cores, resolve
+from .core import (
+    ManyhandsError,
+    SettingsError,
+    StrategyError,
+    StrategySpec,
+    Task,
+    as_task,
+    task_name,
+)
+from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
+from .data import Cursor, Feed, as_source, check_source, first_dim
+from .planning import Cluster, Comparison, Observation, Plan, Search, Workload, as_cluster
+from .strategies import require_built
+
+ROWS = 8
+"""Samples that a network is traced with; costs grow in proportion."""
+WIDE = {"reach": 3.0, "streaming": 3.0, "operation": 3.0}
+"""How far a device's constants may be from the catalogue's where it is at hand and measured."""
+SWEEP = (1 << 14, 1 << 22, 1 << 24)
+"""Bytes of the sums that are timed."""
+FEED_SECONDS = 0.3
+AUTO = "auto"
+
+ClusterLike = Cluster | str | Path
+
+
+def plan(
+    task: verbs.TaskLike,
+    cluster: ClusterLike | Sequence[ClusterLike] | None = None,
+    *,
+    on: verbs.On = None,
+    params: Mapping[str, Any] | None = None,
+    precision: str = "fp32",
+    lossy: bool = False,
+    tries: int = 3,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Plan | Comparison:
+    """What every way of splitting a task would cost, ranked: step time by part, memory, speed against devices.
+
+    - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared. By
+      default the devices of this machine (or `on`), which are measured first;
+    - `precision`: "fp32" or "bf16", in which the network is to be computed;
+    - `lossy`: whether ways that change the mathematics may be picked;
+    - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none.
+
+    >>> import torch, manyhands as mh
+    >>> task = mh.Task(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)),
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=torch.ones(64, 64),
+    ...     batch_size=64,
+    ... )
+    >>> found = mh.plan(task, "4 hosts x 8 A100, 100Gb/s")
+    >>> found.curve.saturates < 32  # far too small for so many
+    True
+    """
+    if precision not in ("fp32", "bf16"):
+        raise SettingsError("a plan is for fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
+    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
+        raise SettingsError("tries is a number of plans to measure", got=repr(tries), remedy="pass 3, or 0 for none")
+    made = as_task(task, params)
+    clusters = _listed(cluster)
+    search = Search(precision=precision, lossy=lossy, refuses=_refused)
+    bench = _Bench(made, on, timeout)
+    workload, notes = _workload(made, task_name(task), bench)
+    fingerprint = costs.fingerprint(made)
+    finish = functools.partial(planning.make_plan, search=search, fingerprint=fingerprint, notes=notes)
+    if clusters is None:
+        here = bench.cluster()
+        workload, here = bench.calibrated(workload, here, precision)
+        measure = bench.measure if tries else None
+        return finish(workload, here, measure=measure, tries=tries)
+    plans = [finish(workload, one) for one in clusters]
+    return plans[0] if not isinstance(cluster, list | tuple) else planning.compare(plans)
+
+
+def settled(strategy: str | Path, task: Task, on: verbs.On) -> tuple[StrategySpec, list[str]]:
+    """The pick for "auto", or that of a plan file; and a sentence about it."""
+    if strategy != AUTO:
+        spec, planned = planning.read_plan(strategy)
+        planning.require_same(strategy, planned, costs.fingerprint(task))
+        return spec, []
+    if current_world() is not None:
+        raise StrategyError(
+            '"auto" plans before ranks are started', got="a rank", remedy="plan first: mh.plan(task).best.save(...)"
+        )
+    found = plan(task, on=on)
+    assert isinstance(found, Plan)
+    return found.best.spec, [f"auto: {found.best.spec} ({found.best.why})"]
+
+
+class _Bench:
+    """Measures a task on the devices at hand."""
+
+    def __init__(self, task: Task, on: verbs.On, timeout: float) -> None:
+        self._task, self._timeout = task, timeout
+        self._on = on
+        self.failures: list[str] = []
+
+    @functools.cached_property
+    def devices(self) -> list[Device]:
+        """Those that were named; of a machine with a CPU alone, its cores."""
+        found, _ = resolve(self._on)
+        if self._on is None and [device.kind for device in found] == ["cpu"] and num_cores() > 1:
+            found, _ = resolve(f"cpu*{num_cores()}")
+        return found
+
+    def cluster(self) -> Cluster:
+        """The devices as the catalogue knows them."""
+        first = self.devices[0]
+        made = _chip_of(first)
+        return Cluster(
+            hosts=1,
+            per_host=len(self.devices),
+            chip=made,
+            inside=link(made.inside),
+            shared=first.share < 1,
+        )
+
+    def calibrated(self, workload: Workload, cluster: Cluster, precision: str) -> tuple[Workload, Cluster]:
+        """Both with what two batch sizes, a sweep of sums, the feed and the gradient's noise tell."""
+        spec = StrategySpec(precision=precision)
+        seen = []
+        for size in _sizes(workload.batch_size):
+            seconds = self._seconds(spec, batch_size=size)
+            if isinstance(seconds, float):
+                seen.append(Observation(replace(workload, batch_size=size), spec, seconds))
+        if seen:
+            cluster = planning.calibrated(cluster, seen, WIDE)
+        if len(self.devices) > 1:
+            cluster = self._with_links(cluster)
+        return replace(workload, feed=self._feed(), noise=self._noise(workload.batch_size)), cluster
+
+    def measure(self, spec: StrategySpec) -> float | str:
+        """Seconds of a step, or why it could not be taken."""
+        return self._seconds(spec)
+
+    def steps(self, batch_size: int) -> float:
+        """Seconds of a step on one device, for a network that could not be traced."""
+        seconds = self._seconds(StrategySpec(), batch_size=batch_size)
+        if isinstance(seconds, str):
+            raise StrategyError("a step must run on one device to be measured", got=seconds, remedy="mend it first")
+        return seconds
+
+    def _seconds(self, spec: StrategySpec, **more: Any) -> float | str:
+        devices = self.devices[: spec.num_devices]
+        if spec.num_devices == 1:
+            devices = [replace(self.devices[0], share=1.0, slot=0)]
+        try:
+            found = self._run(functools.partial(training.time_steps, task=self._task, spec=spec, **more), devices)
+        except (ManyhandsError, RuntimeError, MemoryError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return float(max(median(times) for times in found))
+
+    def _run(self, fn: Callable[[World], Any], devices: Sequence[Device]) -> list[Any]:
+        return verbs._start(fn, devices, self._timeout, lambda rank, entry: None, training.View())
+
+    def _with_links(self, cluster: Cluster) -> Cluster:
+        times = self._run(_sweep, self.devices)[0]
+        count = len(self.devices)
+        (_, first), (middle, _), (large, last) = zip(SWEEP, times, strict=True)
+        travelling = max(1e-9, last - times[1])
+        rate = 2 * (count - 1) / count * (large - middle) / travelling
+        way = Link(name=cluster.inside.name, bandwidth=rate, share=1.0, latency=0.0, source="measured")
+        return replace(cluster, inside=way, exchange=first)
+
+    def _feed(self) -> float | None:
+        """Samples per second of the feed alone."""
+        source = as_source(self._task.data, collate=self._task.collate)
+        size = check_source(source, self._task.batch_size)
+        feed = Feed(source, batch_size=size, workers=self._task.workers)
+        samples, began = 0, time.perf_counter()
+        try:
+            for batch in feed.epoch(Cursor()):
+                samples += batch.global_samples
+                if time.perf_counter() - began > FEED_SECONDS:
+                    break
+        finally:
+            feed.close()
+        return samples / max(1e-9, time.perf_counter() - began) if samples else None
+
+    def _noise(self, batch_size: int) -> float | None:
+        """The gradient noise scale at the first weights, where the loss tells it."""
+        small, large = max(1, batch_size // 4), batch_size
+        if self._task.loss is None or small == large:
+            return None
+        sample = functools.partial(training.gradient_squares, task=self._task, sizes=(small, large))
+        with contextlib.suppress(ManyhandsError, RuntimeError, ValueError):
+            few, many = self._run(sample, [replace(self.devices[0], share=1.0, slot=0)])[0]
+            if few and many:
+                return planning.noise_scale(small, few, large, many)
+        return None
+
+
+def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster] | None:
+    if cluster is None:
+        return None
+    given = list(cluster) if isinstance(cluster, list | tuple) else [cluster]
+    if not given:
+        raise SettingsError("clusters are compared", got="none", remedy='pass "8 H100" or several')
+    return [as_cluster(one) for one in given]  # type: ignore[arg-type]
+
+
+def _workload(task: Task, name: str, bench: _Bench) -> tuple[Workload, list[str]]:
+    """The task as numbers: traced, or measured where its network cannot be traced."""
+    source = as_source(task.data, collate=task.collate)
+    batch_size = check_source(source, task.batch_size)
+    feed = Feed(source, batch_size=batch_size, workers=0)
+    try:
+        batch = feed.peek(min(ROWS, batch_size))
+    finally:
+        feed.close()
+    try:
+        networks = {p: costs.trace(task, batch, rows=ROWS, precision=p) for p in ("fp32", "bf16")}
+        return Workload(networks=networks, batch_size=batch_size, name=name), []
+    except CannotTrace as error:
+        network = _measured(task, batch_size, bench, first_dim(batch))
+        return Workload(networks={"fp32": network}, batch_size=batch_size, name=name), [str(error)]
+
+
+def _measured(task: Task, batch_size: int, bench: _Bench, rows: int) -> Network:
+    """A network as one piece that takes as long as whole steps took here."""
+    small, large = _sizes(batch_size)
+    first, second = bench.steps(small), bench.steps(large)
+    each = max(1e-9, (second - first) / (large - small))
+    start = max(0.0, first - each * small)
+    device = bench.cluster().chip
+    return costs.one_piece(task, rows=ROWS, each=each, start=start, chip=device)
+
+
+def _sizes(batch_size: int) -> tuple[int, int]:
+    """Two batch sizes to measure: the task's own and a quarter of it, or twice where it is one."""
+    return (max(1, batch_size // 4), batch_size) if batch_size > 1 else (1, 2)
+
+
+def _refused(spec: StrategySpec) -> str:
+    try:
+        require_built(spec)
+    except StrategyError as error:
+        return f"not yet: {error.rule}"
+    return ""
+
+
+def _chip_of(device: Device) -> Chip:
+    if device.kind == "cpu":
+        one, cores = chip("CPU"), num_cores()
+        flops = {precision: rate * cores for precision, rate in one.flops.items()}
+        return replace(one, flops=flops, bandwidth=one.bandwidth * cores, memory=float(device.memory))
+    described = torch.cuda.get_device_properties(device.index) if device.kind == "cuda" else None
+    if described is None:
+        return make_chip(device.kind, {"flops": 1e13, "memory": 16e9, "bandwidth": 4e11})
+    try:
+        known = chip(described.name)
+    except ManyhandsError:
+        known = make_chip(described.name, {"flops": 1e14, "memory": 1e9, "bandwidth": 1e12})
+    return replace(known, memory=float(described.total_memory) * device.share)
+
+
+def _sweep(world: World) -> list[float]:
+    """Seconds of sums of some sizes, the median of a few each."""
+    times = []
+    for size in SWEEP:
+        tensor = torch.zeros(size // 4, device=world.device)
+        each = []
+        for _ in range(5):
+            world.barrier()
+            began = time.perf_counter()
+            world.all_reduce(tensor)
+            if world.device.type != "cpu":
+                torch.accelerator.synchronize(world.device)
+            each.append(time.perf_counter() - began)
+        times.append(median(each))
+    return times

@@ -1,0 +1,293 @@
+"""Plans: what is picked and why, the curve and its reason, what is refused, and files that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.core import SettingsError, StrategyError, StrategySpec
+from manyhands.costs import trace
+from manyhands.planning import (
+    Cluster,
+    Curves,
+    One,
+    Plan,
+    Search,
+    Workload,
+    best_batch,
+    compare,
+    make_plan,
+    many,
+    noise_scale,
+    read_plan,
+    require_same,
+    stacking_gain,
+)
+
+from ..costs.networks import gpt_task
+from .test_estimate import cluster, timed
+
+WHOLE = Search(refuses=lambda spec: "not yet: stages" if spec.stages > 1 else "")
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Workload:
+    made = gpt_task(width=2048, layers=20, heads=16, words=51200, length=1024)
+    batch = torch.zeros(1, 1025, dtype=torch.long)
+    networks = {precision: trace(made, batch, rows=8, precision=precision) for precision in ("fp32", "bf16")}
+    return Workload(networks=networks, batch_size=512, name="gpt")
+
+
+def test_a_billion_parameters_on_512_devices(gpt: Workload) -> None:
+    found = make_plan(gpt, Cluster.parse("64 hosts x 8 H100, 400Gb/s per device"), Search(precision="bf16"))
+    assert 1.1e9 < gpt.network("fp32").params < 1.2e9
+    assert found.best.option.estimate.fits
+    assert found.best.seconds <= found.control.seconds
+    assert len(found.options) > 100
+    axes = {(o.spec.tensor > 1, o.spec.stages > 1, (o.spec.shards or 1) > 1) for o in found.options}
+    assert len(axes) == 8
+    assert [o.seconds for o in found.options if o.can_run] == sorted(o.seconds for o in found.options if o.can_run)
+
+
+def test_what_does_not_fit_is_split_or_computed_again(gpt: Workload) -> None:
+    found = make_plan(gpt, Cluster.parse("8 V100"), Search())
+    assert not found.control.can_run
+    best = found.best.spec
+    assert best.tensor * best.stages * (best.shards or 1) > 1 or best.recompute
+    assert "does not fit" in found.best.why
+
+
+def test_nothing_fits_and_what_would_is_said() -> None:
+    huge = gpt_task(width=8192, layers=8, heads=64, length=128)
+    work = Workload(networks={"fp32": trace(huge, torch.zeros(1, 129).long(), rows=1)}, batch_size=8)
+    with pytest.raises(StrategyError, match=r"must fit into .* H100, but got at least .* \d+ of these devices would"):
+        make_plan(work, Cluster.parse("1 H100"), Search())
+
+
+def test_lossy_ways_are_picked_only_when_asked() -> None:
+    work = timed(1.0, 1e9, batch_size=16)
+    slow = cluster(16, per_host=1, gbits=10)
+    assert make_plan(work, slow, WHOLE).best.spec.sync == "allreduce"
+    lossy = make_plan(work, slow, replace(WHOLE, lossy=True))
+    assert lossy.best.spec.sync == "bf16"
+    assert "changes the mathematics" in " ".join(lossy.notes)
+
+
+def test_what_this_version_cannot_run_is_shown_and_never_picked() -> None:
+    work = timed(0.05, 1e9, batch_size=16)
+    found = make_plan(work, cluster(8), WHOLE)
+    assert any(option.refused for option in found.options)
+    assert found.best.spec.stages == 1
+
+
+def test_measuring_decides_and_the_control_is_always_tried() -> None:
+    work = timed(0.05, 1e8, batch_size=16)
+    tried: list[StrategySpec] = []
+
+    def measure(spec: StrategySpec) -> float | str:
+        tried.append(spec)
+        if spec.shards != 1:
+            return "RuntimeError: no"
+        return 0.1 if spec == StrategySpec(replicas=8) else 0.2
+
+    found = make_plan(work, cluster(8), Search(), measure=measure, tries=4)
+    assert found.control.spec in tried
+    assert len(tried) <= 5
+    assert found.best.spec == StrategySpec(replicas=8)
+    assert found.best.seconds == 0.1
+    assert all(o.refused.startswith("failed here") for o in found.options if o.spec in tried and o.spec.shards != 1)
+
+
+def test_no_pick_is_slower_than_data_parallel() -> None:
+    for size, params in ((0.001, 1e9), (1.0, 1e6), (0.01, 1e8)):
+        for gbits in (1, 100):
+            found = make_plan(timed(size, params), cluster(16, gbits=gbits), Search())
+            assert found.best.seconds <= found.control.seconds
+
+
+@pytest.mark.parametrize(
+    ("workload", "where", "reason", "remedy"),
+    [
+        (timed(0.01, 1e8, batch_size=1024), cluster(32, gbits=10), "the network card", "a network four times as fast"),
+        (timed(0.001, 1e4, batch_size=1024, feed=2000.0), cluster(8, gbits=400), "input", "a feed twice as fast"),
+        (timed(0.01, 1e4, batch_size=1024), cluster(32, gbits=400, spread=0.5), "stragglers", "devices of equal speed"),
+        (timed(0.01, 1e4, batch_size=16), cluster(8), "only 16 samples", "a batch of 64"),
+    ],
+)
+def test_the_curve_says_why_and_what_would_help(workload: Any, where: Any, reason: str, remedy: str) -> None:
+    curve = Curves(workload, where, StrategySpec(replicas=where.num_devices)).draw()
+    assert reason in curve.reason
+    assert any(remedy in one.text for one in curve.remedies)
+    speeds = [point.speedup for point in curve.points]
+    assert speeds[0] == 1.0
+    assert all(point.speedup <= 1.01 * point.num_devices for point in curve.points)
+
+
+def test_tiny_work_saturates_at_once() -> None:
+    made = gpt_task()
+    work = Workload(networks={"fp32": trace(made, made.data, rows=8)}, batch_size=64, recorded=False)
+    curve = Curves(work, Cluster.parse("8 A100"), StrategySpec(replicas=8)).draw()
+    assert curve.saturates <= 3
+    assert "too little work" in curve.reason
+
+
+def test_narrow_gradients_move_the_point() -> None:
+    curve = Curves(timed(0.01, 1e8, batch_size=1024), cluster(32, gbits=10), StrategySpec(replicas=32)).draw()
+    remedy = next(one for one in curve.remedies if "bf16 gradients" in one.text)
+    assert remedy.is_lossy
+    assert remedy.saturates > 1.5 * curve.saturates
+    assert remedy.gain > 1.3
+
+
+def test_fewer_devices_are_picked_where_more_are_slower() -> None:
+    found = make_plan(timed(0.05, 1e9, batch_size=16), cluster(16, gbits=10), WHOLE)
+    assert found.best.spec.num_devices == 8  # one host of the two
+
+
+def test_clusters_are_compared() -> None:
+    work = timed(1.0, 2e9, batch_size=64)
+    few = replace(cluster(8), price=2.0)
+    far = replace(cluster(16, per_host=1, gbits=10), price=1.0)
+    both = compare([make_plan(work, where, WHOLE) for where in (far, few)])
+    assert both.best.plan.cluster == few
+    assert "loses most in communication" in both.why()
+    assert "a million samples cost" in both.why()
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    work = timed(0.05, 1e8, batch_size=16)
+    found = make_plan(work, cluster(8), Search(), fingerprint="5 parameters (abc)")
+    path = found.best.save(tmp_path / "plan.toml")
+    assert read_plan(path) == (found.best.spec, "5 parameters (abc)")
+    with pytest.raises(SettingsError, match=r"made for a network of 5 parameters \(abc\), but got one of 6"):
+        require_same(path, "5 parameters (abc)", "6 parameters (abd)")
+    path.write_text("strategy = 3")
+    with pytest.raises(SettingsError, match="has a strategy"):
+        read_plan(path)
+    with pytest.raises(SettingsError, match="is TOML"):
+        read_plan(tmp_path / "none.toml")
+
+
+def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = make_plan(timed(0.01, 1e8, batch_size=64), replace(cluster(16, gbits=10), price=2.0), Search())
+    found.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "<svg" in page
+    assert str(found.best.spec) in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    found.save_svg(tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+    found.show()
+    shown = capsys.readouterr().out
+    for word in ("(control)", "per 1M samples", "this cluster", "saturates", "times the speed here", "may be off by"):
+        assert word in shown
+
+
+def test_noise_decides_how_large_a_batch_pays() -> None:
+    generator = torch.Generator().manual_seed(0)
+    signal, spread = torch.full((50,), 0.1), 2.0
+
+    def squares(size: int) -> list[float]:
+        drawn = signal + spread * torch.randn(4000, 50, generator=generator) / size**0.5
+        return drawn.square().sum(1).tolist()
+
+    true = 50 * spread**2 / float(signal.square().sum())
+    assert noise_scale(64, squares(64), 1024, squares(1024)) == pytest.approx(true, rel=0.2)
+    assert best_batch(true, {64: 1.0, 1024: 2.0, 65536: 100.0}) == 1024
+    with pytest.raises(SettingsError, match="two batch sizes differ"):
+        noise_scale(8, [1.0], 8, [1.0])
+
+
+def test_many_networks_are_stacked_while_that_pays() -> None:
+    gpu = Cluster.parse("1 H200")
+    small = One(start=1.1e-3, each=0.1e-3 / 128, batch_size=128, memory=50e6)
+    assert stacking_gain(small, 1) == 1.0
+    assert stacking_gain(small, 10**6) == pytest.approx(1 + 11, rel=0.01)
+    best = many(small, 100, gpu)[0]
+    assert best.name == "stacked"
+    assert best.gain == pytest.approx(stacking_gain(small, 100), rel=0.01)
+    large = One(start=1e-4, each=0.01, batch_size=128, memory=100e9)
+    assert many(large, 8, Cluster.parse("8 H200"))[0].together == 1
+    with pytest.raises(SettingsError, match="must fit on a device"):
+        many(replace(large, memory=200e9), 2, gpu)
+
+
+# -- the verb ----------------------------------------------------------------------------------------------------------
+
+
+def small_task(width: int = 64) -> mh.Task:
+    return mh.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, 1)),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=(torch.randn(64, 16), torch.randn(64, 1)),
+        batch_size=32,
+    )
+
+
+def test_planning_for_hardware_that_is_not_here() -> None:
+    found = mh.plan(small_task, "2 hosts x 8 H100, 100Gb/s", params={"width": 128})
+    assert isinstance(found, Plan)
+    assert found.name == "small_task"
+    assert found.workload.network("fp32").params == 16 * 128 + 128 + 128 + 1
+    assert not found.cluster.measured
+    assert found.to_dict()["best"] == str(found.best.spec)
+    both = mh.plan(small_task, ["8 H100", "8 V100"])
+    assert len(both.to_dict()["plans"]) == 2
+
+
+def test_planning_here_measures_and_its_pick_runs(tmp_path: Path, engine: Any) -> None:
+    found = mh.plan(small_task, on="cpu*2", tries=1)
+    assert isinstance(found, Plan)
+    assert found.cluster.measured
+    assert found.workload.feed is not None
+    assert found.workload.noise is not None
+    assert found.control.spec == StrategySpec(replicas=2)
+    assert found.control.measured is not None
+    assert found.best.option.measured is not None
+    path = found.best.save(tmp_path / "plan.toml")
+    run = mh.fit(small_task, str(path), on="cpu*2", steps=2, folder=tmp_path, progress=False)
+    assert run.record["spec"] == found.best.spec.to_dict()
+    with pytest.raises(SettingsError, match="was made for a network of"):
+        mh.fit(small_task, str(path), params={"width": 32}, steps=1, folder=tmp_path, progress=False)
+
+
+def test_auto_runs_the_pick_and_says_so(tmp_path: Path, engine: Any) -> None:
+    run = mh.fit(small_task, "auto", on="cpu", steps=2, folder=tmp_path, progress=False)
+    assert run.num_steps == 2
+    assert "auto: replicas=1" in (run.path / "events.jsonl").read_text()
+
+
+def test_a_network_that_cannot_be_traced_is_measured_whole(engine: Any) -> None:
+    class Looks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * (2 if x.sum().item() > 0 else 1)
+
+    found = mh.plan(small_task().replace(model=Looks), "4 H100", on="cpu")
+    assert isinstance(found, Plan)
+    assert ".item()" in " ".join(found.notes)
+    assert found.workload.network("fp32").pieces[0].name == "all of it, measured"
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"precision": "fp8"}, "fp32 or bf16"),
+        ({"tries": -1}, "tries is a number"),
+        ({"cluster": []}, "clusters are compared"),
+        ({"cluster": "2 hosts x 8 H100"}, "a network with a speed"),
+        ({"cluster": 8}, "a cluster is a text"),
+    ],
+)
+def test_bad_input_is_refused_before_work_starts(more: dict[str, Any], rule: str) -> None:
+    with pytest.raises(SettingsError, match=rule):
+        mh.plan(small_task, **more)
