@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import sync
     from .cluster import Device, devices, doctor
-    from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, mean
+    from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, TensorParallel, mean
     from .data import bucketed, files
     from .plans import plan
     from .store import load, weights
@@ -45,6 +45,7 @@ __all__ = [
     "Sharded",
     "ParameterServer",
     "Embedding",
+    "TensorParallel",
     "StrategySpec",
     "sync",
     "Run",
@@ -57,7 +58,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "core": ["Task", "mean", "Single", "Mirrored", "Sharded", "ParameterServer", "StrategySpec", "Predictor"],
+    "core": [
+        "Task",
+        "mean",
+        "Single",
+        "Mirrored",
+        "Sharded",
+        "TensorParallel",
+        "ParameterServer",
+        "StrategySpec",
+        "Predictor",
+    ],
     "cluster": ["Device", "devices", "doctor"],
     "plans": ["plan"],
     "store": ["load", "weights"],

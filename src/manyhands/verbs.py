@@ -53,7 +53,7 @@ from .core import (
 )
 from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore, Weights
-from .strategies import require_built
+from .strategies import require_built, require_loss
 from .sync import carrying, make_policy
 from .training import (
     About,
@@ -153,6 +153,7 @@ def fit(
     strategy, said = _planned(strategy, made, on)
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
     notices += said
+    require_loss(spec, made.loss is not None)
     _check_data(made, steps)
     if spec.servers:
         training.check_served(made)
@@ -243,6 +244,7 @@ def check(
     """
     made = as_task(task, params)
     spec, devices, _ = settle(strategy, on)
+    require_loss(spec, made.loss is not None)
     _check_data(made, None)
     with _own_randomness():
         whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
@@ -511,12 +513,15 @@ def _act(
     weights: dict[str, Tensor],
 ) -> Any:
     hand = Hand(world, spec)
-    hand.realise(task.model(), task.optimizer)
-    hand.model.load_state_dict(weights)
     # Arrays that a person passes are rows already; collate is for the samples of datasets.
     source = as_source(data, collate=None if is_arrays(data) else task.collate)
     rows = source.size if source.size is not None else task.batch_size or 32
     size = min(source.batch_size or task.batch_size or 32, max(1, rows))
+    computed = (
+        task.loss if act is training.evaluate and task.loss is not None else functools.partial(training.answers, task)
+    )
+    hand.realise(task.model(), task.optimizer, hand.probe(computed, source, size))
+    hand.replica.load(weights)
     feed = hand.make_feed(source, size, shuffle=False)
     try:
         return act(hand, task, feed)

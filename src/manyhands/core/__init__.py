@@ -36,6 +36,7 @@ from .spec import (
     Sharded,
     Single,
     StrategySpec,
+    TensorParallel,
     as_spec,
     split_settings,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "task_name",
     "typed",
     "StrategySpec",
+    "TensorParallel",
     "DATA_AXES",
     "MESH_ORDER",
     "Single",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ MESH_ORDER = ("replicas", "shards", "stages", "tensor")
 DATA_AXES = ("replicas", "shards")
 """Axes along which ranks take different samples."""
 PRECISIONS = ("fp32", "bf16", "fp64")
+WAYS = ("column", "row", "vocabulary", "replicate")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
 _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
@@ -45,6 +47,8 @@ class StrategySpec:
       of experts; those that are not built yet are refused;
     - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients"
       (parameters stay whole between forward and backward);
+    - `layout`: where layers are not to be cut as they are found to: patterns of their names, each with "column", "row",
+      "vocabulary" or "replicate", such as "*.mlp.*:replicate;head:column";
     - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "topk(0.01)" say; "allreduce" is exact;
     - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
@@ -74,6 +78,7 @@ class StrategySpec:
     context: int = 1
     expert: int = 1
     sharding: str = "full"
+    layout: str = ""
     sync: str = "allreduce"
     batch_stats: str = "sync"
     precision: str = "fp32"
@@ -96,6 +101,10 @@ class StrategySpec:
             _require_count(axis, count)
         if self.replicas is None and self.shards is None:
             raise StrategyError("one of replicas and shards must be a number", got="all for both", remedy="pass one")
+        if isinstance(self.layout, Mapping):
+            object.__setattr__(self, "layout", ";".join(f"{pattern}:{way}" for pattern, way in self.layout.items()))
+        for way in self.layouts.values():
+            _require_one_of("a layer's way in layout", way, WAYS)
         _require_count("accumulate", self.accumulate)
         if not isinstance(self.deterministic, bool):
             raise StrategyError(
@@ -154,6 +163,16 @@ class StrategySpec:
         assert self.replicas is not None, "a spec for definite devices, see with_devices"
         assert self.shards is not None, "a spec for definite devices, see with_devices"
         return {name: count for name in MESH_ORDER if (count := getattr(self, name)) > 1}
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """The patterns of `layout`, each with the way of its layers.
+
+        >>> StrategySpec(tensor=2, layout="*.mlp.*:replicate;head:column").layouts
+        {'*.mlp.*': 'replicate', 'head': 'column'}
+        """
+        pairs = (part.rpartition(":") for part in filter(None, self.layout.split(";")))
+        return {pattern.strip(): way.strip() for pattern, _, way in pairs}
 
     @property
     def num_parts(self) -> int:
@@ -314,6 +333,39 @@ def Sharded(
     )
 
 
+def TensorParallel(
+    tensor: int = 2,
+    *,
+    replicas: int | None = 1,
+    layout: Mapping[str, str] | str = "",
+    sync: object = "allreduce",
+    batch_stats: str = "sync",
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """Layers cut across devices: each computes some features, heads or rows of the vocabulary of every batch.
+
+    How is found by following a few samples through the network; `layout` overrules it by patterns of layers' names,
+    such as {"*.mlp.*": "replicate", "head": "column"}.
+
+    >>> TensorParallel(2, replicas=4, layout={"head": "replicate"})
+    StrategySpec(replicas=4, tensor=2, layout='head:replicate')
+    """
+    return StrategySpec(
+        replicas=replicas,
+        tensor=tensor,
+        layout=layout,  # type: ignore[arg-type]
+        sync=str(sync),
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
 def ParameterServer(
     servers: int = 1,
     workers: int | None = None,
@@ -359,6 +411,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "mirrored": {"replicas": None},
     "sharded": {"shards": None},
     "ps": {"replicas": None, "servers": 1},
+    "tensorparallel": {"tensor": 2},
 }
 """Strategies by the one word that people change."""
 

@@ -4,7 +4,7 @@ from .batch_stats import BatchStats
 from .embedding import Embedding, declaring
 from .mirrored import MirroredReplica
 from .parameter_server import ServedReplica
-from .realise import MAIN, optimizers_of, realise, require_built
+from .realise import MAIN, Probe, optimizers_of, realise, require_built, require_loss
 from .recompute import keep_all, recompute
 from .replica import Replica
 from .skipping import keep_where
@@ -12,8 +12,10 @@ from .skipping import keep_where
 __all__ = [
     "realise",
     "require_built",
+    "require_loss",
     "optimizers_of",
     "MAIN",
+    "Probe",
     "Replica",
     "MirroredReplica",
     "ServedReplica",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import float64, nn
@@ -18,6 +19,8 @@ from .parameter_server import ServedReplica
 from .recompute import recompute
 from .replica import Replica
 
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+"""A loss of a few samples, computed by a network; the function is applied to what the network gets."""
 MAIN = ""
 """The key of the only optimizer, where a task has just one."""
 
@@ -27,42 +30,84 @@ def realise(
     world: World,
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None = None,
 ) -> Replica:
-    """A replica of the network on this rank: precision, device, recomputation, equal values, optimizers, sync."""
+    """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
+
+    `probe` computes the loss of a few samples, for what must be found out by following them through the network.
+    """
     require_built(spec)
     _require_place(model, world)
     if spec.precision == "fp64":
         model = model.to(float64)
     model = model.to(world.device)
+    if world.size > 1:
+        mirror(model, world)
+    if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
+        return _in_parts(spec, world, model, make_optimizer, probe)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
-    mirror(model, world)
-    if spec.shards != 1:
-        # torch's own part takes a while to import, and few need it.
-        from .sharded import ShardedReplica, shard
-
-        inner = shard(model, spec, world)
-        return ShardedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)), inner)
     kind = LocalReplica if isinstance(make_policy(spec.sync), Local) else MirroredReplica
     return kind(spec, world, model, optimizers_of(model, make_optimizer(model)))
 
 
+def _in_parts(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+) -> Replica:
+    """A network that no rank holds all of: layers are cut first, then whatever is left of them is sharded."""
+    # torch's own parts take a while to import, and few need them.
+    from .sharded import ShardedReplica, shard, shared_stats
+
+    stats = shared_stats(model, spec, world)
+    cutting = None
+    if spec.tensor > 1:
+        from .tensor import Cutting
+
+        require_loss(spec, probe is not None)
+        assert probe is not None
+        cutting = Cutting(spec, world, model, probe)
+        cutting.apply(model)
+    scope = ExitStack if cutting is None else cutting.scope
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
+    if spec.shards != 1:
+        shard(model, spec, world)
+    optimizers = optimizers_of(model, make_optimizer(model))
+    if cutting is None:
+        return ShardedReplica(spec, world, model, optimizers, stats)
+    from .tensor import TensorReplica
+
+    return TensorReplica(spec, world, model, optimizers, cutting, stats)
+
+
+def require_loss(spec: StrategySpec, has_loss: bool) -> None:
+    """How layers are cut is found by following a few samples to the loss, so there must be one."""
+    if spec.tensor > 1 and not has_loss:
+        raise StrategyError(
+            "cutting layers needs a loss to follow: a task with loss=, trained by fit",
+            got=str(spec),
+            remedy="use mh.Mirrored() or mh.Sharded() for steps of one's own",
+        )
+
+
 def require_built(spec: StrategySpec) -> None:
     """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
-    for axis in ("tensor", "stages"):
-        if getattr(spec, axis) != 1:
-            raise StrategyError(
-                f"this version splits along replicas and shards only, so {axis} must be 1",
-                got=getattr(spec, axis),
-                remedy="use mh.Mirrored() or mh.Sharded()",
-            )
-    policy = make_policy(spec.sync)
-    if spec.shards != 1 and policy.needs_matrices:
+    if spec.stages != 1:
         raise StrategyError(
-            f"the policy {policy} needs whole matrices, and sharded ranks hold parts of them",
+            "this version splits along replicas, shards and tensor only, so stages must be 1",
+            got=spec.stages,
+            remedy="use mh.Mirrored(), mh.Sharded() or mh.TensorParallel()",
+        )
+    policy = make_policy(spec.sync)
+    if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
+        raise StrategyError(
+            f"the policy {policy} needs whole matrices, and such ranks hold parts of them",
             got=str(spec),
             remedy='use mh.Mirrored(), or another policy such as sync="int8"',
         )

@@ -24,15 +24,17 @@ _MARK = "recomputes"
 SMALL = 1 << 16
 """Elements up to which a buffer is kept as it was before every forward, whether or not it was ever changed."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+Scope = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def recompute(model: nn.Module, what: str, *, own_randomness: bool = True) -> list[str]:
+def recompute(model: nn.Module, what: str, *, own_randomness: bool = True, scope: Scope = ExitStack) -> list[str]:
     """Makes backward compute some modules again; returns their names.
 
     `what` is "blocks" (those that are repeated in a list or a sequence), "selective" (the same, but results of matrix
     products, convolutions and attention are kept) or a pattern of module names; empty is nothing at all.
-    `own_randomness` says that torch's generators draw for the network, so the device's state must come back too.
+    `own_randomness` says that torch's generators draw for the network, so the device's state must come back too;
+    `scope` is where a network is computed, and so computed again.
 
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     >>> recompute(nn.Sequential(block(), block(), nn.Linear(4, 1)), "blocks")
@@ -50,7 +52,7 @@ def recompute(model: nn.Module, what: str, *, own_randomness: bool = True) -> li
             remedy='name them by a pattern, such as recompute="*.mlp"',
         )
     for module in chosen.values():
-        _wrap(module, what == SELECTIVE, own_randomness)
+        _wrap(module, what == SELECTIVE, own_randomness, scope)
     return list(chosen)
 
 
@@ -98,16 +100,16 @@ def _some_names(model: nn.Module) -> str:
     return "the modules " + ", ".join(names[:12]) + (" …" if len(names) > 12 else "") if names else "no modules in it"
 
 
-def _wrap(module: nn.Module, selective: bool, own_randomness: bool) -> None:
+def _wrap(module: nn.Module, selective: bool, own_randomness: bool, scope: Scope) -> None:
     own = module.__dict__.get("forward")
-    forward = _recomputing(own, _Changes(), selective, own_randomness)
+    forward = _recomputing(own, _Changes(), selective, own_randomness, scope)
     setattr(forward, _MARK, own)
     # A bound method, so that a copy of the module computes with the copy's own parameters.
     module.forward = MethodType(forward, module)
 
 
 def _recomputing(
-    own: Callable[..., Any] | None, changes: _Changes, selective: bool, own_randomness: bool
+    own: Callable[..., Any] | None, changes: _Changes, selective: bool, own_randomness: bool, scope: Scope
 ) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = own or MethodType(type(module).forward, module)
@@ -118,18 +120,19 @@ def _recomputing(
             *args,
             use_reentrant=False,
             preserve_rng_state=own_randomness,
-            context_fn=functools.partial(_contexts, module, changes, selective),
+            context_fn=functools.partial(_contexts, module, changes, selective, scope),
         )
 
     return forward
 
 
-def _contexts(module: nn.Module, changes: _Changes, selective: bool) -> Contexts:
+def _contexts(module: nn.Module, changes: _Changes, selective: bool, scope: Scope) -> Contexts:
     """What the first and the second time of computing happen in."""
     first, second = create_selective_checkpoint_contexts(_policy) if selective else (ExitStack(), ExitStack())
     state = torch.default_generator.get_state()
     before = changes.values(module)
-    return _both(changes.noticed(module, before), first), _both(_as_before(module, before, state), second)
+    again = _both(_as_before(module, before, state), _both(scope(), second))
+    return _both(changes.noticed(module, before), first), again
 
 
 @contextmanager

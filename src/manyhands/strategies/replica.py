@@ -27,6 +27,8 @@ class Replica:
         """Whether the network is computed in bfloat16."""
         self.group: World = world
         """The ranks whose gradients are summed in every step; all of them, unless replicas go apart."""
+        self.notes: list[str] = []
+        """What a person should know of how the network was split."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
 
     @property
@@ -146,12 +148,16 @@ class Replica:
     def lay_out_anew(self) -> None:
         """Follows parameters that lie otherwise in memory than before."""
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter, a gradient or an optimizer's slot, on every rank that calls it together."""
+    def plain(self, value: Any) -> Any:
+        """A loss, or what the network gave, with whole tensors as on one device."""
+        return value
+
+    def whole(self, tensor: Tensor, name: str = "") -> Tensor:
+        """All of a parameter, its gradient or a slot of its optimizer, on every rank that calls it together."""
         return tensor
 
-    def part_for(self, whole: Tensor, like: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor, laid out like a parameter."""
+    def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
+        """What this rank holds of a whole tensor, laid out like the parameter of this name."""
         return whole
 
     def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -161,7 +167,7 @@ class Replica:
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole tensors of the network, by name."""
         held = self.model.state_dict()
-        return {name: self.part_for(value, held[name]) if name in held else value for name, value in whole.items()}
+        return {n: self.part_for(value, held[n], n) if n in held else value for n, value in whole.items()}
 
     def align_buffers(self) -> None:
         """Gives every replica the first one's buffers."""

@@ -5,12 +5,13 @@ torch's `fully_shard` cuts and gathers on the inner axis; the outer replica axis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -24,17 +25,29 @@ from .mirrored import hash_of
 from .recompute import blocks_of
 from .replica import Replica
 
+# Sums and gathers along two axes are two operations; that this is said for each of them helps nobody.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-def shard(model: nn.Module, spec: StrategySpec, world: World) -> DeviceMesh:
+
+def shard(model: nn.Module, spec: StrategySpec, world: World) -> None:
     """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
+    # A single number has no parts: every rank keeps it.
+    numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     for block in blocks_of(model).values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, reshard_after_forward=again)
-    return mesh
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+
+
+def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchStats | None:
+    """Batch statistics over all ranks that go on together; None where each keeps its own."""
+    if spec.batch_stats != "sync":
+        return None
+    drifts = spec.replicas != 1 and isinstance(make_policy(spec.sync), Local)
+    return BatchStats(model, world.along(spec.axes, *(("shards",) if drifts else DATA_AXES)))
 
 
 class ShardedReplica(Replica):
@@ -46,7 +59,7 @@ class ShardedReplica(Replica):
         world: World,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
-        mesh: DeviceMesh,
+        stats: BatchStats | None,
     ) -> None:
         super().__init__(spec, world, model, optimizers)
         if len(optimizers) > 1:
@@ -55,20 +68,18 @@ class ShardedReplica(Replica):
                 got=", ".join(optimizers),
                 remedy="use mh.Mirrored()",
             )
-        self._mesh = mesh
+        self._stats = stats
         self._policy = make_policy(spec.sync)
         self._outer = world.along(spec.axes, "replicas")
+        self._inner = [axis for axis in spec.axes if axis != "replicas"]
         self._course: Course | None = None
         self._course_of: tuple[str, ...] = ()
         self._agreement: Agreement | None = None
-        alike: tuple[str, ...] = DATA_AXES
         if isinstance(self._policy, Local) and self._outer.size > 1:
-            # The ranks of one group go on together, batch statistics included; the groups go apart.
-            alike = ("shards",)
-            self.group = world.along(spec.axes, *alike)
+            # The ranks of one group go on together; the groups go apart.
+            self.group = world.along(spec.axes, *self._inner)
             parameters = next(iter(self.groups.values()))
             self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, _local)
-        self._stats = BatchStats(model, world.along(spec.axes, *alike)) if spec.batch_stats == "sync" else None
 
     @property
     def is_recordable(self) -> bool:
@@ -83,17 +94,29 @@ class ShardedReplica(Replica):
             self._stats.is_ghost = is_ghost
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last)
-        # Gradients are averaged over the group; ours are parts of a sum.
-        super().backward(objective * self._mesh.size(), key, last=last)
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+            # Gradients are averaged over the group; ours are parts of a sum.
+            objective = objective * self.spec.axes["shards"]
+        super().backward(objective, key, last=last)
 
     def finish(self, key: str, count: Tensor | None) -> None:
+        self._add_numbers(key)
         gradients = list(self._gradients(key))
         if self._outer.size > 1 and gradients and self._agreement is None:
             self._add_over_replicas(key, gradients)
         if count is not None:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+
+    def _add_numbers(self, key: str) -> None:
+        """Means over the shards for what every one of them keeps, as torch does for the rest."""
+        if not isinstance(self.model, FSDPModule):
+            return
+        kept = [_local(p.grad) for p in self.groups[key].values() if p.dim() == 0 and p.grad is not None]
+        if kept:
+            flat = torch.stack(kept)
+            self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
+            torch._foreach_copy_(kept, list(flat))
 
     @property
     def drifts(self) -> bool:
@@ -152,7 +175,7 @@ class ShardedReplica(Replica):
             return {}
         state = self._agreement.state()
         shared = {key: _global(held, self._parameter(key)) for key, held in state.shared.items()}
-        whole = {key: self.whole(value) for key, value in shared.items()}
+        whole = {key: self.whole(value, key.partition("/")[2]) for key, value in shared.items()}
         return State({}, whole, state.num_steps).tensors()
 
     def _parameter(self, key: str) -> nn.Parameter:
@@ -161,7 +184,10 @@ class ShardedReplica(Replica):
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if self._agreement is not None and saved:
             state = State.of(saved)
-            parts = {key: _local(self.part_for(held, self._parameter(key))) for key, held in state.shared.items()}
+            parts = {
+                key: _local(self.part_for(held, self._parameter(key), key.partition("/")[2]))
+                for key, held in state.shared.items()
+            }
             self._agreement.take_over(State({}, parts, state.num_steps))
             return ""
         if not self._policy.changes_mathematics or self._outer.size == 1:
@@ -175,7 +201,25 @@ class ShardedReplica(Replica):
                 yield _local(parameter.grad)
 
     def clip(self, key: str, max_norm: float) -> Tensor:
-        return self.whole(super().clip(key, max_norm))
+        """The norm over all parts, each counted once however many ranks hold it."""
+        gradients, copies = list(self._gradients(key)), list(self._copies(key))
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.world.device)
+        squares = (norms.square() / torch.tensor(copies or [1], device=norms.device)).sum()
+        self.world.along(self.spec.axes, *self._inner).all_reduce(squares)
+        norm = squares.sqrt()
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _copies(self, key: str) -> Iterator[int]:
+        """Of each gradient, how many ranks of this replica hold the same part."""
+        axes = {axis: self.spec.axes[axis] for axis in self._inner}
+        for parameter in self.groups[key].values():
+            if parameter.grad is not None:
+                cut: Sequence[str] = ()
+                if isinstance(parameter, DTensor):
+                    names = parameter.device_mesh.mesh_dim_names or ()
+                    cut = [n for n, place in zip(names, parameter.placements, strict=True) if not place.is_replicate()]
+                yield math.prod(size for axis, size in axes.items() if axis not in cut)
 
     def is_finite(self, key: str) -> Tensor:
         fine = [gradient.isfinite().all() for gradient in self._gradients(key)]
@@ -184,29 +228,34 @@ class ShardedReplica(Replica):
         self.group.all_reduce(number, "min")
         return number > 0
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def whole(self, tensor: Tensor, name: str = "") -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def part_for(self, whole: Tensor, like: Tensor) -> Tensor:
+    def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
             return whole
         moved = whole.to(like.device, like.dtype)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
     def align_buffers(self) -> None:
+        data = self.world.along(self.spec.axes, *DATA_AXES)
         for buffer in self.model.buffers():
-            self.world.broadcast(buffer)
+            data.broadcast(_local(buffer))
 
     def differences(self) -> list[str]:
         """Compares the parts of ranks that should hold the same."""
         named = {name: _local(tensor.detach()) for name, tensor in self.model.named_parameters()}
+        return self.odd_over(self._outer, named if self.agrees else {}, "over the replicas")
+
+    def odd_over(self, world: World, named: Mapping[str, Tensor], where: str) -> list[str]:
+        """Names of tensors that some ranks do not hold alike, anywhere."""
         found = []
-        if named and self._outer.size > 1 and self.agrees:
-            gathered = self._outer.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
+        if named and world.size > 1:
+            gathered = world.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
             same = (gathered == gathered[0]).all(0).tolist()
             found = [name for name, is_same in zip(named, same, strict=True) if not is_same]
         every = self.world.gather_objects(found)
-        return [f"{name} (over the replicas)" for name in dict.fromkeys(name for names in every for name in names)]
+        return [f"{name} ({where})" for name in dict.fromkeys(name for names in every for name in names)]
 
     def close(self) -> None:
         if self._stats is not None:

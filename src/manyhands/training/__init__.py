@@ -9,7 +9,7 @@ from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, parse_bytes
 from .metrics import check_metrics
 from .patience import Patience, as_patience, check_patience
-from .predictor import ModelPredictor
+from .predictor import ModelPredictor, answers
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
@@ -34,6 +34,7 @@ __all__ = [
     "gradient_squares",
     "evaluate",
     "predict",
+    "answers",
     "Callback",
     "check_callbacks",
     "check_metrics",

@@ -168,6 +168,6 @@ def _keeper(hand: Hand, gradients: dict[str, Tensor]) -> Callable[..., None]:
             for parameter in group["params"]:
                 name = hand.replica.names[parameter]
                 if parameter.grad is not None and name not in gradients:
-                    gradients[name] = hand.replica.whole(parameter.grad.detach()).cpu().clone()
+                    gradients[name] = hand.replica.whole(parameter.grad.detach(), name).cpu().clone()
 
     return keep

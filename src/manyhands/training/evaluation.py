@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core import Task
 from ..data import Batch, Cursor, Feed
-from .hand import Hand
+from .hand import Hand, whole_loss
 from .metrics import Sums, compute, parted
 from .predictor import inputs_of, named, outputs_of
 
@@ -27,9 +27,9 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
         for batch in _batches(hand, feed):
             with hand.scope():
                 if task.loss is not None:
-                    sums.add("loss", task.loss(hand.model, batch.data), batch.num_samples)
+                    sums.add("loss", whole_loss(hand.replica, task.loss(hand.model, batch.data)), batch.num_samples)
                 if task.metrics:
-                    outputs = outputs_of(task, hand.model, inputs_of(task, batch.data))
+                    outputs = hand.replica.plain(outputs_of(task, hand.model, inputs_of(task, batch.data)))
                     for name, metric in functions.items():
                         sums.add(name, metric(outputs, batch.data), batch.num_samples)
             # A borrowed row is another replica's, which shows it to its own meters.
@@ -45,7 +45,7 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tenso
     with evaluating(hand.model), torch.no_grad():
         for batch in _batches(hand, feed):
             with hand.scope():
-                outputs = named(outputs_of(task, hand.model, inputs_of(task, batch.data)))
+                outputs = named(hand.replica.plain(outputs_of(task, hand.model, inputs_of(task, batch.data))))
             for name, value in outputs.items():
                 rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
             places.extend(batch.ids.tolist())

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, join_launched, resolve
 from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
-from ..data import Batch, Cursor, Feed, as_source, check_source
+from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Replica, keep_all, keep_where, realise
+from ..strategies import MAIN, Probe, Replica, keep_all, keep_where, realise
 from .averages import Averages
 from .gathering import gather_rows
 from .progress import make_view
@@ -27,6 +27,8 @@ from .snapshot import restore_snapshot, share, take_snapshot
 from .tally import Part, Tally
 
 Key = str
+NUM_FOLLOWED = 4
+"""Samples that are followed through a network to find out how to split it."""
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has built for tasks: one that comes again would go on from where it was left."""
@@ -112,16 +114,30 @@ class Hand:
                 got=f"a {type(model).__name__} that was trained before",
                 remedy=f"write model=lambda: {type(model).__name__}(...)",
             )
-        self.realise(model, task.optimizer)
+        source = as_source(task.data, collate=task.collate)
+        self.realise(model, task.optimizer, self.probe(task.loss, source, check_source(source, task.batch_size)))
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
         if task.ema is not None:
             self.averages = Averages(self.model, self.replica.groups, task.ema)
 
-    def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any]) -> None:
+    def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
+        """What is computed of a few samples, for strategies that follow them through the network."""
+        if compute is None or self.spec.tensor * self.spec.stages == 1:
+            return None
+        feed = self.make_feed(source, batch_size, shuffle=False)
+        try:
+            batch = feed.peek(NUM_FOLLOWED)
+        finally:
+            feed.close()
+        return lambda model, fake: compute(model, fake(batch))
+
+    def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], probe: Probe | None = None) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
-        self._replica = realise(self.spec, self.world, model, make_optimizer)
+        self._replica = realise(self.spec, self.world, model, make_optimizer, probe)
+        for text in self._replica.notes:
+            self.notice(text)
         if self.randomness is not None:
             self._covers += self.randomness.cover(self.model)
 
@@ -303,7 +319,7 @@ class Hand:
                 got="a second one before hand.step()",
                 remedy="add the losses, or cut the batch with hand.accumulate",
             )
-        objective = tally.add(loss, self.part)
+        objective = tally.add(whole_loss(self.replica, loss), self.part)
         if self.part.last:
             self.heed()
             tally.send(self._vote, self.replica.riders(key))
@@ -568,6 +584,11 @@ class Hand:
         if self._replica is not None:
             self._replica.close()
             keep_all(self._replica.model)
+
+
+def whole_loss(replica: Replica, loss: Tensor | Mean) -> Tensor | Mean:
+    """A loss as on one device, where ranks computed it together."""
+    return Mean(*replica.plain((loss.total, loss.count))) if isinstance(loss, Mean) else replica.plain(loss)
 
 
 _held: list[Hand] = []

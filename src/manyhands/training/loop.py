@@ -302,7 +302,7 @@ class TrainingLoop:
         """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
         hand, task, model = self.hand, self.task, self.hand.model
         batch = feed.peek(NUM_SAMPLES)
-        with evaluating(model):
+        with evaluating(model), hand.replica.scope():
             if task.loss is not None:
                 is_split = hand.size > 1 or hand.spec.accumulate > 1 or hand.spec.servers > 0
                 notice = try_loss(task, model, batch, is_split=is_split)

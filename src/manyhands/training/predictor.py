@@ -45,6 +45,11 @@ def outputs_of(task: Task, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return model(*values) if task.predict is None else task.predict(model, *values)
 
 
+def answers(task: Task, model: nn.Module, batch: Any) -> Any:
+    """What the task predicts for a batch."""
+    return outputs_of(task, model, inputs_of(task, batch))
+
+
 def named(outputs: Any) -> dict[str, Tensor]:
     """Outputs as a dict; a bare tensor is called "output"."""
     if isinstance(outputs, Tensor):

@@ -22,7 +22,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
     """The network, optimizers, cursor, random states of all ranks, and whatever else the caller keeps."""
     replica = hand.replica
     # Whole tensors, by the names of the plain module: any other layout can go on from them.
-    whole = _mapped(replica.whole)
+    whole = _by_name(replica.whole, set(replica.names.values()))
     gathered = hand.world.gather_objects(random_state(hand.device))
     random = {f"rank{rank}.{name}": value for rank, states in enumerate(gathered) for name, value in states.items()}
     return Checkpoint(
@@ -111,7 +111,7 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
         saved = checkpoint.optimizers[key]
         slots = {
             name: {
-                slot: replica.part_for(value, parameters[name]) if isinstance(value, Tensor) else value
+                slot: replica.part_for(value, parameters[name], name) if isinstance(value, Tensor) else value
                 for slot, value in values.items()
             }
             for name, values in saved["state"].items()
@@ -155,5 +155,18 @@ def _mapped(function: Callable[[Any], Any], kind: type = Tensor) -> Callable[[An
         if isinstance(value, kind):
             return function(value)
         return {key: apply(child) for key, child in value.items()} if isinstance(value, dict) else value
+
+    return apply
+
+
+def _by_name(function: Callable[[Tensor, str], Tensor], names: set[str]) -> Callable[[Any], Any]:
+    """A function of tensors, and of whose they are, on all tensors of nested dicts, in one order on every rank."""
+
+    def apply(value: Any, name: str = "") -> Any:
+        if isinstance(value, Tensor):
+            return function(value, name)
+        if not isinstance(value, dict):
+            return value
+        return {key: apply(child, key if key in names else name) for key, child in value.items()}
 
     return apply

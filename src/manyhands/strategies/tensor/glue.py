@@ -1,0 +1,267 @@
+"""Glue: what stands between layers, a person's own lines. Tensors there are torch's DTensors, which are cut and whole
+at once: they have the whole's shape, and each rank holds a part. A few operations have a better rule than torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+
+from .axis import WHOLE, Axis, in_tensors, is_cut
+from .loss import cross_entropy
+
+SECTIONS = "sections"
+"""The attribute of a tensor whose last dim holds several sections, each of them cut by itself: fused projections."""
+OF_LAYER = "of_layer"
+"""The attribute of a tensor that a layer gave out, with the layer: what is done to it may show what it holds."""
+
+
+class Glue(TorchFunctionMode):
+    """Follows a person's own operations on tensors that are cut; what it has no rule for is torch's own affair."""
+
+    def __init__(
+        self, axis: Axis, on_sections: Callable[[Any, Sequence[int]], None] | None = None, *, draws: bool = True
+    ) -> None:
+        super().__init__()
+        self._axis, self._on_sections, self._draws = axis, on_sections, draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None:
+            result = rule(self, func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func not in _HARMLESS:
+            args, kwargs = self._settled(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _settled(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments whose order is the whole's, and with which autograd can go on."""
+        leaves = [*args, *kwargs.values()]
+        parted = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if not parted and any(isinstance(leaf, (list, tuple)) for leaf in leaves):
+            parted = [i for leaf in leaves if isinstance(leaf, (list, tuple)) for i in leaf if isinstance(i, DTensor)]
+        if parted:
+            return in_tensors(self._settle, (args, kwargs))  # type: ignore[no-any-return]
+        return args, kwargs
+
+    def _settle(self, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, SECTIONS):
+            return in_order(self._axis, tensor, getattr(tensor, SECTIONS))
+        if not isinstance(tensor, DTensor) and tensor.requires_grad:
+            return self._axis.of(tensor, WHOLE)
+        return tensor
+
+    # -- sections of a fused projection ---------------------------------------------------------------------------
+
+    def split(self, func: Any, tensor: Tensor, size: Any = 1, dim: int = 0, **kwargs: Any) -> Any:
+        """The sections of a tensor, each cut by itself."""
+        count = tensor.shape[dim]
+        if func in _CHUNKS:
+            size = -(-count // size)
+        sizes = [min(size, count - at) for at in range(0, count, size)] if isinstance(size, int) else list(size)
+        return self._sections(tensor, dim, sizes)
+
+    def view(self, func: Any, tensor: Tensor, *shape: Any, **kwargs: Any) -> Any:
+        """A last dim made into sections and what they hold: (…, 3, heads, size)."""
+        sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
+        if not all(isinstance(size, int) for size in sizes) or not isinstance(tensor, DTensor):
+            return NotImplemented
+        if not (hasattr(tensor, SECTIONS) or hasattr(tensor, OF_LAYER)):
+            return NotImplemented
+        if sizes.count(-1) == 1:
+            known = -torch.Size(sizes).numel()
+            sizes[sizes.index(-1)] = tensor.numel() // max(1, known)
+        lead = tensor.dim() - 1
+        if len(sizes) < lead + 3 or sizes[:lead] != list(tensor.shape[:-1]) or sizes[lead] not in (2, 3):
+            return NotImplemented
+        inner = sizes[lead + 1 :]
+        parts = self._sections(tensor, -1, [inner_size(inner)] * sizes[lead])
+        if parts is NotImplemented:
+            return NotImplemented
+        return torch.stack([part.view(*sizes[:lead], *inner) for part in parts], lead)
+
+    def unflatten(self, func: Any, tensor: Tensor, dim: int, sizes: Any) -> Any:
+        """As `view`, of one dim."""
+        if dim % tensor.dim() != tensor.dim() - 1:
+            return NotImplemented
+        return self.view(func, tensor, *tensor.shape[:-1], *sizes)
+
+    def _sections(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Any:
+        axis = self._axis
+        if not isinstance(tensor, DTensor) or dim % tensor.dim() != tensor.dim() - 1 or len(sizes) < 2:
+            return NotImplemented
+        known: Sequence[int] | None = getattr(tensor, SECTIONS, None)
+        if known is None and self._on_sections is not None and hasattr(tensor, OF_LAYER):
+            # It is being found out what layers hold: this one's rows are to be cut section by section.
+            self._on_sections(getattr(tensor, OF_LAYER), sizes)
+            return tuple(axis.of(p, WHOLE).redistribute(placements=[Shard(tensor.dim() - 1)])
+                         for p in axis.whole(tensor).split(list(sizes), -1))  # fmt: skip
+        if known is None or list(known) != list(sizes):
+            return NotImplemented
+        widths = [axis.span(size)[1] for size in sizes]
+        parts = tensor.to_local().split(widths, -1)
+        return tuple(axis.sharded(part, -1, size) for part, size in zip(parts, sizes, strict=True))
+
+    # -- attention and losses -------------------------------------------------------------------------------------
+
+    def attention(
+        self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Heads, or samples, that are cut are attended to where they are."""
+        tensors = (query, key, value)
+        if not any(isinstance(tensor, DTensor) for tensor in (*tensors, attn_mask)):
+            return NotImplemented
+        if query.dim() != 4 or (dropout_p and torch.overrides._get_current_function_mode() is not None):
+            return NotImplemented
+        axis = self._axis
+        dim = next((d for d in (1, 0) if any(is_cut(tensor, d) for tensor in tensors)), None)
+        if dim is not None and any(tensor.shape[dim] % axis.size for tensor in tensors):
+            dim = None
+        place: Placement = WHOLE if dim is None else Shard(dim)
+        q, k, v = (axis.as_parted(tensor).redistribute(placements=[place]).to_local() for tensor in tensors)
+        mask = None if attn_mask is None else self._mask(attn_mask, dim)
+        settings = {"is_causal": is_causal, "scale": scale, **kwargs}
+        with self.drawing(place, dropout_p > 0):
+            local = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, **settings)
+        return axis.of(local, WHOLE) if dim is None else axis.sharded(local, dim, query.shape[dim])
+
+    def _mask(self, mask: Tensor, dim: int | None) -> Tensor:
+        """A mask for what this rank attends to: its part, where it has one entry for each head or sample."""
+        if dim is not None and mask.dim() == 4 and mask.shape[dim] > 1:
+            return self._axis.part(mask, dim)
+        return self._axis.whole(mask, sums_gradient=dim is not None)
+
+    def cross_entropy(
+        self, func: Any, input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> Any:  # fmt: skip
+        """Classes that are cut stay so."""
+        if not isinstance(input, DTensor):
+            return NotImplemented
+        dim = 1 if input.dim() > 1 else 0
+        target = self._axis.whole(target)
+        if (
+            not is_cut(input, dim)
+            or target.is_floating_point()
+            or weight is not None
+            or (size_average, reduce)
+            != (
+                None,
+                None,
+            )
+        ):
+            settings = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            settings |= {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+            return func(self._axis.whole(input), target, **settings)
+        settings = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        return cross_entropy(self._axis, input.to_local(), target, input.shape[dim], **settings)
+
+    def cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Torch leaves out what is empty, as caches of keys and values are at first; DTensors do not know that."""
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return NotImplemented
+        filled = [self._settle(tensor) for tensor in tensors if tensor.shape != (0,)]
+        return func(filled, *args, **kwargs)
+
+    # -- randomness, and what works on samples and channels one by one --------------------------------------------
+
+    def dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        """Parts draw numbers of their own; what is whole draws the same on every rank."""
+        if not isinstance(input, DTensor) or torch.overrides._get_current_function_mode() is not None:
+            return NotImplemented
+        if not training or p == 0.0:
+            return input
+        place = input.placements[0]
+        if not isinstance(place, (Shard, Replicate)):
+            input, place = input.redistribute(placements=[WHOLE]), WHOLE
+        with self.drawing(place):
+            local = func(input.to_local(), p, training)
+        return self._axis.of(local, place, input.shape)
+
+    @contextmanager
+    def drawing(self, place: Placement, is_drawn: bool = True) -> Iterator[None]:
+        """Gives ranks that hold different parts different random numbers; afterwards all go on with the same."""
+        if not (self._draws and is_drawn and isinstance(place, Shard)):
+            yield
+            return
+        seed = int(torch.empty((), dtype=torch.int64).random_()) ^ (self._axis.rank + 1) * 0x9E3779B97F4A7C1
+        device = self._axis.mesh.device_type
+        devices = [torch.get_device_module(device).current_device()] if device != "cpu" else []
+        with torch.random.fork_rng(devices, device_type=device if devices else "cuda"):
+            torch.manual_seed(seed % 2**63)
+            yield
+
+    def by_channel(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Pooling and resizing look at one channel of one sample at a time."""
+        if not is_cut(input) or input.placements[0].dim > 1 or input.dim() < 3:  # type: ignore[attr-defined]
+            return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
+        dim = input.placements[0].dim  # type: ignore[attr-defined]
+        local = func(input.to_local(), *args, **kwargs)
+        return in_tensors(lambda tensor: self._axis.sharded(tensor, dim, input.shape[dim]), local)
+
+
+def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
+    """A tensor whose sections are cut one by one, in the order of the whole."""
+    widths = [axis.span(size)[1] for size in sections]
+    parts = zip(tensor.to_local().split(widths, -1), sections, strict=True)
+    return torch.cat([axis.sharded(p, -1, size).redistribute(placements=[WHOLE]) for p, size in parts], -1)
+
+
+def inner_size(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+@contextmanager
+def glued(
+    axis: Axis, on_sections: Callable[[Any, Sequence[int]], None] | None = None, *, draws: bool = True
+) -> Iterator[None]:
+    """Where a person's own lines, forward and backward, work on tensors that are cut."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # torch's fused encoder layer takes whole tensors only.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with implicit_replication(), Glue(axis, on_sections, draws=draws):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+_CHUNKS = {torch.chunk, Tensor.chunk}
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "data")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point,
+}  # fmt: skip
+"""What asks a tensor about itself."""
+_POOLS = [
+    getattr(where, f"{name}{n}d{tail}")
+    for where in (F, torch)
+    for name, tail in (
+        ("max_pool", ""), ("avg_pool", ""), ("adaptive_avg_pool", ""), ("adaptive_max_pool", ""),
+        ("max_pool", "_with_indices"),
+    )
+    for n in (1, 2, 3)
+    if hasattr(where, f"{name}{n}d{tail}")
+]  # fmt: skip
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: Glue.attention,
+    F.cross_entropy: Glue.cross_entropy,
+    F.dropout: Glue.dropout,
+    torch.cat: Glue.cat,
+    torch.dropout: Glue.dropout,
+    F.interpolate: Glue.by_channel,
+    **dict.fromkeys(_POOLS, Glue.by_channel),
+    **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
+    **dict.fromkeys((Tensor.unflatten, torch.unflatten), Glue.unflatten),
+}

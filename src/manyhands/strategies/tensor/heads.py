@@ -1,0 +1,91 @@
+"""Heads: torch's own multi-head attention, each rank with some of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
+
+from .axis import Axis
+from .layers import Call, Replicated, Way
+
+
+class Heads(Way):
+    """Queries, keys and values of some heads, attention to them, and this rank's term of what comes out."""
+
+    name = "heads"
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        inner = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return {**dict.fromkeys(inner, Shard(0)), "out_proj.weight": Shard(1)}
+
+    def sections_of(self, layer: Any) -> dict[str, Sequence[int]]:
+        return dict.fromkeys(("in_proj_weight", "in_proj_bias"), [layer.embed_dim] * 3)
+
+    def run(
+        self, axis: Axis, layer: Any, call: Call, query: Tensor, key: Tensor, value: Tensor,
+        key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> Any:  # fmt: skip
+        """As the layer's own forward."""
+        if query.dim() != 3 or need_weights:
+            settings = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return Replicated.run_whole(axis, layer, call, query, key, value, *settings)
+        same = {id(tensor): axis.whole(tensor, sums_gradient=True) for tensor in (query, key, value)}
+        inputs = [same[id(tensor)] for tensor in (query, key, value)]
+        if not layer.batch_first:
+            inputs = [tensor.transpose(0, 1) for tensor in inputs]
+        rows, length, _ = inputs[0].shape
+        q, k, v = (
+            axis.sharded(part.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2), 1, layer.num_heads)
+            for part in self._projected(axis, layer, inputs)
+        )
+        mask = _mask(axis, layer, rows, key_padding_mask, attn_mask, q.dtype)
+        dropout = layer.dropout if layer.training else 0.0
+        found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
+        local = axis.part(found, 1).transpose(1, 2).reshape(rows, length, -1)
+        bias = layer.out_proj.bias
+        share = None if bias is None else axis.local(bias, sums_gradient=True) / axis.size
+        result = F.linear(local, axis.local(layer.out_proj.weight), share)
+        result = result if layer.batch_first else result.transpose(0, 1)
+        return axis.summed(result, self.target(axis, result)), None
+
+    @staticmethod
+    def _projected(axis: Axis, layer: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if layer._qkv_same_embed_dim:
+            weights: Sequence[Tensor] = axis.local(layer.in_proj_weight).chunk(3)
+        else:
+            weights = [axis.local(getattr(layer, f"{name}_proj_weight")) for name in "qkv"]
+        biases = [None] * 3 if layer.in_proj_bias is None else axis.local(layer.in_proj_bias).chunk(3)
+        return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
+
+
+def fits(layer: nn.Module, axis: Axis) -> bool:
+    """Whether it is attention whose heads can be dealt out."""
+    if not isinstance(layer, nn.MultiheadAttention) or type(layer).forward is not nn.MultiheadAttention.forward:
+        return False
+    return layer.num_heads % axis.size == 0 and layer.bias_k is None and not layer.add_zero_attn
+
+
+def _mask(
+    axis: Axis, layer: Any, rows: int, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Both masks as one that is added, for every head that there is where it has one for each."""
+    added = [None if m is None else _added(axis.whole(m), dtype) for m in (padding, mask)]
+    by_row = None if added[0] is None else added[0].view(rows, 1, 1, -1)
+    by_pair = added[1]
+    if by_pair is not None:
+        by_pair = by_pair.view(rows, layer.num_heads, *by_pair.shape[1:]) if by_pair.dim() == 3 else by_pair[None, None]
+    if by_row is None or by_pair is None:
+        return by_pair if by_row is None else by_row
+    return by_row + by_pair
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)

@@ -1,0 +1,296 @@
+"""Layers: how a layer of each kind is computed by several ranks, each with a part of its parameters.
+
+A layer is computed as it is written, on this rank's own tensors. Only what goes in and comes out is the business here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from .axis import WHOLE, Axis, in_tensors, is_cut
+from .glue import OF_LAYER, SECTIONS
+
+Call = Callable[..., Any]
+
+
+class Way(ABC):
+    """A way of computing a layer on several ranks."""
+
+    name: ClassVar[str]
+    is_cut = True
+    """Whether ranks hold parts of its parameters."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.sections: Sequence[int] | None = None
+        """The sizes of parts within a column's features that are cut one by one, such as queries, keys and values."""
+        self.spreads = False
+        """Whether its result may be left in parts along dim 1, where it would be a sum."""
+
+    @abstractmethod
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        """How the layer's parameters and buffers are cut; those that are not named are whole."""
+
+    def sections_of(self, layer: nn.Module) -> dict[str, Sequence[int]]:
+        """Of parameters that are cut section by section, the sections along the dim that is cut."""
+        return dict.fromkeys(self.placements(layer), self.sections) if self.sections else {}
+
+    @abstractmethod
+    def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """The layer's result; `call` is its own forward."""
+
+    def target(self, axis: Axis, result: Tensor) -> Placement:
+        """What becomes of a result that is a sum over the ranks: parts of it, or all of it everywhere."""
+        spreads = self.spreads and result.dim() == 3 and result.shape[1] % axis.size == 0
+        return Shard(1) if spreads else WHOLE
+
+
+class Column(Way):
+    """A matrix product of which each rank computes some of the features that come out."""
+
+    name = "column"
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(_dims(layer)[1]), "bias": Shard(0)}
+
+    def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        dim = _channel_dim(layer)
+        with _holding(axis, layer), _narrow(layer):
+            local = call(axis.whole(args[0], sums_gradient=True), *args[1:], **kwargs)
+        result = axis.sharded(local, dim, _width(layer))
+        if self.sections:
+            setattr(result, SECTIONS, self.sections)
+        elif dim == -1:
+            setattr(result, OF_LAYER, layer)
+        return result
+
+
+class Row(Way):
+    """A matrix product of which each rank takes some of the features that go in; the results are summed."""
+
+    name = "row"
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(_dims(layer)[0])}
+
+    def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        # Each rank adds its share of the bias, so that it is whole in the sum.
+        bias = layer._parameters.get("bias")
+        shares = {} if bias is None else {"bias": axis.local(bias, sums_gradient=True) / axis.size}
+        with _holding(axis, layer, shares):
+            local = call(axis.part(args[0], _channel_dim(layer)), *args[1:], **kwargs)
+        return axis.summed(local, self.target(axis, local))
+
+
+class Channels(Way):
+    """A layer that works on every channel, or group of channels, by itself."""
+
+    name = "channels"
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return dict.fromkeys(("weight", "bias", "running_mean", "running_var"), Shard(0))
+
+    def run(self, axis: Axis, layer: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+        dim = _channel_dim(layer) if isinstance(layer, _ConvNd) else 1
+        counts = {name: getattr(layer, name) for name in ("groups", "num_groups") if hasattr(layer, name)}
+        try:
+            for name, count in counts.items():
+                setattr(layer, name, count // axis.size)
+            with _holding(axis, layer):
+                local = call(axis.part(args[0], dim), *args[1:], **kwargs)
+        finally:
+            for name, count in counts.items():
+                setattr(layer, name, count)
+        return axis.sharded(local, dim, args[0].shape[dim] if not isinstance(layer, _ConvNd) else layer.out_channels)
+
+
+class Vocabulary(Way):
+    """An embedding of which each rank holds some rows; what it does not have it leaves to the others."""
+
+    name = "vocabulary"
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(0)}
+
+    def run(self, axis: Axis, layer: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+        begin, count = axis.span(layer.num_embeddings)
+        rows = axis.whole(args[0]) - begin
+        mine = (rows >= 0) & (rows < count)
+        padding = None if layer.padding_idx is None else layer.padding_idx - begin
+        padding = padding if padding is not None and 0 <= padding < count else None
+        found = F.embedding(rows.where(mine, 0), axis.local(layer.weight), padding)
+        return axis.summed(found * mine.unsqueeze(-1))
+
+
+class Norm(Way):
+    """A norm over the last dim: samples or tokens that are in parts stay so while it works."""
+
+    name, is_cut = "whole", False
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return {}
+
+    def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[0]
+        if not is_cut(inputs, 1) or inputs.dim() != 3:
+            return Replicated.run_whole(axis, layer, call, *args, **kwargs)
+        shares = {n: axis.local(p, sums_gradient=True) for n, p in layer._parameters.items() if p is not None}
+        with _holding(axis, layer, shares):
+            local = call(inputs.to_local(), *args[1:], **kwargs)
+        # What follows needs all of it, mostly several times.
+        return axis.sharded(local, 1, inputs.shape[1]).redistribute(placements=[WHOLE])
+
+
+class Replicated(Way):
+    """Every rank computes all of it."""
+
+    name, is_cut = "replicate", False
+
+    def placements(self, layer: nn.Module) -> dict[str, Placement]:
+        return {}
+
+    def run(self, axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        return self.run_whole(axis, layer, call, *args, **kwargs)
+
+    @staticmethod
+    def run_whole(axis: Axis, layer: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """All of a layer's inputs, parameters and results on every rank."""
+        with _holding_all(axis, layer):
+            result = call(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
+        return in_tensors(lambda t: axis.of(t, WHOLE) if t.is_floating_point() else t, result)
+
+
+def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
+    """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
+    if _is_matrix(layer):
+        if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
+            return Row(layer)
+        return Column(layer) if _fits(_width(layer), axis) else Replicated(layer)
+    if isinstance(layer, _ConvNd):
+        divides = layer.groups % axis.size == 0 and not isinstance(layer, _ConvTransposeNd)
+        return Channels(layer) if is_cut(inputs, _channel_dim(layer)) and divides else Replicated(layer)
+    if isinstance(layer, nn.Embedding):
+        odd = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+        is_table = layer.num_embeddings >= max(layer.embedding_dim, axis.size) and not odd
+        return Vocabulary(layer) if is_table else Replicated(layer)
+    if isinstance(layer, _NormBase):
+        return Channels(layer) if is_cut(inputs, 1) else Replicated(layer)
+    if isinstance(layer, nn.GroupNorm):
+        divides = layer.num_groups % axis.size == 0
+        return Channels(layer) if is_cut(inputs, 1) and divides else Replicated(layer)
+    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
+        return Norm(layer) if len(layer.normalized_shape) == 1 else Replicated(layer)
+    return Replicated(layer) if isinstance(layer, (nn.RNNBase, nn.Bilinear)) else None
+
+
+def can_be(name: str, layer: nn.Module) -> bool:
+    """Whether a layer can be computed in the way of this name, as a person asks for."""
+    if name in (Column.name, Row.name):
+        return _is_matrix(layer)
+    return name == Replicated.name or (name == Vocabulary.name and isinstance(layer, nn.Embedding))
+
+
+def way_named(name: str, layer: nn.Module) -> Way:
+    """The way of this name."""
+    return {way.name: way for way in (Column, Row, Vocabulary, Replicated)}[name](layer)
+
+
+@contextmanager
+def _holding(axis: Axis, layer: nn.Module, instead: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """A layer with this rank's own tensors in the place of those of all ranks."""
+    own: list[dict[str, Any]] = [layer._parameters, layer._buffers]
+    held = [dict(tensors) for tensors in own]
+    try:
+        for tensors in own:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, DTensor):
+                    tensors[name] = instead[name] if instead and name in instead else axis.local(tensor)
+        yield
+    finally:
+        for tensors, before in zip(own, held, strict=True):
+            tensors.update(before)
+
+
+@contextmanager
+def _holding_all(axis: Axis, module: nn.Module) -> Iterator[None]:
+    """A module and those inside of it with plain whole tensors as parameters."""
+    owners: list[dict[str, Any]] = [own for part in module.modules() for own in (part._parameters, part._buffers)]
+    held = [(own, name, tensor) for own in owners for name, tensor in own.items() if isinstance(tensor, DTensor)]
+    same = {id(tensor): axis.whole(tensor) for _, _, tensor in held}
+    try:
+        for own, name, tensor in held:
+            own[name] = same[id(tensor)]
+        yield
+    finally:
+        for own, name, tensor in held:
+            own[name] = tensor
+
+
+@contextmanager
+def _narrow(layer: Any) -> Iterator[None]:
+    """GPT-2's own layer has noted how many features come out."""
+    if not _is_conv1d(layer):
+        yield
+        return
+    width, layer.nf = layer.nf, layer.weight.shape[1]
+    try:
+        yield
+    finally:
+        layer.nf = width
+
+
+def _is_matrix(layer: Any) -> bool:
+    """Whether it multiplies by a matrix that can be cut both ways: Linear, an ungrouped convolution, GPT-2's Conv1D."""
+    if isinstance(layer, nn.Linear):
+        return type(layer).forward is nn.Linear.forward
+    if isinstance(layer, _ConvNd):
+        return layer.groups == 1
+    return _is_conv1d(layer)
+
+
+def _is_conv1d(layer: Any) -> bool:
+    """Whether it is the matrix product that GPT-2 of the transformers library is made of."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def _dims(layer: nn.Module) -> tuple[int, int]:
+    """The dims of a layer's weight for what goes in and what comes out."""
+    return (0, 1) if _is_conv1d(layer) or isinstance(layer, _ConvTransposeNd) else (1, 0)
+
+
+def _width(layer: Any) -> int:
+    """How many features, or channels, come out."""
+    return int(layer.out_channels if isinstance(layer, _ConvNd) else layer.weight.shape[_dims(layer)[1]])
+
+
+def _breadth(layer: Any) -> int:
+    """How many features, or channels, go in."""
+    return int(layer.weight.shape[_dims(layer)[0]])
+
+
+def _channel_dim(layer: Any) -> int:
+    return -len(layer.kernel_size) - 1 if isinstance(layer, _ConvNd) else -1
+
+
+def _fits(count: int, axis: Axis) -> bool:
+    """Whether every rank gets some of them."""
+    return count > (axis.size - 1) * -(-count // axis.size)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is somebody's own norm, which works on its own lines."""
+    kinds = (nn.LayerNorm, nn.RMSNorm, _NormBase, nn.GroupNorm)
+    return "Norm" in type(module).__name__ and not isinstance(module, kinds)
+
+
+def gathered(result: Any) -> Any:
+    """All of what is left in parts along dim 1."""
+    return in_tensors(lambda t: t.redistribute(placements=[WHOLE]) if is_cut(t, 1) and t.dim() == 3 else t, result)

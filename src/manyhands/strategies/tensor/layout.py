@@ -1,0 +1,364 @@
+"""Layout: how every layer of a network is computed by several ranks, found by following a small batch through it.
+
+A layer that gets all features computes some of those that come out; one that gets some computes its term of a sum. So
+pairs of layers, attention and MLPs are cut as one would by hand, whatever the network is called. Nothing is computed or
+sent while this is found out: tensors are torch's fake ones, which know their shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ...core import Mean, StrategyError
+from ..recompute import blocks_of
+from .axis import WHOLE, Axis, in_tensors
+from .glue import glued
+from .heads import Heads, fits
+from .layers import Replicated, Way, can_be, gathered, is_norm, way_named, ways_for
+
+LOSS = "the loss"
+_UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass
+class Layout:
+    """How a network is computed by several ranks."""
+
+    ways: dict[str, Way] = field(default_factory=dict)
+    """By the name of a layer."""
+    whole: set[str] = field(default_factory=set)
+    """Modules whose own lines get whole tensors, because something in them cannot be computed in parts."""
+    blocks: set[str] = field(default_factory=set)
+    spreads: bool = True
+    """Whether results that would be the same on every rank are left in parts within a block."""
+    notes: list[str] = field(default_factory=list)
+
+    def placements(self, model: nn.Module) -> dict[str, Placement]:
+        """How parameters and buffers are cut, by name; those that are not named are whole."""
+        return dict(self._by_name(model, lambda way, layer: way.placements(layer)))
+
+    def sections(self, model: nn.Module) -> dict[str, Sequence[int]]:
+        """Of parameters that are cut section by section, the sections."""
+        return dict(self._by_name(model, lambda way, layer: way.sections_of(layer)))
+
+    def _by_name(self, model: nn.Module, ask: Callable[[Way, nn.Module], Mapping[str, Any]]) -> Iterator[Any]:
+        for name, way in self.ways.items():
+            layer = model.get_submodule(name)
+            for key, value in ask(way, layer).items():
+                owner, _, last = key.rpartition(".")
+                part = layer.get_submodule(owner)
+                if part._parameters.get(last) is not None or part._buffers.get(last) is not None:
+                    yield f"{name}.{key}".lstrip("."), value
+
+
+def find_layout(model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str]) -> Layout:
+    """The layout of a network, tried; what cannot be computed in parts is whole, and named in the layout's notes."""
+    layout = Layout(blocks=set(blocks_of(model)))
+    wishes = _wishes(model, asked)
+    pretends, tries = True, 0
+    while True:
+        tries += 1
+        layout.ways = {name: way_named(wish, model.get_submodule(name)) for name, wish in wishes.items()}
+        for name in layout.whole:
+            layout.ways.pop(name, None)
+        stack: list[str] = []
+        try:
+            for decides in (True, False):
+                with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
+                    _follow(model, axis, layout, probe, stack, fake, decides)
+        except _UNKNOWN_VALUES as error:
+            if not pretends:
+                raise
+            layout.notes.append(
+                f"the layout was found with real numbers, because the network looks at values ({error})"
+            )
+            pretends = False
+            continue
+        except Exception as error:
+            if isinstance(error, StrategyError) or tries > 50:
+                raise
+            _give_way(model, layout, wishes, stack, error)
+            continue
+        return layout
+
+
+def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
+    """The layers that a person's patterns name, with the way asked for each."""
+    found: dict[str, str] = {}
+    for pattern, wish in asked.items():
+        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        fitting = {name: wish for name in names if can_be(wish, model.get_submodule(name))}
+        if not fitting:
+            raise StrategyError(
+                f"a pattern of layout= must match a layer that can be cut by {wish}"
+                if names
+                else "a pattern of layout= must match the name of a module",
+                got=f"{pattern!r}" + (f", which matches {', '.join(names[:3])}" if names else ""),
+                remedy="look at the names in dict(model.named_modules())",
+            )
+        found |= fitting
+    return found
+
+
+def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: list[str], error: Exception) -> None:
+    """Makes whole what could not be computed in parts: first a module's own lines, then all of it."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    name = stack[-1] if stack else LOSS
+    parents = [n for n in stack if n in layout.blocks]
+    if name == "":
+        name = "the network itself"
+    if layout.spreads:
+        # What is left in parts between layers is the first thing to do without.
+        layout.spreads = False
+        return
+    place = stack[-1] if stack else LOSS
+    if place not in layout.whole:
+        layout.whole.add(place)
+        layout.notes.append(f"{name} works on whole tensors on every rank: {reason}")
+    elif place and place != LOSS and wishes.get(place) != Replicated.name:
+        layout.whole.discard(place)
+        wishes[place] = Replicated.name
+        layout.notes.append(f"{name} is replicated: {reason}")
+    elif parents and wishes.get(parents[-1]) != Replicated.name:
+        wishes[parents[-1]] = Replicated.name
+        layout.notes.append(f"{parents[-1]} is replicated: {reason}")
+    elif "" not in layout.whole:
+        layout.whole.add("")
+        layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")
+    else:
+        raise StrategyError(
+            "a network must be computable in parts, or its parts as they are",
+            got=f"{name}: {reason}",
+            remedy="leave tensor= at 1, or look at the error above",
+        ) from error
+
+
+def _follow(
+    model: nn.Module,
+    axis: Axis,
+    layout: Layout,
+    probe: Callable[..., Any],
+    stack: list[str],
+    fake: Callable[[Any], Any],
+    decides: bool,
+) -> None:
+    """Computes the loss, and the second time its gradients, while `stack` says which module is at work."""
+    names = {module: name for name, module in model.named_modules()}
+    stack.clear()
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if module in names:
+            stack.append(names[module])
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in names:
+            stack.pop()
+
+    def on_sections(layer: nn.Module, sizes: Sequence[int]) -> None:
+        way = layout.ways.get(names[layer])
+        if way is not None and way.is_cut and all(size % axis.size == 0 for size in sizes):
+            way.sections = list(sizes)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    undo = dress(model, axis, layout, decides=decides)
+    try:
+        with glued(axis, on_sections if decides else None, draws=False):
+            found = probe(model, fake)
+            results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
+            ends = [result.sum() for result in results if result.requires_grad]
+            if ends and not decides:
+                inputs = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                torch.autograd.grad(ends, inputs, allow_unused=True)
+    finally:
+        undo()
+        for handle in handles:
+            handle.remove()
+
+
+def dress(model: nn.Module, axis: Axis, layout: Layout, *, decides: bool = False) -> Callable[[], None]:
+    """Has every layer computed in its way; returns what takes it off again."""
+    undo: list[Callable[[], None]] = []
+    for name, module in model.named_modules():
+        forward = _forward(model, axis, layout, name, module, decides)
+        if forward is not None:
+            undo.append(_put_on(module, forward))
+
+    def take_off() -> None:
+        for step in reversed(undo):
+            step()
+
+    return take_off
+
+
+def _put_on(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    own = module.__dict__.get("forward")
+    module.forward = MethodType(forward, module)
+
+    def take_off() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    return take_off
+
+
+def _forward(
+    model: nn.Module, axis: Axis, layout: Layout, name: str, module: nn.Module, decides: bool
+) -> Callable[..., Any] | None:
+    """A module's forward under a layout; None where it is as it was."""
+    own = module.__dict__.get("forward")
+    is_layer = name in layout.ways or (decides and not isinstance(module, nn.ModuleList) and _is_layer(module, axis))
+    gathers = layout.spreads and (name in layout.blocks or is_norm(module))
+    gives_whole = (name == "" and LOSS in layout.whole) or _caller(name, module, layout)
+    gets_whole = name in layout.whole
+    if not (is_layer or gathers or gives_whole or gets_whole):
+        return None
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = own or MethodType(type(module).forward, module)
+        if is_layer and _holds_parts(module, args):
+            if name not in layout.ways:
+                _decide(model, axis, layout, name, module, args)
+            result = layout.ways[name].run(axis, module, plain, *args, **kwargs)
+        elif gets_whole:
+            with _own_whole(axis, module):
+                result = plain(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
+        else:
+            result = plain(*args, **kwargs)
+        result = gathered(result) if gathers else result
+        return in_tensors(axis.whole, result) if gives_whole else result
+
+    return forward
+
+
+def _caller(name: str, module: nn.Module, layout: Layout) -> bool:
+    """Whether the module that calls this one works on whole tensors."""
+    parent = name.rpartition(".")[0]
+    return bool(name) and any(
+        whole == parent or (parent.startswith(f"{whole}." if whole else "") and _only_digits(parent, whole))
+        for whole in layout.whole
+        if whole != LOSS
+    )
+
+
+def _only_digits(parent: str, whole: str) -> bool:
+    """Whether there is only a list of modules between the two."""
+    rest = parent.removeprefix(whole).lstrip(".")
+    return "." not in rest
+
+
+def _is_layer(module: nn.Module, axis: Axis) -> bool:
+    return fits(module, axis) or ways_for(module, None, axis) is not None
+
+
+def _holds_parts(module: nn.Module, args: Any) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values(), *args)
+    return any(isinstance(tensor, DTensor) for tensor in own)
+
+
+def _decide(model: nn.Module, axis: Axis, layout: Layout, name: str, layer: nn.Module, args: Any) -> None:
+    """Chooses a layer's way by what it gets, and cuts its parameters so."""
+    way = Heads(layer) if fits(layer, axis) else ways_for(layer, args[0] if args else None, axis)
+    assert way is not None
+    way.spreads = layout.spreads and any(name == b or name.startswith(f"{b}.") for b in layout.blocks)
+    if _conflicts(way, layer):
+        others = [way_named(kind, layer) for kind in ("column", "row", "vocabulary") if can_be(kind, layer)]
+        way = next((other for other in others if not _conflicts(other, layer)), Replicated(layer))
+    layout.ways[name] = way
+    cut(model, axis, {key: place for key, place in layout.placements(model).items() if key.startswith(f"{name}.")})
+
+
+def _conflicts(way: Way, layer: nn.Module) -> bool:
+    """Whether a parameter is shared with a layer that has cut it otherwise."""
+    for key, place in way.placements(layer).items():
+        held = layer._parameters.get(key)
+        if isinstance(held, DTensor) and isinstance(held.placements[0], Shard) and held.placements[0] != place:
+            return True
+    return False
+
+
+def cut(model: nn.Module, axis: Axis, placements: Mapping[str, Placement]) -> None:
+    """Cuts tensors that every rank has whole; one that several modules share stays the same in all of them."""
+    for name, place in placements.items():
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        held = module._parameters.get(last, module._buffers.get(last))
+        if isinstance(held, DTensor) and held.placements[0] == place:
+            continue
+        parted = axis.as_parted(held.detach()).redistribute(placements=[place])  # type: ignore[union-attr]
+        _replace(model, held, parted.requires_grad_(held.requires_grad))  # type: ignore[union-attr]
+
+
+def _replace(model: nn.Module, before: Any, after: Tensor) -> None:
+    owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
+    for own in owners:
+        for name, tensor in own.items():
+            if tensor is before:
+                own[name] = after
+
+
+@contextmanager
+def _own_whole(axis: Axis, module: nn.Module) -> Iterator[None]:
+    """A module with plain parameters of its own; those of modules inside stay as they are."""
+    held: dict[str, Any] = dict(module._parameters)
+    try:
+        for name, tensor in held.items():
+            if isinstance(tensor, DTensor):
+                module._parameters[name] = axis.whole(tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        module._parameters.update(held)
+
+
+@contextmanager
+def _pretending(
+    model: nn.Module, axis: Axis, layout: Layout, *, decides: bool, pretends: bool
+) -> Iterator[Callable[[Any], Any]]:
+    """The network with fake tensors for its own, cut as the layout says as far as it is known."""
+    owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
+    held = [(own, dict(own)) for own in owners]
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if pretends else None
+
+    def fake(value: Any) -> Any:
+        return in_tensors(mode.from_tensor, value) if mode is not None else value
+
+    made: dict[int, Any] = {}
+    with ExitStack() as scope:
+        if mode is not None:
+            scope.enter_context(mode)
+        try:
+            for own, before in held:
+                for name, tensor in before.items():
+                    if tensor is not None:
+                        if id(tensor) not in made:
+                            made[id(tensor)] = _stand_in(axis, tensor, fake)
+                        own[name] = made[id(tensor)]
+            cut(model, axis, layout.placements(model))
+            yield fake
+        finally:
+            for own, before in held:
+                own.update(before)
+
+
+def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
+    copy: Tensor = fake(tensor.detach())
+    if not isinstance(tensor, nn.Parameter):
+        return copy if copy is not tensor else tensor.clone()
+    return axis.of(copy.detach(), WHOLE).requires_grad_(tensor.requires_grad)

@@ -1,0 +1,73 @@
+"""Cross entropy of logits whose classes are cut over ranks: nobody ever holds a whole row of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+
+from .axis import Axis
+
+
+def cross_entropy(
+    axis: Axis,
+    logits: Tensor,
+    target: Tensor,
+    num_classes: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As torch's own, of this rank's part of the logits along dim 1, or dim 0 where there is no other."""
+    is_single = logits.dim() == 1
+    rows = logits.unsqueeze(0) if is_single else logits.movedim(1, -1)
+    counted = target != ignore_index
+    losses = _losses(rows, target.where(counted, 0), num_classes, label_smoothing, axis)
+    losses = losses.squeeze(0) if is_single else losses
+    losses = losses.where(counted, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+def _losses(*args: Any) -> Tensor:
+    return _Losses.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of every row: the logarithm of the sum of exponentials, less the target's logit."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, target: Tensor, num_classes: int, smoothing: float, axis: Axis) -> Tensor:
+        wide = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+        begin, count = axis.span(num_classes)
+        top = wide.amax(-1) if count else wide.new_full(wide.shape[:-1], -torch.inf)
+        top = _reduced(top, "max", axis)
+        shares = (wide - top.unsqueeze(-1)).exp()
+        place = target - begin
+        mine = (place >= 0) & (place < count)
+        place = place.clamp(0, max(0, count - 1)).unsqueeze(-1)
+        picked = wide.gather(-1, place).squeeze(-1).where(mine, 0.0) if count else torch.zeros_like(top)
+        sums = _reduced(torch.stack([shares.sum(-1), picked, wide.sum(-1)]), "sum", axis)
+        total, logit, all_logits = sums.unbind(0)
+        log_sum = total.log() + top
+        ctx.save_for_backward(shares.div_(total.unsqueeze(-1)), place, mine)
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, num_classes, rows.dtype
+        return log_sum - (1 - smoothing) * logit - smoothing * all_logits / num_classes
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shares, place, mine = ctx.saved_tensors
+        wanted = torch.zeros_like(shares)
+        if shares.shape[-1]:
+            wanted.scatter_(-1, place, mine.unsqueeze(-1).to(shares.dtype) * (1 - ctx.smoothing))
+        result = (shares - wanted - ctx.smoothing / ctx.num_classes) * gradient.unsqueeze(-1)
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def _reduced(tensor: Tensor, how: str, axis: Axis) -> Tensor:
+    summed: Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, how, axis.mesh))
+    return summed

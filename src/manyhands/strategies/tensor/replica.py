@@ -1,0 +1,178 @@
+"""TensorParallel: a replica whose layers are computed by several ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
+
+from ...cluster import World
+from ...core import StrategySpec
+from ..batch_stats import BatchStats
+from ..recompute import keep_all
+from ..sharded import ShardedReplica
+from .axis import WHOLE, Axis, in_tensors
+from .glue import glued
+from .layout import Layout, dress, find_layout
+
+
+class Cutting:
+    """A network that is cut along the tensor axis: its layout, and what was put on it."""
+
+    def __init__(self, spec: StrategySpec, world: World, model: nn.Module, probe: Callable[..., Any]) -> None:
+        self.axis = Axis(world.mesh(spec.axes)["tensor"])
+        self.ranks = world.along(spec.axes, "tensor")
+        self.layout: Layout = find_layout(model, self.axis, probe, spec.layouts)
+        self.sections = self.layout.sections(model)
+        self._take_off: Callable[[], None] = _nothing
+
+    def apply(self, model: nn.Module) -> None:
+        """Replaces every parameter by this rank's part of it, and has layers computed in parts."""
+        placements = self.layout.placements(model)
+        made: dict[Any, nn.Parameter] = {}
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if isinstance(tensor, nn.Parameter):
+                if tensor not in made or name in placements:
+                    parted = self.part(tensor.detach(), name, placements)
+                    made[tensor] = nn.Parameter(parted, requires_grad=tensor.requires_grad)
+            elif name in placements:
+                module._buffers[last] = self.part(tensor, name, placements)
+        for module in model.modules():
+            for last, held in module._parameters.items():
+                if held is not None:
+                    module._parameters[last] = made[held]
+        self._take_off = dress(model, self.axis, self.layout)
+
+    def part(self, whole: Tensor, name: str, placements: Mapping[str, Any]) -> DTensor:
+        """This rank's part of a tensor that all ranks have."""
+        place = placements.get(name, WHOLE)
+        if not isinstance(place, Shard):
+            return self.axis.of(whole.clone(), WHOLE)
+        begin, count = self.axis.span(whole.shape[place.dim])
+        ordered = reorder(whole, place.dim, self.sections.get(name), self.axis.size)
+        local = ordered.narrow(place.dim, begin, count).clone(memory_format=torch.contiguous_format)
+        return self.axis.sharded(local, place.dim, whole.shape[place.dim])
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Where the network and its loss are computed."""
+        return glued(self.axis)
+
+    def take_off(self) -> None:
+        """Gives the layers their own forward back."""
+        self._take_off()
+
+
+class TensorReplica(ShardedReplica):
+    """A rank's part of a network whose layers are cut, alone or times shards and replicas."""
+
+    def __init__(
+        self,
+        spec: StrategySpec,
+        world: World,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        cutting: Cutting,
+        stats: BatchStats | None,
+    ) -> None:
+        super().__init__(spec, world, model, optimizers, stats)
+        self._cutting = cutting
+        self.notes = cutting.layout.notes
+
+    @property
+    def speaks(self) -> bool:
+        return self._cutting.ranks.is_first
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with super().scope(), self._cutting.scope():
+            yield
+
+    def plain(self, value: Any) -> Any:
+        return in_tensors(self._cutting.axis.whole, value)
+
+    def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
+        with implicit_replication():
+            super().backward(objective, key, last=last)
+
+    def finish(self, key: str, count: Tensor | None) -> None:
+        self._complete(key)
+        super().finish(key, count)
+
+    def _complete(self, key: str) -> None:
+        """Sums gradients of which each rank has a term, all in one go."""
+        odd: list[Any] = [
+            p for p in self.groups[key].values() if p.grad is not None and _placements(p.grad) != _placements(p)
+        ]
+        terms = [p for p in odd if p.placements[-1] == WHOLE and p.grad.placements[-1].is_partial()]
+        for parameter in set(odd) - set(terms):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        if not terms:
+            return
+        parts = [parameter.grad.to_local() for parameter in terms]
+        flat = torch.cat([part.flatten() for part in parts])
+        self._cutting.ranks.all_reduce(flat)
+        for parameter, part, whole in zip(terms, parts, flat.split([part.numel() for part in parts]), strict=True):
+            settings = {"shape": parameter.shape, "stride": parameter.stride()}
+            local = whole.view_as(part)
+            parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, **settings)
+
+    def whole(self, tensor: Tensor, name: str = "") -> Tensor:
+        whole = super().whole(tensor, name)
+        sections = self._cutting.sections.get(name)
+        if sections is None or whole.dim() == 0 or not isinstance(tensor, DTensor):
+            return whole
+        return reorder(whole, self._dim(tensor), sections, self._cutting.axis.size, back=True)
+
+    def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
+        sections = self._cutting.sections.get(name)
+        if sections is not None and isinstance(like, DTensor) and whole.shape == like.shape:
+            whole = reorder(whole, self._dim(like), sections, self._cutting.axis.size)
+        return super().part_for(whole, like, name)
+
+    @staticmethod
+    def _dim(tensor: DTensor) -> int:
+        place = tensor.placements[-1]
+        assert isinstance(place, Shard), "sections are of something that is cut"
+        return place.dim
+
+    def differences(self) -> list[str]:
+        """Also compares what every rank of the tensor axis should hold."""
+        named: dict[str, Any] = dict(self.model.named_parameters())
+        common = {name: p.to_local() for name, p in named.items() if p.placements[-1] == WHOLE}
+        return [*super().differences(), *self.odd_over(self._cutting.ranks, common, "over the tensor axis")]
+
+    def close(self) -> None:
+        keep_all(self.model)
+        self._cutting.take_off()
+        super().close()
+
+
+def _nothing() -> None:
+    """What is taken off of a network that has nothing on."""
+
+
+def _placements(tensor: Any) -> Any:
+    return tensor.placements
+
+
+def reorder(whole: Tensor, dim: int, sections: Sequence[int] | None, size: int, *, back: bool = False) -> Tensor:
+    """Puts the parts that each rank has of every section side by side, so that a plain cut gives them to it; and back.
+
+    >>> reorder(torch.arange(8), 0, [4, 4], 2).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    >>> reorder(reorder(torch.arange(8), 0, [4, 4], 2), 0, [4, 4], 2, back=True).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    if sections is None:
+        return whole
+    places = torch.arange(whole.shape[dim], device=whole.device).split(list(sections))
+    order = torch.cat([part.chunk(size)[rank] for rank in range(size) for part in places])
+    return whole.index_select(dim, order.argsort() if back else order)
