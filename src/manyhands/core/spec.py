@@ -62,7 +62,8 @@ class StrategySpec:
     - `servers`: processes that hold and update the parameters, 0 for none: replicas are then workers that pull values
       and push gradients;
     - `staleness`: under servers, how many steps behind a worker's values may be: 0 is synchronous and exact, None lets
-      nobody wait for anybody; `correction` divides a stale gradient's learning rate by 1 + its staleness;
+      nobody wait for anybody;
+    - `correction`: whether a stale gradient's learning rate is divided by 1 + its staleness;
     - `backup`: how many of the workers a step does without: it closes with what comes first.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
