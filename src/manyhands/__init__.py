@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, TensorParallel, mean
     from .data import bucketed, files
     from .plans import plan
+    from .serving import Client
     from .store import load, weights
     from .strategies import Embedding
     from .training import Callback, Hand, Patience, Run, Sink, hand
-    from .verbs import check, evaluate, fit, launch, predict, replay
+    from .verbs import check, evaluate, fit, launch, predict, replay, serve
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ __all__ = [
     "check",
     "evaluate",
     "predict",
+    "serve",
+    "Client",
     "replay",
     "load",
     "weights",
@@ -75,7 +78,8 @@ _HOMES = {
     "strategies": ["Embedding"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
-    "verbs": ["check", "evaluate", "fit", "launch", "predict", "replay"],
+    "serving": ["Client"],
+    "verbs": ["check", "evaluate", "fit", "launch", "predict", "replay", "serve"],
 }
 _ROOMS = ("sync",)
 """Rooms whose names people write themselves: mh.sync.TopK(0.01)."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -74,6 +74,9 @@ from .training import (
     make_view,
     new_folder,
 )
+
+if TYPE_CHECKING:
+    from .serving import Server
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -252,6 +255,54 @@ def check(
     parts = _start(step, devices, timeout, lambda rank, entry: None, View())
     verdict = training.compare(whole, again, parts[0], spec)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
+
+
+def serve(
+    models: str | Path | Predictor | Mapping[str, Predictor],
+    *,
+    on: On = None,
+    name: str = "model",
+    host: str = "127.0.0.1",
+    http: int = 8501,
+    manage: int = 8502,
+    token: str | None = None,
+    versions: str = "latest",
+    max_rows: int = 64,
+    sizes: Sequence[int] = (),
+    queue_rows: int = 1024,
+    timeout: float = 30.0,
+    probation: float = 30.0,
+    log: str | Path | None = None,
+) -> Server:
+    """Serves a folder of exported models, or predictors, on every device; returns when they answer.
+
+    - `models`: a folder that is watched for new versions, a Predictor (served as `name`), or a dict of them;
+    - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device;
+    - `host`, `http`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
+    - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
+    - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
+    - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
+    - `log`: a folder for the event log and the access log.
+
+        server = mh.serve("models")
+        server.wait()            # until Ctrl-C; server.stop() lets every request finish
+    """
+    from .serving import BatchSettings, Probation, Server, ServeSettings
+
+    settings = ServeSettings(
+        host=host,
+        http=http,
+        manage=manage,
+        token=token,
+        versions=versions,
+        timeout=timeout,
+        batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
+        probation=Probation(seconds=probation),
+        log=Path(log) if log is not None else None,
+    )
+    served = {name: models} if isinstance(models, Predictor) else models
+    devices, _ = resolve(on)
+    return Server(Path(served) if isinstance(served, str) else served, _engine, devices, settings).start()
 
 
 def evaluate(

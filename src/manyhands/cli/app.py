@@ -20,6 +20,8 @@ VERBS = (
     "fit",
     "launch",
     "replay",
+    "serve",
+    "models",
 )
 """The verbs in the order of the help: a new one is one new file of that name with an `add(app)`, and one line here."""
 

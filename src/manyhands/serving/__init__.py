@@ -1,8 +1,32 @@
 """Serving: versions swapped under load, requests batched over replicas on every device, protocols that clients know."""
 
-from .batcher import BatchSettings
-from .limits import Limits
-from .model import Probation
-from .server import Server, ServeSettings
+from __future__ import annotations
 
-__all__ = ["Server", "ServeSettings", "BatchSettings", "Limits", "Probation"]
+from typing import TYPE_CHECKING, Any
+
+from ..core import SettingsError
+from .batcher import BatchSettings
+from .client import Client
+from .limits import Limits
+from .metrics import BOUNDS, Histogram
+
+if TYPE_CHECKING:
+    from .model import Probation
+    from .server import Server, ServeSettings
+
+__all__ = ["Server", "ServeSettings", "BatchSettings", "Limits", "Probation", "Client", "Histogram", "BOUNDS"]
+_HOME = {"Server": "server", "ServeSettings": "server", "Probation": "model"}
+
+
+def __getattr__(name: str) -> Any:
+    """A client needs none of the packages that a server needs."""
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            "serving needs packages of its own", got=f"no {error.name}", remedy="pip install 'manyhands[serve]'"
+        ) from None

@@ -1,0 +1,177 @@
+"""`manyhands serve`: answers requests with every model of a folder, or with a predictor of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import Predictor, SettingsError, resolve_settings
+from .options import On, add_verb
+from .screen import note, stderr
+from .serving_view import ServingView
+from .target import load_module, split_target
+from .wording import in_options
+
+if TYPE_CHECKING:
+    from ..serving import Server
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What a configuration file and the environment may set."""
+
+    on: str | None = None
+    host: str = "127.0.0.1"
+    http: int = 8501
+    manage: int = 8502
+    token: str | None = None
+    versions: str = "latest"
+    max_rows: int = 64
+    sizes: str = ""
+    queue_rows: int = 1024
+    timeout: float = 30.0
+    probation: float = 30.0
+    log: str | None = None
+
+
+Models = Annotated[
+    str,
+    typer.Argument(metavar="FOLDER|FILE.py:name", help="A folder of exported models, or a Predictor in a Python file."),
+]
+Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 by default. Others need a token.")]
+Http = Annotated[int | None, typer.Option(help="The port for requests; 8501 by default, 0 takes any.")]
+Manage = Annotated[int | None, typer.Option(help="The port for management, on this machine only; 8502 by default.")]
+Versions = Annotated[
+    str | None, typer.Option(help="Which versions: latest (the default), latest:2, all, or numbers such as 1,3.")
+]
+MaxRows = Annotated[int | None, typer.Option(help="Rows of a batch at most; 64 by default.")]
+Sizes = Annotated[str | None, typer.Option(metavar="N,N", help="Batch sizes to pad to, such as 1,8,64.")]
+QueueRows = Annotated[int | None, typer.Option(help="Rows that may wait before requests are refused; 1024 by default.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds for a request at most; 30 by default.")]
+ProbationSeconds = Annotated[
+    float | None,
+    typer.Option("--probation", help="Seconds in which a new version that fails or is slow is sent back; 30."),
+]
+Log = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write events.jsonl and access.jsonl there.")]
+Config = Annotated[Path | None, typer.Option(help="A TOML file with these options as keys.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but errors.")]
+
+EXAMPLES = (
+    "manyhands serve models/",
+    "manyhands serve models/ --on 'cpu*2' --versions latest:2",
+    "manyhands serve digits.py:predictor --http 9000",
+)
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, serve, EXAMPLES)
+
+
+def serve(
+    models: Models,
+    on: On = None,
+    host: Host = None,
+    http: Http = None,
+    manage: Manage = None,
+    versions: Versions = None,
+    max_rows: MaxRows = None,
+    sizes: Sizes = None,
+    queue_rows: QueueRows = None,
+    timeout: Timeout = None,
+    probation: ProbationSeconds = None,
+    log: Log = None,
+    config: Config = None,
+    quiet: Quiet = False,
+) -> None:
+    """Serve models: clients of TensorFlow Serving and of Triton or KServe ask over HTTP and need not be changed.
+
+    New versions in the folder are loaded aside and take over without a lost request. Ctrl-C or a SIGTERM ends the
+    server after the requests that it has. Every option can also stand in the file of --config or in the environment
+    (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
+    """
+    given = {
+        "on": on, "host": host, "http": http, "manage": manage, "versions": versions, "max_rows": max_rows,
+        "sizes": sizes, "queue_rows": queue_rows, "timeout": timeout, "probation": probation, "log": log,
+    }  # fmt: skip
+    settings = resolve_settings(ServeOptions, given, file=config).values
+    from .. import verbs
+
+    target = _target(models)
+    with _ending() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
+        if not quiet:
+            note(f"serving on {server.url}, managed on {server.manage_url}")
+            server.on_event = _tell
+        _watch(server, ending, quiet)
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and by a SIGTERM; a second one ends the program as usual."""
+    ending = threading.Event()
+    before: dict[int, Any] = {}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        ending.set()
+        signal.signal(number, before[number])
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, heard)
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _target(text: str) -> Path | Predictor:
+    """A folder, or the predictor that a file names."""
+    path, name = split_target(text)
+    if path.suffix != ".py":
+        return Path(text)
+    found = getattr(load_module(path), name or "predictor", None)
+    if callable(found) and not isinstance(found, Predictor):
+        found = found()
+    if not isinstance(found, Predictor):
+        raise SettingsError(
+            f"{path} must have an mh.Predictor of that name",
+            got=repr(name or "predictor"),
+            remedy="write predictor = ..., or a function that returns one",
+        )
+    return found
+
+
+def _arguments(settings: ServeOptions) -> dict[str, Any]:
+    """The settings as `mh.serve` takes them."""
+    sizes = [part.strip() for part in settings.sizes.split(",") if part.strip()]
+    if not all(part.isdigit() for part in sizes):
+        raise SettingsError("sizes are numbers", got=repr(settings.sizes), remedy="write --sizes 1,8,64")
+    return {**dataclasses.asdict(settings), "sizes": tuple(map(int, sizes))}
+
+
+def _tell(entry: Mapping[str, Any]) -> None:
+    values = {key: value for key, value in entry.items() if key not in ("v", "t", "kind")}
+    note(" ".join([str(entry["kind"]).replace("_", " "), *(f"{key}={value}" for key, value in values.items())]))
+
+
+def _watch(server: Server, ending: threading.Event, quiet: bool) -> None:
+    """Shows what happens where somebody looks, until it is time to end."""
+    if quiet or not sys.stderr.isatty():
+        ending.wait()
+        return
+    from rich.live import Live
+
+    view = ServingView()
+    with Live(view.table(server.state()), console=stderr(), auto_refresh=False) as live:
+        while not ending.wait(1.0):
+            live.update(view.table(server.state()), refresh=True)

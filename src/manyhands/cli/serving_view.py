@@ -1,0 +1,97 @@
+"""What a server does right now: requests per second, percentiles, batch sizes and queues, by version and replica."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TITLES = ("model", "version", "state", "requests/s", "p50 ms", "p99 ms", "rows/batch", "queue", "refused", "replicas")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A version in the last moments."""
+
+    model: str
+    version: str
+    state: str
+    rate: float
+    p50: float
+    p99: float
+    rows: float
+    queue: int
+    refused: int
+    replicas: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        numbers = (f"{self.rate:,.0f}", _shown(1000 * self.p50), _shown(1000 * self.p99), _shown(self.rows))
+        return (self.model, self.version, self.state, *numbers, str(self.queue), str(self.refused), self.replicas)
+
+
+class ServingView:
+    """Compares what a server says now with what it said the last time."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self._time = time.monotonic()
+
+    def rows(self, state: Mapping[str, Any]) -> list[Row]:
+        """A row for every version, from a server's state."""
+        now = time.monotonic()
+        seconds, self._time = max(now - self._time, 1e-6), now
+        found, seen = [], {}
+        for model in state["models"]:
+            for version in model["versions"]:
+                key = (model["name"], version["version"])
+                seen[key] = version
+                found.append(_row(model, version, self._before.get(key), seconds))
+        self._before = seen
+        return found
+
+    def table(self, state: Mapping[str, Any]) -> Table:
+        """The rows as a table for the terminal."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD)
+        for title in TITLES:
+            table.add_column(title, justify="left" if title in ("model", "state", "replicas") else "right")
+        for row in self.rows(state):
+            table.add_row(*row.cells())
+        return table
+
+
+def _row(model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Row:
+    from ..serving import BOUNDS, Histogram
+
+    latency = Histogram(BOUNDS)
+    latency.counts = version["latency"]
+    since = before["latency"] if before is not None else None
+    batches = version["batches"] - (before["batches"] if before is not None else 0)
+    computed = version["rows"] - (before["rows"] if before is not None else 0)
+    marks = [label for label, number in model["labels"].items() if number == version["version"]]
+    name = f"{version['version']}{'*' if version['version'] == model['current'] else ''}"
+    return Row(
+        model=model["name"],
+        version=" ".join([name, *marks]),
+        state=version["error"] or version["state"].lower(),
+        rate=(version["requests"].get("OK", 0) - (before["requests"].get("OK", 0) if before is not None else 0))
+        / seconds,
+        p50=latency.percentile(0.5, since),
+        p99=latency.percentile(0.99, since),
+        rows=computed / batches if batches else math.nan,
+        queue=version["queue"],
+        refused=sum(num for code, num in version["requests"].items() if code != "OK"),
+        replicas=", ".join(f"{replica['device']} ({replica['rows']})" for replica in version["replicas"]),
+    )
+
+
+def _shown(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.1f}"

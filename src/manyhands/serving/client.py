@@ -1,0 +1,230 @@
+"""A client in Python: arrays in, arrays out, as bytes, over connections that stay open."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+
+from ..core import DataError, RequestRefused, SettingsError
+from .kinds import BY_OPEN, BY_TORCH, Array
+
+_CODES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    413: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+class Client:
+    """Asks a server, from any number of threads.
+
+    - `url`: where requests go; any server of the Open Inference Protocol with binary tensors will do;
+    - `manage`: where a manyhands server is managed: `models`, `load`, `label`, `split`, `rollback`;
+    - `timeout`: seconds for an answer, within which a server that is overloaded or gone is asked again.
+
+        client = mh.Client("http://127.0.0.1:8501")
+        client("digits", images)
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8501",
+        *,
+        manage: str = "http://127.0.0.1:8502",
+        token: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self._wire = _Wire(url, token, timeout)
+        self._manage = _Wire(manage, token, timeout)
+
+    def __call__(self, model: str, inputs: Any, *, version: int | None = None, key: str | None = None) -> Any:
+        """Answers with an array, or a dict of them where there are several outputs.
+
+        `inputs` is an array or tensor, rows first, or a dict of them by name; requests with one `key` get the same
+        part of a split.
+        """
+        path = f"/v2/models/{quote(model, safe='')}" + ("" if version is None else f"/versions/{version}")
+        named = inputs if isinstance(inputs, Mapping) else {self._only_input(path): inputs}
+        listed, blobs = [], []
+        for name, value in named.items():
+            array, kind = _as_bytes(name, value)
+            blobs.append(array.tobytes())
+            parameters = {"binary_data_size": len(blobs[-1])}
+            listed.append({"name": name, "shape": array.shape, "datatype": kind, "parameters": parameters})
+        text = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(text))}
+        if key is not None:
+            headers["X-Manyhands-Key"] = key
+        head, body = self._wire.send("POST", f"{path}/infer", b"".join([text, *blobs]), headers)
+        return _outputs(int(head.get("inference-header-content-length", len(body))), body)
+
+    def metadata(self, model: str) -> Any:
+        """What a model takes and gives."""
+        return self._wire.json("GET", f"/v2/models/{quote(model, safe='')}")
+
+    def is_ready(self) -> bool:
+        """Whether the server answers."""
+        try:
+            self._wire.once("GET", "/v2/health/ready", b"", {})
+        except (RequestRefused, OSError, http.client.HTTPException):
+            return False
+        return True
+
+    def models(self) -> Any:
+        """Everything that is served, with versions, labels, splits and figures."""
+        return self._manage.json("GET", "/manage/models")
+
+    def load(self, model: str, version: int | None = None) -> Any:
+        """Loads a version, or what the server's policy wants of a model."""
+        return self._act(model, "load", {} if version is None else {"version": version})
+
+    def unload(self, model: str) -> Any:
+        """Ends a model's versions."""
+        return self._act(model, "unload", {})
+
+    def label(self, model: str, label: str, version: int) -> Any:
+        """Points a label at a version."""
+        return self._act(model, "label", {"label": label, "version": version})
+
+    def split(self, model: str, shares: Sequence[Mapping[str, Any]]) -> Any:
+        """Shares a name's requests out: `[{"version": 1, "weight": 9}, {"version": 2, "weight": 1}]`; [] ends it."""
+        return self._act(model, "split", {"shares": list(shares)})
+
+    def rollback(self, model: str) -> Any:
+        """Lets the version before the current one answer again."""
+        return self._act(model, "rollback", {})
+
+    def close(self) -> None:
+        """Closes this thread's connections."""
+        self._wire.close()
+        self._manage.close()
+
+    def _only_input(self, path: str) -> str:
+        names = [one["name"] for one in self._wire.json("GET", path, is_kept=True)["inputs"]]
+        if len(names) != 1:
+            raise DataError(f"the inputs are {', '.join(names)}", got="one array", remedy="pass a dict of them")
+        return str(names[0])
+
+    def _act(self, model: str, act: str, value: Mapping[str, Any]) -> Any:
+        body = json.dumps(value).encode()
+        return self._manage.json("POST", f"/manage/models/{quote(model, safe='')}/{act}", body)
+
+
+class _Wire:
+    """Connections to one address, one for each thread."""
+
+    def __init__(self, url: str, token: str | None, timeout: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError("a server's address is http://host:port", got=repr(url), remedy="write it so")
+        self._parts, self._timeout = parts, timeout
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._local = threading.local()
+        self._kept: dict[str, Any] = {}
+
+    def json(self, method: str, path: str, body: bytes = b"", *, is_kept: bool = False) -> Any:
+        """A JSON answer; one that does not change is asked for once."""
+        if is_kept and path in self._kept:
+            return self._kept[path]
+        value = json.loads(self.send(method, path, body, {})[1] or b"null")
+        if is_kept:
+            self._kept[path] = value
+        return value
+
+    def send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
+        """Asks until there is an answer, a refusal that will not change, or the time is over."""
+        end = time.monotonic() + self._timeout
+        wait = 0.02
+        while True:
+            try:
+                return self.once(method, path, body, headers)
+            except RequestRefused as refusal:
+                if refusal.code != "UNAVAILABLE" or time.monotonic() + wait > end:
+                    raise
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if time.monotonic() + wait > end:
+                    raise RequestRefused("UNAVAILABLE", f"the server cannot be reached: {error}") from None
+            time.sleep(wait)
+            wait = min(2 * wait, 1.0)
+
+    def once(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[dict[str, str], bytes]:
+        """One request and its answer."""
+        connection = self._connection()
+        connection.request(method, path, body, {**self._headers, **headers})
+        response = connection.getresponse()
+        answer = response.read()
+        head = {name.lower(): value for name, value in response.getheaders()}
+        if response.status == 200:
+            return head, answer
+        code = _CODES.get(response.status, "UNKNOWN")
+        retry = float(head["retry-after"]) if head.get("retry-after", "").isdigit() else None
+        raise RequestRefused(code, _reason(answer) or f"status {response.status}", retry)
+
+    def close(self) -> None:
+        """Closes this thread's connection."""
+        connection = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+            self._local.connection = None
+
+    def _connection(self) -> http.client.HTTPConnection:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            connection = kind(str(self._parts.hostname), self._parts.port, timeout=self._timeout)
+            self._local.connection = connection
+        return connection
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        return str(json.loads(answer)["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")
+
+
+def _as_bytes(name: str, value: Any) -> tuple[Array, str]:
+    """An array as it travels, and the protocol's name for its elements."""
+    dtype = str(getattr(value, "dtype", ""))
+    if dtype.startswith("torch."):
+        value, dtype = value.detach().cpu().contiguous(), dtype.removeprefix("torch.")
+        if dtype == "bfloat16":
+            import torch
+
+            value = value.view(torch.uint16)
+    array = np.ascontiguousarray(value)
+    kind = BY_TORCH.get(dtype or array.dtype.name)
+    if kind is None:
+        raise DataError(
+            f"input {name!r} is made of numbers or bools", got=dtype or array.dtype.name, remedy="convert it"
+        )
+    return array.astype(kind.numpy, copy=False), kind.open
+
+
+def _outputs(size: int, body: bytes) -> Any:
+    raw, outputs = memoryview(body)[size:], {}
+    for one in json.loads(body[:size])["outputs"]:
+        dtype = BY_OPEN[one["datatype"]].numpy
+        if "data" in one:
+            array = np.array(one["data"], dtype)
+        else:
+            num = one["parameters"]["binary_data_size"]
+            array = np.frombuffer(raw[:num], dtype).copy()
+            raw = raw[num:]
+        outputs[one["name"]] = array.reshape(one["shape"])
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
