@@ -119,11 +119,11 @@ def serve(
 def _ending() -> Iterator[threading.Event]:
     """Set by Ctrl-C and by a SIGTERM; a second one ends the program as usual."""
     ending = threading.Event()
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
 
     def heard(number: int, frame: FrameType | None) -> None:
         ending.set()
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, heard)
