@@ -83,7 +83,8 @@ class TestDiLoCo(PolicyContract):
 def test_every_policy_of_ours_has_a_contract_here() -> None:
     kept = {kit.policy.name for kit in PolicyContract.__subclasses__()}
     assert kept == {name for name, kind in POLICIES.items() if kind.__module__.startswith("manyhands.sync")} - {
-        "allreduce"
+        "allreduce",
+        "auto",
     }
 
 
@@ -114,7 +115,7 @@ def test_rank_4_carries_four_outer_products_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("telepathy", "sync must be one of allreduce, localsteps, diloco, bf16, fp16, int8, powersgd, topk"),
+        ("telepathy", "sync must be one of allreduce, localsteps, diloco, auto, bf16, fp16, int8, powersgd, topk"),
         ("topk(2)", "fraction lies above 0 and not above 1, but got 2"),
         ("topk(0)", "fraction lies above 0 and not above 1, but got 0"),
         ("topk(many)", "fraction lies above 0 and not above 1, but got 'many'"),

@@ -1,5 +1,6 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
+from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
 from .embedding import Embedding, declaring
 from .mirrored import MirroredReplica
@@ -11,6 +12,9 @@ from .skipping import keep_where
 
 __all__ = [
     "realise",
+    "is_undecided",
+    "choice_for",
+    "under",
     "require_built",
     "require_loss",
     "optimizers_of",

@@ -11,8 +11,16 @@ from torch.optim import Optimizer
 from ..cluster import NullWorld, World
 from ..core import StrategySpec
 from ..sync import Agreement, Local, State, average, make_policy
-from .mirrored import odd_ones
+from .mirrored import MirroredReplica, odd_ones
 from .replica import Replica
+
+
+def replicated(
+    spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> LocalReplica | MirroredReplica:
+    """One of several whole networks, as its policy needs it."""
+    kind = LocalReplica if isinstance(make_policy(spec.sync), Local) else MirroredReplica
+    return kind(spec, world, model, optimizers)
 
 
 class LocalReplica(Replica):

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
-from ..sync import Local, make_policy
-from .local import LocalReplica
-from .mirrored import MirroredReplica, mirror
+from ..sync import Auto, make_policy
+from .local import replicated
+from .mirrored import mirror
 from .parameter_server import ServedReplica
 from .recompute import recompute
 from .replica import Replica
@@ -50,8 +50,7 @@ def realise(
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
-    kind = LocalReplica if isinstance(make_policy(spec.sync), Local) else MirroredReplica
-    return kind(spec, world, model, optimizers_of(model, make_optimizer(model)))
+    return replicated(spec, world, model, optimizers_of(model, make_optimizer(model)))
 
 
 def _in_parts(
@@ -105,6 +104,12 @@ def require_built(spec: StrategySpec) -> None:
             remedy="use mh.Mirrored(), mh.Sharded() or mh.TensorParallel()",
         )
     policy = make_policy(spec.sync)
+    if (spec.shards != 1 or spec.tensor > 1) and isinstance(policy, Auto):
+        raise StrategyError(
+            "a policy is chosen for whole networks only",
+            got=str(spec),
+            remedy='use mh.Mirrored(), or name the policy, sync="bf16" say',
+        )
     if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
         raise StrategyError(
             f"the policy {policy} needs whole matrices, and such ranks hold parts of them",

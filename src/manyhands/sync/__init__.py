@@ -1,10 +1,12 @@
 """How replicas agree: policies, and the buckets that carry gradients to them."""
 
 from .agreement import Agreement, average
+from .auto import Auto, choose, forecasts, tell_choice
 from .buckets import Buckets
 from .carrying import carrying
 from .coded import BF16, FP16, Coded, Int8
 from .course import Course, State, tell
+from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
 from .memory import Memory, key_of
 from .policy import POLICIES, AllReduce, Policy, make_policy
@@ -24,6 +26,12 @@ __all__ = [
     "Local",
     "LocalSteps",
     "DiLoCo",
+    "Auto",
+    "forecasts",
+    "choose",
+    "tell_choice",
+    "Links",
+    "measure_links",
     "POLICIES",
     "make_policy",
     "carrying",

@@ -19,8 +19,9 @@ from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_wor
 from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Probe, Replica, keep_all, keep_where, realise
+from ..strategies import MAIN, Probe, Replica, is_undecided, keep_all, keep_where, realise, under
 from .averages import Averages
+from .choosing import Choosing
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
@@ -63,6 +64,7 @@ class Hand:
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
         self._replica: Replica | None = None
+        self._choosing: Choosing | None = None
         self.batch: Batch | None = None
         """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
         self.randomness = LayoutFree(self.device) if spec.deterministic else None
@@ -138,8 +140,19 @@ class Hand:
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe)
         for text in self._replica.notes:
             self.notice(text)
+        self._choosing = Choosing(self) if is_undecided(self._replica) else None
         if self.randomness is not None:
             self._covers += self.randomness.cover(self.model)
+
+    def follow_policy(self, sync: str) -> None:
+        """Lets the replicas agree in another way from here on; all of them must do so together."""
+        if sync == self.spec.sync:
+            return
+        self.agree()
+        self._replica = under(self.replica, sync)
+        self.spec = self._replica.spec
+        # Recordings of a step stand for the way it was.
+        self.num_restores += 1
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -373,9 +386,14 @@ class Hand:
             self.num_steps += 1
 
     def note(self, key: Key = MAIN) -> None:
-        """Where replicas drift, keeps what the step has learnt from until they agree, which may be now."""
-        if not self.replica.drifts:
-            return
+        """A step was taken: where replicas drift, what it learnt from is kept until they agree, which may be now."""
+        if self.replica.drifts:
+            self._keep(key)
+        if self._choosing is not None and key == next(iter(self.replica.groups)):
+            self._choosing.tick()
+            self._choosing = None if self._choosing.is_done else self._choosing
+
+    def _keep(self, key: Key) -> None:
         assert self._last_tally is not None
         row, good = self._last_tally.row, self.good
         if good is not None:

@@ -1,0 +1,188 @@
+"""Two hosts with a slow network between them: time to the same training loss, against plain DDP on the same links.
+
+`python -m benchmarks.slow_link [--quick]` (needs root). The hosts are network namespaces; `tc tbf` limits what each of
+them sends. All contenders train the same network on the same samples in the same order; the loss to reach is DDP's
+after its last step, and a contender's time is that of the first step at which its loss, as a mean of the last steps, is
+as low. What sync="auto" measures at its start is within its time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import manyhands as mh
+from manyhands import verbs
+from manyhands.cluster import World, enter_world, resolve
+from manyhands.data import Order
+from manyhands.testing import Hosts
+
+from .lessons import WIDE, Lesson
+from .report import Check, Report, arguments
+
+RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "unlimited": None}
+BARS = {
+    "100 Mbit/s": ("speedup_100mbit", 10.0),
+    "1 Gbit/s": ("speedup_1gbit", 2.0),
+    "unlimited": ("speedup_unlimited", 0.98),
+}
+POLICIES = {
+    "auto": "auto",
+    "auto, lossy": "auto(lossy=True)",
+    "bf16": "bf16",
+    "int8": "int8",
+    "top-k 1%": "topk(0.01)",
+    "PowerSGD 4": "powersgd(4)",
+    "local steps 16": "localsteps(16)",
+    "DiLoCo 50": "diloco(50)",
+}
+WINDOW = 10
+"""Steps over which a loss is averaged."""
+PATIENCE = 1.6
+"""How many times DDP's steps a contender may take."""
+
+Course = tuple[list[float], list[float]]
+"""Of every step its end, in seconds from the beginning, and its loss."""
+
+
+def main() -> None:
+    """Measures all links."""
+    quick = arguments(__doc__).quick
+    report = Report("slow_link", quick)
+    num_steps = 24 if quick else 320
+    for link, rate in RATES.items():
+        if quick and link != "1 Gbit/s":
+            continue
+        courses = race(rate, num_steps, ["auto, lossy"] if quick else list(POLICIES), quick)
+        add(report, link, courses)
+    report.finish()
+    verbs._engine.close()
+
+
+def add(report: Report, link: str, courses: dict[str, Course]) -> None:
+    """The rows of a link and its check."""
+    goal = means(courses["ddp"][1])[-1]
+    times = {name: time_to(course, goal) for name, course in courses.items()}
+    rows = report.add(link, {name: [seconds] for name, seconds in times.items() if seconds is not None}, "ddp")
+    report.notes |= {f"{link}: {name}: steps": float(steps_to(course, goal)) for name, course in courses.items()}
+    report.notes[f"{link}: loss"] = round(goal, 4)
+    name, bar = BARS[link]
+    if "auto, lossy" in rows:
+        best = "auto" if link == "unlimited" else "auto, lossy"
+        ours = [rows[which].ratio for which in ("auto", "auto, lossy") if which in rows]
+        value = 1 / max(ours) if best == "auto" else 1 / rows[best].ratio
+        report.checks[name] = Check(value=value, at_least=bar)
+
+
+def means(losses: list[float]) -> list[float]:
+    """Of every step the mean of the last losses."""
+    return [sum(losses[max(0, i - WINDOW) : i]) / min(i, WINDOW) for i in range(1, len(losses) + 1)]
+
+
+def steps_to(course: Course, goal: float) -> int:
+    """Steps to a loss; 0 if it was not reached."""
+    return next((i + 1 for i, mean in enumerate(means(course[1])) if i >= WINDOW and mean <= goal), 0)
+
+
+def time_to(course: Course, goal: float) -> float | None:
+    """Seconds to a loss; None if it was not reached."""
+    steps = steps_to(course, goal)
+    return course[0][steps - 1] if steps else None
+
+
+def race(rate: str | None, num_steps: int, policies: list[str], quick: bool) -> dict[str, Course]:
+    """Lets all contenders train over one link, one after another in the same two processes."""
+    with Hosts(2, rate=rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        work = partial(contend, lesson=WIDE, num_steps=num_steps, policies=policies, folder=folder)
+        job = verbs._engine.start(hosts.joined(work, timeout=120), resolve("cpu*2")[0], timeout=120)
+        found: dict[str, Course] = job.wait(lambda rank, entry: None, lambda *line: print(*line, flush=True))[0]
+    return found
+
+
+def contend(world: World, lesson: Lesson, num_steps: int, policies: list[str], folder: str) -> dict[str, Course]:
+    """All contenders on one rank."""
+    enter_world(world)
+    torch.set_num_threads(1)
+    found = {"ddp": ddp(lesson, num_steps)}
+    for name in policies:
+        world.barrier()
+        exact = POLICIES[name] == "auto"
+        found[name] = ours(lesson, num_steps if exact else int(PATIENCE * num_steps), POLICIES[name], folder, name)
+        if world.is_first:
+            print(name, found[name][0][-1], found[name][1][-1], flush=True)
+    return found
+
+
+def ddp(lesson: Lesson, num_steps: int) -> Course:
+    """Plain DDP, as one would write it."""
+    model = DistributedDataParallel(lesson.model(), gradient_as_bucket_view=True)
+    optimizer = lesson.make_optimizer(model)
+    count = lesson.batch_size * (int(PATIENCE * num_steps) + 1)
+    data, order = lesson.data(count), torch.from_numpy(Order(count, seed=0, epoch=0, shuffle=True)[:])
+    half = lesson.batch_size // 2
+    ends, losses = [], []
+    dist.barrier()
+    began = perf_counter()
+    for step in range(num_steps):
+        first = step * lesson.batch_size + dist.get_rank() * half
+        rows = order[first : first + half]
+        value = lesson.loss(model, tuple(part[rows] for part in data))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(value.item())
+        ends.append(perf_counter() - began)
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    return ends, (mean / dist.get_world_size()).tolist()
+
+
+class Clock(mh.Callback):
+    """Leaves the end of every step in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ends: list[float] = []
+
+    def on_start(self, hand: mh.Hand) -> None:
+        hand.barrier()
+        self.began = perf_counter()
+
+    def on_step(self, hand: mh.Hand) -> None:
+        self.ends.append(perf_counter() - self.began)
+
+    def on_end(self, hand: mh.Hand) -> None:
+        if hand.is_first:
+            self.path.write_text(json.dumps(self.ends))
+
+
+def ours(lesson: Lesson, num_steps: int, sync: str, folder: str, name: str) -> Course:
+    """`fit` under a policy."""
+    clock = Clock(Path(folder) / f"{name}.json")
+    task = mh.Task(
+        model=lesson.model,
+        loss=lesson.loss,
+        optimizer=lesson.make_optimizer,
+        data=lesson.data(lesson.batch_size * (num_steps + 1)),
+        batch_size=lesson.batch_size,
+    )
+    run = mh.fit(task, mh.Mirrored(2, sync=sync), steps=num_steps, callbacks=[clock], folder=folder, progress=False)
+    for entry in map(json.loads, (run.path / "events.jsonl").read_text().splitlines()):
+        if entry["kind"] == "notice" and dist.get_rank() == 0 and "auto" in name:
+            print("  ", entry["text"], flush=True)
+    dist.barrier()
+    return json.loads(clock.path.read_text()), list(run.losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Auto: exact sums until a policy is chosen; then the same network under that."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..sync import Auto, Local, choose, forecasts, make_policy, measure_links, tell_choice
+from .local import replicated
+from .replica import Replica
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy for a network, with the reason and the figures behind it."""
+
+    sync: str
+    changes: bool
+    """Whether it is another one than the exact sum."""
+    warmup: int
+    every: int
+    """Steps after which its doings repeat."""
+    reason: str
+    figures: dict[str, Any]
+
+
+def is_undecided(replica: Replica) -> bool:
+    """Whether a policy is still to be chosen for it."""
+    return isinstance(make_policy(replica.spec.sync), Auto) and replica.world.size > 1
+
+
+def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
+    """The policy for a replica whose steps take so many seconds, and so many without the network; all ranks agree."""
+    world, auto = replica.world, make_policy(replica.spec.sync)
+    assert isinstance(auto, Auto)
+    links = measure_links(world)
+    parameters = {n: p for group in replica.groups.values() for n, p in group.items() if p.requires_grad}
+    mine = forecasts(links, parameters, world.size, exact=exact, alone=alone, lossy=auto.lossy)
+    found = world.gather_objects([(str(f.policy), f.seconds, f.price) for f in mine])[0]
+    first = [dataclasses.replace(mine[0], policy=make_policy(text), seconds=s, price=p) for text, s, p in found]
+    chosen = choose(first)
+    figures = {"latency": links.latency, "bandwidth": links.bandwidth, "exact": exact, "alone": alone}
+    predicted = {str(forecast.policy): forecast.seconds for forecast in first}
+    policy = chosen.policy
+    return Choice(
+        sync=str(policy),
+        changes=policy.changes_mathematics,
+        warmup=policy.warmup,
+        every=policy.every if isinstance(policy, Local) else 1,
+        reason=tell_choice(links, first, chosen, world),
+        figures={**figures, "predicted": predicted},
+    )
+
+
+def under(replica: Replica, sync: str) -> Replica:
+    """The same network and optimizers under another policy."""
+    replica.close()
+    spec = dataclasses.replace(replica.spec, sync=sync)
+    return replicated(spec, replica.world, replica.model, replica.optimizers)

@@ -1,0 +1,57 @@
+"""Links: how long messages take between the ranks of a world, measured by a few exchanges."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ..cluster import World
+
+SMALL, LARGEST = 1 << 16, 1 << 24
+"""Bytes of the smallest and the largest message that bandwidth is measured by."""
+LONG = 0.05
+"""Seconds of an exchange that is long enough to know the bandwidth by."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one collective costs: seconds to begin with, and bytes per second that every rank sends at the same time.
+
+    >>> Links(0.001, 1e6).seconds(1_000_000)
+    1.001
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: float, rounds: int = 1) -> float:
+        """The time of so many bytes that each rank sends, in so many collectives one after another."""
+        return rounds * self.latency + num_bytes / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{8e-6 * self.bandwidth:.3g} Mbit/s, {1000 * self.latency:.2g} ms"
+
+
+def measure_links(world: World) -> Links:
+    """Exchanges a few messages; all ranks get the same answer. It takes some tenths of a second on a slow network."""
+    latency = median(_seconds(world, 8) for _ in range(5))
+    size = SMALL
+    while (taken := _seconds(world, size)) < LONG and size < LARGEST:
+        size *= 4
+    taken = min(taken, _seconds(world, size))
+    sent = 2 * size * (world.size - 1) / world.size
+    return Links(latency, sent / max(taken - latency, 1e-9))
+
+
+def _seconds(world: World, num_bytes: int) -> float:
+    """The slowest rank's time for one sum."""
+    message = torch.zeros(num_bytes // 4, device=world.device)
+    world.barrier()
+    began = time.perf_counter()
+    world.start_all_reduce(message).wait()
+    if message.is_cuda:
+        torch.cuda.synchronize()
+    return float(max(world.gather_objects(time.perf_counter() - began)))

@@ -1,0 +1,147 @@
+"""sync="auto": what it would take is forecast, the choice is explained, and a wrong one is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.core import StrategyError
+from manyhands.data import as_source
+from manyhands.sync import Links, choose, forecasts, measure_links
+from manyhands.testing import Hosts
+from manyhands.training import Hand
+
+from .test_training import QUIET, notices, spirals, take
+
+NETWORK = {"a": torch.zeros(1024, 512), "b": torch.zeros(1024)}
+MEGABIT = 1e6 / 8
+
+
+def chosen(bandwidth: float, *, lossy: bool, alone: float = 0.02) -> str:
+    """What is chosen where the exact sum takes as long as its bytes need."""
+    links = Links(0.0005, bandwidth)
+    exact = alone + max(0.0, links.seconds(4 * 1024 * 513) - 0.4 * alone)
+    return str(choose(forecasts(links, NETWORK, 2, exact=exact, alone=alone, lossy=lossy)).policy)
+
+
+def test_a_slow_network_asks_for_few_bytes_and_a_fast_one_for_the_exact_sum() -> None:
+    assert chosen(100_000 * MEGABIT, lossy=True) == "allreduce"
+    assert chosen(100 * MEGABIT, lossy=True) != "allreduce"
+    assert chosen(1 * MEGABIT, lossy=True).startswith(("localsteps", "powersgd"))
+
+
+def test_only_what_keeps_the_answer_is_chosen_unless_it_may_be_lossy() -> None:
+    for bandwidth in (1, 100, 100_000):
+        assert chosen(bandwidth * MEGABIT, lossy=False) == "allreduce"
+
+
+def test_gradients_that_no_lossy_policy_takes_are_summed_exactly() -> None:
+    odd = {"w": torch.zeros(10, dtype=torch.complex64)}
+    found = forecasts(Links(1.0, 1.0), odd, 2, exact=9.0, alone=0.1, lossy=True)
+    assert [str(forecast.policy) for forecast in found] == ["allreduce"]
+
+
+def test_links_are_measured_alike_on_all_ranks(run_ranks: Callable[..., list[Any]]) -> None:
+    first, *others = run_ranks(measure_links, 3)
+    assert first.bandwidth > 1e6
+    assert 0 < first.latency < 1
+    assert others == [first, first]
+
+
+def test_without_lossy_a_run_is_the_exact_one(tmp_path: Path) -> None:
+    exact, auto = (
+        mh.fit(spirals(), mh.Mirrored(2, sync=sync), on="cpu*2", epochs=3, folder=tmp_path, name=sync, **QUIET)
+        for sync in ("allreduce", "auto")
+    )
+    assert auto.losses == exact.losses
+    assert "sync=allreduce was chosen for links of" in notices(auto)
+
+
+def switch(world: World, policies: list[str]) -> list[float]:
+    """Trains under one policy after another."""
+    hand, task = Hand(world, mh.Mirrored(world.size)), spirals()
+    hand.build(task)
+    feed = hand.make_feed(as_source(task.data), 96, shuffle=True)
+    losses = []
+    for policy in policies:
+        hand.follow_policy(policy)
+        assert hand.spec.sync == policy
+        for batch in hand.one_epoch(feed):
+            take(hand, task, batch)
+        hand.agree()
+        losses.append(hand.loss)
+        assert hand.replica.differences() == []
+    feed.close()
+    hand.close()
+    return losses
+
+
+def test_a_network_goes_on_under_another_policy(run_ranks: Callable[..., list[Any]]) -> None:
+    policies = ["localsteps(3)", "int8", "allreduce", "powersgd(2,warmup=0)", "diloco(4,momentum=0.1)", "allreduce"] * 3
+    first, second = run_ranks(partial(switch, policies=policies), 2)
+    assert first == second
+    assert first[-1] < 0.8 * first[0]
+
+
+def trial(world: World, exact: float) -> tuple[str, bool]:
+    """A policy on trial, where an exact step is said to have taken so long."""
+    hand, task = Hand(world, mh.Mirrored(world.size, sync="auto(lossy=True)")), spirals()
+    hand.build(task)
+    choosing = hand._choosing
+    assert choosing is not None
+    feed = hand.make_feed(as_source(task.data), 96, shuffle=True)
+    for _ in range(12):
+        for batch in hand.one_epoch(feed):
+            take(hand, task, batch)
+            if hand.num_steps == 2:
+                hand.follow_policy("localsteps(3)")
+                choosing._steps, choosing._is_trying, choosing._wanted, choosing._window = [], True, 10, 5
+                choosing._exact = exact
+    feed.close()
+    hand.close()
+    return hand.spec.sync, hand._choosing is None
+
+
+@pytest.mark.parametrize(("exact", "kept"), [(1e9, "localsteps(3)"), (0.0, "allreduce")])
+def test_a_policy_that_is_no_faster_is_taken_back(exact: float, kept: str, run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(partial(trial, exact=exact), 2) == [(kept, True)] * 2
+
+
+def test_it_is_refused_for_parts_of_a_network() -> None:
+    with pytest.raises(StrategyError, match=r"chosen for whole networks only.*name the policy"):
+        mh.launch(lambda hand: None, mh.Sharded(2, replicas=2, sync="auto"), on="cpu*4")
+
+
+def over_a_slow_link(world: World) -> tuple[str, float]:
+    hand = Hand(world, mh.Mirrored(world.size, sync=mh.sync.Auto(lossy=True)))
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    hand.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for batch in hand.batches(torch.randn(2000, 256), 20):
+        hand.backward(hand.model(batch).square().mean())
+        hand.step()
+        if hand.spec.sync != "auto(lossy=True)":
+            break
+    hand.agree()
+    hand.close()
+    return hand.spec.sync, hand.world.waited
+
+
+@pytest.mark.root
+def test_between_two_hosts_on_a_slow_network_a_lossy_policy_is_chosen(engine: LocalEngine) -> None:
+    said: list[str] = []
+    with Hosts(2, rate="10mbit") as hosts:
+        job = engine.start(hosts.joined(over_a_slow_link), resolve("cpu*2")[0], timeout=60)
+        found = job.wait(lambda rank, entry: said.append(entry.get("text", "")), lambda *_: None)
+    assert found[0][0] == found[1][0] != "allreduce"
+    reason = next(text for text in said if "was chosen for links of" in text)
+    assert "changes the mathematics" in reason
+    megabits = float(reason.split("links of ")[1].split(" Mbit/s")[0])
+    assert 3 < megabits < 15
