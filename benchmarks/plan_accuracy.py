@@ -11,13 +11,18 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import resource
+import time
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
+import manyhands as mh
+
 from . import plan_published, plan_vtrain
+from .plan_famous import POINTS
 from .report import Check, Report
 
 
@@ -28,9 +33,11 @@ def main() -> None:
     parser.add_argument("--published", type=Path, help="other published points, in the same columns")
     asked = parser.parse_args()
     report = Report("plan_accuracy", asked.quick)
-    published(report, asked.published or plan_published.DATA)
+    published(report, asked.published or plan_published.DATA, asked.quick)
     if asked.published is None:
+        famous(report)
         vtrain(report, asked.quick)
+        large(report)
     report.finish()
 
 
@@ -48,9 +55,10 @@ def vtrain(report: Report, quick: bool) -> None:
     report.notes["vtrain_regret_top1_of_other_draws_at_most"] = round(max(o.regret[1] for o in others), 4)
 
 
-def published(report: Report, path: Path) -> None:
+def published(report: Report, path: Path, quick: bool) -> None:
     """Speed-ups of public reports."""
-    rows = plan_published.predicted(plan_published.points(path))
+    found = plan_published.points(path)
+    rows = plan_published.predicted(found)
     table = Table("system", "mode", "network", "devices", "measured", "predicted", "error", title="published speed-ups")
     by_series: dict[tuple[str, ...], list[float]] = {}
     for point, measured, guess in rows:
@@ -64,6 +72,29 @@ def published(report: Report, path: Path) -> None:
     report.notes["published_points"] = len(errors)
     report.notes["published_worst_error"] = round(max(errors), 4)
     report.notes["published_mean_of_series_errors"] = round(fmean(map(fmean, by_series.values())), 4)
+
+    if not quick:
+        report.notes["published_left_out_error"] = round(plan_published.left_out(found), 4)
+
+
+def famous(report: Report) -> None:
+    """The three points that everybody quotes."""
+    table = Table("point", "devices", "published", "predicted", "today", "assumed", title="famous points")
+    for point in POINTS:
+        then, now = point.predicted(), point.nowadays()
+        figures = (str(point.num_devices), f"{point.speedup:g}", f"{then:.1f}", f"{now:.1f}")
+        table.add_row(point.name, *figures, point.assumed)
+        report.notes[f"famous_{point.name}_error"] = round(abs(then / point.speedup - 1), 4)
+    Console(width=130).print(table)
+
+
+def large(report: Report) -> None:
+    """A GPT of a billion parameters on 512 devices: how long planning takes, and the memory of this process."""
+    began = time.perf_counter()
+    found = mh.plan(plan_vtrain.gpt_task(2048, 20, batch_size=2048), "64 hosts x 8 H100, 400Gb/s", precision="bf16")
+    report.checks["plan_seconds_1b_512"] = Check(value=time.perf_counter() - began, at_most=10)
+    report.notes["plan_parameters"] = found.best.plan.workload.network("bf16").params
+    report.notes["plan_gibibytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ time of computing, everything else comes from the catalogue and from how the sys
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from manyhands.core import StrategySpec
+from manyhands.core import DeviceError, StrategySpec
 from manyhands.costs import Chip, Link, Network, Piece, Servers, Work, chip, link
 from manyhands.planning import Cluster, Workload, estimate
 
@@ -21,6 +22,8 @@ DATA = Path(__file__).parent / "data" / "published_scaling.csv"
 NUM_PIECES = 16
 LARGEST = {"VGG16": 411e6, "VGG-16": 411e6, "AlexNet": 151e6}
 """Bytes of the largest parameter, where one rules all others: the first fully connected layer."""
+CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
+"""A device on which an operation takes a second."""
 DEVICES = {"Pascal": "P100"}
 SWITCH = {"K80": 8}
 """Devices that share one way to the host's memory: eight on the cloud's K80 hosts, else two."""
@@ -48,29 +51,62 @@ def points(path: Path = DATA) -> list[Point]:
     return found
 
 
-def predicted(found: Iterable[Point]) -> list[tuple[Point, float, float]]:
+@dataclass(frozen=True)
+class Turned:
+    """Factors on the constants that published rows have a say in, to see how much hangs on each."""
+
+    tcp: float = 1.0
+    rdma: float = 1.0
+    server: float = 1.0
+    spread: float = 1.0
+
+
+AS_THEY_ARE = Turned()
+
+
+def predicted(found: Iterable[Point], turned: Turned = AS_THEY_ARE) -> list[tuple[Point, float, float]]:
     """For every row but a series' smallest: its measured and its predicted speed-up over that one."""
     result = []
     for _, group in groupby(sorted(found, key=lambda p: (p.series, p.num_devices)), key=lambda p: p.series):
         first, *others = list(group)
-        compute = _compute(first)
-        at_first = first.num_devices / seconds(first, compute)
+        compute = _compute(first, turned)
+        at_first = first.num_devices / seconds(first, compute, turned)
         for point in others:
-            speed = point.num_devices / seconds(point, compute) / at_first
+            fixed = re.search(r"\bgb\d+", point.row["mode"]) is not None  # one batch for any number of devices
+            share = first.num_devices / point.num_devices if fixed else 1.0
+            speed = point.num_devices * share / seconds(point, compute * share, turned) / at_first
             result.append((point, point.throughput / first.throughput, speed))
     return result
 
 
-def seconds(point: Point, compute: float) -> float:
+def left_out(found: Sequence[Point]) -> float:
+    """The mean error where each series is predicted with constants chosen, out of a few, on all other series alone."""
+    tries = [AS_THEY_ARE]
+    for name in ("tcp", "rdma", "server", "spread"):
+        tries += [Turned(**{name: factor}) for factor in (0.7, 1.4)]
+    errors = [{} for _ in tries]  # type: list[dict[tuple[str, ...], list[float]]]
+    for turned, by_series in zip(tries, errors, strict=True):
+        for point, measured, guess in predicted(found, turned):
+            by_series.setdefault(point.series, []).append(abs(guess / measured - 1))
+    result: list[float] = []
+    for series in errors[0]:
+        others = [sum(sum(e) for key, e in by_series.items() if key != series) for by_series in errors]
+        result += errors[others.index(min(others))][series]
+    return sum(result) / len(result)
+
+
+def seconds(point: Point, compute: float, turned: Turned = AS_THEY_ARE) -> float:
     """A step in which each device computes for so long, as the planner sees it."""
     count, row = point.num_devices, point.row
     mode = f"{row['system']} {row['mode']}"
-    cluster = _cluster(row, count)
-    workload = _workload(row, compute, count, mode)
+    cluster = _cluster(row, count, turned)
+    group = math.prod(int(size) for size in re.findall(r"(?:TP|PP)(\d+)", row["mode"])) or 1
+    group = min(group, count)
+    workload = _workload(row, compute, count // group, mode)
     if "FSDP" in mode:
         return estimate(workload, cluster, StrategySpec(shards=count)).seconds
-    spec = StrategySpec(replicas=count)
-    if not re.search(r"\bPS\b|distributed_replicated|parameter.server", mode):
+    spec = StrategySpec(replicas=count // group, tensor=group)
+    if not re.search(r"\bPS\b|distributed_replicated|parameter.server", mode, re.IGNORECASE):
         return estimate(workload, cluster, spec).seconds
     whole = estimate(
         workload, cluster, spec, servers=_inside(row, cluster, count), pushers=min(count, cluster.per_host)
@@ -78,18 +114,18 @@ def seconds(point: Point, compute: float) -> float:
     if cluster.hosts == 1:
         return whole.seconds
     aggregated = "distributed_replicated" in mode
-    outside = _servers(row, cluster, mode)
+    outside = _servers(row, cluster, mode, turned)
     between = estimate(workload, cluster, spec, servers=outside, pushers=cluster.hosts if aggregated else count)
     return between.seconds + (whole.communication if aggregated else 0.0)
 
 
-def _compute(point: Point) -> float:
+def _compute(point: Point, turned: Turned) -> float:
     """The seconds of computing with which the smallest row comes out as it was measured, for a batch of one each."""
     measured = point.num_devices / point.throughput * _batch(point.row)
     low, high = 0.05 * measured, measured
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if seconds(point, middle) < measured else (low, middle)
+        low, high = (middle, high) if seconds(point, middle, turned) < measured else (low, middle)
     return high
 
 
@@ -103,47 +139,59 @@ def _batch(row: dict[str, str]) -> float:
 def _workload(row: dict[str, str], compute: float, count: int, mode: str) -> Workload:
     size = float(row["params_M"]) * 1e6 * 4
     largest = LARGEST.get(row["model"], 2048 * 1000 * 4.0)
-    weights = [index + 1 for index in range(NUM_PIECES)]
+    weights = [index + 1 for index in range(NUM_PIECES)]  # later layers of such networks have more parameters
     sizes = [(size - largest) * weight / sum(weights) for weight in weights]
     sizes[-1] += largest
     if row["model"] in ("GPT", "BERT-base"):
         sizes = [size / NUM_PIECES] * NUM_PIECES
-    pieces = tuple(
-        Piece(
-            name=str(index),
-            forward=Work(flops=compute / 3 / NUM_PIECES),
-            backward=Work(flops=2 * compute / 3 / NUM_PIECES),
-            param_bytes=int(size),
-            largest=int(min(size, largest)),
-        )
-        for index, size in enumerate(sizes)
-    )
     narrow = 0.5 if re.search(r"Megatron|fp16|bf16|AMP", mode) else 1.0
     if "FSDP" in mode:
-        pieces = tuple(replace(piece, param_bytes=int(piece.param_bytes * narrow)) for piece in pieces)
+        sizes = [size * narrow for size in sizes]
     return Workload(
-        networks={"fp32": Network(rows=1, pieces=pieces)},
+        networks={"fp32": timed(compute, sizes)},
         batch_size=count,
         overlaps=not re.search(r"Megatron|MXNet", mode),  # both exchange when backward has ended
         wire=narrow,
     )
 
 
-def _cluster(row: dict[str, str], count: int) -> Cluster:
-    words = row["gpu"].split()
-    known = chip(DEVICES.get(words[0], words[0]))
-    inside = known.inside if "NVLink" in words or known.name in ("V100", "A100", "A100-40GB") else "PCIe 3"
-    clock = Chip(name="clock", flops={"fp32": 1.0}, memory=1e15, bandwidth=1e30, reach=1.0, ramp=0.0, operation=0.0)
+def timed(compute: float, sizes: Sequence[float]) -> Network:
+    """A network of pieces with so many bytes of parameters, whose step on a `CLOCK` takes so many seconds."""
+    count = len(sizes)
+    pieces = [
+        Piece(
+            name=str(index),
+            forward=Work(flops=compute / 3 / count),
+            backward=Work(flops=2 * compute / 3 / count),
+            param_bytes=int(size),
+        )
+        for index, size in enumerate(sizes)
+    ]
+    return Network(rows=1, pieces=tuple(pieces))
+
+
+def _cluster(row: dict[str, str], count: int, turned: Turned) -> Cluster:
+    words = row["gpu"].replace("-", " ").split()
+    try:
+        known = chip(DEVICES.get(words[0], words[0]))
+        linked = "NVLink" in words or known.name not in ("K80", "P100")
+        inside = known.inside if linked and "PCIe" not in words else "PCIe 3"
+    except DeviceError:
+        inside = "PCIe 3"
     per_host = min(count, int(row["gpus_per_node"]))
     hosts = -(-count // per_host)
-    network = _network(row) if hosts > 1 else None
-    return Cluster(hosts=hosts, per_host=per_host, chip=clock, inside=link(inside), network=network)
+    network = _network(row, turned) if hosts > 1 else None
+    return Cluster(
+        hosts=hosts, per_host=per_host, chip=CLOCK, inside=link(inside), network=network, spread=0.02 * turned.spread
+    )
 
 
-def _network(row: dict[str, str]) -> Link:
-    gbits = float(re.search(r"(\d+)\s*G", row["network"])[1])  # type: ignore[index]
+def _network(row: dict[str, str], turned: Turned) -> Link:
+    said = re.search(r"(\d+)\s*G", row["network"])
+    gbits = float(said[1]) if said else 10.0
     kind = "InfiniBand" if "IB" in row["network"] else "RoCE" if "RoCE" in row["network"] else "Ethernet"
-    return link(kind, gbits * 1e9 / 8)
+    way = link(kind, gbits * 1e9 / 8)
+    return replace(way, share=way.share * (turned.tcp if kind == "Ethernet" else turned.rdma))
 
 
 def _inside(row: dict[str, str], cluster: Cluster, count: int) -> Servers:
@@ -154,10 +202,11 @@ def _inside(row: dict[str, str], cluster: Cluster, count: int) -> Servers:
     return Servers(count=1, hottest=1.0, way=way, task_rate=ways * way.rate, waits=waits)
 
 
-def _servers(row: dict[str, str], cluster: Cluster, mode: str) -> Servers:
+def _servers(row: dict[str, str], cluster: Cluster, mode: str, turned: Turned) -> Servers:
     said = re.search(r"(\d+) PS", mode)
     count = min(int(said[1]), cluster.hosts) if said else cluster.hosts
     size = float(row["params_M"]) * 1e6 * 4
     assert cluster.network is not None
     hottest = LARGEST.get(row["model"], 0.0) / size
-    return Servers(count=count, hottest=hottest, way=cluster.network, waits="replicated" in mode)
+    rate = Servers.task_rate * turned.server
+    return Servers(count=count, hottest=hottest, way=cluster.network, waits="replicated" in mode, task_rate=rate)

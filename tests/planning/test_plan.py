@@ -21,6 +21,7 @@ from manyhands.planning import (
     Workload,
     best_batch,
     compare,
+    estimate,
     make_plan,
     many,
     noise_scale,
@@ -126,6 +127,29 @@ def test_the_curve_says_why_and_what_would_help(workload: Any, where: Any, reaso
     speeds = [point.speedup for point in curve.points]
     assert speeds[0] == 1.0
     assert all(point.speedup <= 1.01 * point.num_devices for point in curve.points)
+
+
+def test_one_hot_parameter_is_named() -> None:
+    work = timed(0.5, 138e6, batch_size=64, whole_tensors=True)
+    network = work.network("fp32")
+    pieces = (*network.pieces[:-1], replace(network.pieces[-1], name="classifier", largest=411_000_000))
+    work = replace(work, networks={"fp32": replace(network, pieces=pieces)})
+    where = cluster(16, per_host=4, gbits=25)
+    curve = Curves(work, where, StrategySpec(replicas=16, servers=4)).draw()
+    assert "the hottest of 4 servers: it holds 74%" in curve.reason
+    assert "largest parameter of 'classifier'" in curve.reason
+    remedies = {one.text: one.gain for one in curve.remedies}
+    assert remedies["the largest parameter cut over all servers"] > 1.5
+    assert remedies["sums between replicas instead of servers"] > 3
+
+
+def test_workers_that_do_not_wait_lose_nothing_to_stragglers() -> None:
+    work, where = timed(0.1, 1e6, batch_size=16), cluster(16, spread=0.3)
+    waits, backed, goes_on = (
+        estimate(work, where, StrategySpec(replicas=16, servers=2, **more))
+        for more in ({}, {"backup": 3}, {"staleness": None})
+    )
+    assert waits.stragglers > backed.stragglers > goes_on.stragglers == 0
 
 
 def test_tiny_work_saturates_at_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core import StrategySpec
 from .clusters import Cluster
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate, servers_of
 from .workload import Workload
 
 MOST_DEVICES = 1024
@@ -127,9 +127,6 @@ class Curves:
         network = cluster.network or cluster.with_devices(2 * cluster.per_host).network
         assert network is not None
         faster = replace(cluster, network=replace(network, bandwidth=4 * network.bandwidth))
-        if spec.sync == "allreduce":
-            changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
-            changes.append(('local steps, sync="local(8)"', True, work, cluster, {"sync": "local(8)"}))
         changes.append(("a network four times as fast", False, work, faster, {}))
         if spec.precision == "fp32" and "bf16" in work.networks:
             changes.append(('computing in bf16, precision="bf16"', False, work, cluster, {"precision": "bf16"}))
@@ -137,6 +134,15 @@ class Curves:
             larger = replace(work, batch_size=4 * work.batch_size)
             unknown = "" if work.noise else ", if the gradient's noise allows it"
             changes.append((f"a batch of {larger.batch_size} samples{unknown}", False, larger, cluster, {}))
+        if spec.servers:
+            changes.append(("twice the servers", False, work, cluster, {"servers": 2 * spec.servers}))
+            if work.whole_tensors:
+                even = replace(work, whole_tensors=False)
+                changes.append(("the largest parameter cut over all servers", False, even, cluster, {}))
+            changes.append(("sums between replicas instead of servers", False, work, cluster, {"servers": 0}))
+        elif spec.sync == "allreduce":
+            changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
+            changes.append(('local steps, sync="local(8)"', True, work, cluster, {"sync": "local(8)"}))
         if work.feed:
             changes.append(("a feed twice as fast", False, replace(work, feed=2 * work.feed), cluster, {}))
         if cluster.spread > 0:
@@ -176,7 +182,21 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    network = work.network(found.spec.precision)
+    servers = servers_of(work, cluster, found.spec)
+    assert servers is not None
+    hot = max(network.pieces, key=lambda piece: piece.largest)
+    whose = f", most of it the largest parameter of {hot.name!r}" if servers.hottest > 1.5 / servers.count else ""
+    return (
+        f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of {network.param_bytes / 1e6:.3g} MB"
+        f"{whose}, and {found.spec.replicas} workers wait {_milliseconds(lost)} for it"
+    )
+
+
 def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
+    if found.spec.servers:
+        return _by_servers(found, cluster, lost, work)
     size = work.network(found.spec.precision).param_bytes / 1e6
     spans = found.num_devices > cluster.per_host
     grown = cluster.with_devices(found.num_devices)

@@ -116,13 +116,17 @@ def estimate(
     busiest = max(stages, key=lambda s: s.forward + s.backward)
     mean = sum(s.forward + s.backward for s in stages) / len(stages)
     exposed_tensor = max(s.exchange for s in stages) * micros
+    servers = servers or servers_of(workload, cluster, spec)
     gradients = max(_exchanged(workload, cluster, spec, s, micros) for s in stages) if servers is None else 0.0
     update = max(_update(network, s.pieces, cluster.chip, spec) for s in stages)
     compute = micros * mean - exposed_tensor if len(stages) > 1 else span - exposed_tensor
-    late = cluster.spread * waiting(spec.num_devices or 1) * (compute + exposed_tensor)
+    late = cluster.spread * _waited(spec) * (compute + exposed_tensor)
     served = 0.0
     if servers is not None:
-        served = _served(busiest, servers, network.param_bytes * workload.wire, pushers or parts)
+        size = network.param_bytes * workload.wire
+        served = _served(busiest, servers, size, pushers or parts)
+        if spec.staleness != 0:  # workers go on with the values they have, until the servers are what is waited for
+            served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
     communication = exposed_tensor + gradients + served
     busy = span + gradients + served + late + update
     hosts = max(1, min(cluster.hosts, spec.num_devices or 1))
@@ -150,6 +154,24 @@ def estimate(
         fits=held.total <= ROOM * cluster.chip.memory,
         host_share=max(0.0, 1 - times.device / times.whole) if times.whole else 0.0,
     )
+
+
+def servers_of(workload: Workload, cluster: Cluster, spec: StrategySpec) -> Servers | None:
+    """The servers of a spec, where it has some: on hosts of their own where there are several hosts."""
+    if not spec.servers:
+        return None
+    network = workload.network(spec.precision)
+    even = 1 / spec.servers
+    hottest = max(even, network.largest / max(1, network.param_bytes)) if workload.whole_tensors else even
+    way = cluster.network if cluster.network is not None and cluster.hosts > 1 else cluster.inside
+    return Servers(count=spec.servers, hottest=hottest, way=way, waits=True)
+
+
+def _waited(spec: StrategySpec) -> float:
+    """How many standard deviations beyond the mean a step is waited for."""
+    if spec.servers and spec.staleness != 0:
+        return 0.0
+    return waiting_for((spec.num_devices or 1) - spec.backup, spec.backup)
 
 
 @dataclass(frozen=True)

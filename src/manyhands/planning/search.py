@@ -56,6 +56,9 @@ class Search:
         found: dict[StrategySpec, Option] = {}
         for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
             found[spec] = self.option(workload, cluster, spec)
+        if cluster.hosts > 1:
+            served = replace(self.control(workload, cluster), servers=cluster.hosts)
+            found[served] = self.option(workload, cluster, served)
         for devices in _counts(cluster.num_devices):
             for layout in layouts(workload, cluster, devices):
                 for spec in self._filled(workload, cluster, layout):

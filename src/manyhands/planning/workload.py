@@ -28,6 +28,8 @@ class Workload:
     """Whether gradients are exchanged while backward runs."""
     balanced: bool = True
     """Whether stages are cut by their time; else each has as many blocks, as other systems do it."""
+    whole_tensors: bool = False
+    """Whether a server holds parameters whole, so that the largest makes one of them hot; ours are cut evenly."""
     wire: float = 1.0
     """Bytes of a gradient on the wire over those of its parameter."""
 
