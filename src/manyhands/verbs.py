@@ -30,6 +30,7 @@ from .cluster import (
     NullWorld,
     World,
     current_world,
+    engine_for,
     leased,
     resolve,
 )
@@ -111,7 +112,7 @@ def fit(
     - `strategy`: `mh.Single()`, `mh.Mirrored(2)`, or text such as "mirrored,accumulate=4"; by default all devices;
       "auto" plans and takes the pick, "plan.toml" is a pick that was saved;
     - `epochs`, `steps`: passes over the data, or an end after so many steps;
-    - `on`: where, such as "cuda:0,1" or "cpu*2"; by default what this machine has;
+    - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
     - `params`: the task function's own parameters;
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
@@ -195,7 +196,7 @@ def fit(
         else:
             train = functools.partial(training.train, job=job)
             apart = limit is not None and devices[0].kind == "cpu"
-            outcomes = _start(train, devices, timeout, on_event, view, apart=apart, recovers=True)
+            outcomes = _start(train, devices, timeout, on_event, view, on=on, apart=apart, recovers=True)
         end = outcomes[0]
         if end.servers:
             _write_record(job, devices, shown, servers=end.servers)
@@ -228,7 +229,7 @@ def launch(
         view.line(text)
     try:
         with _holding(devices, getattr(fn, "__name__", ""), view.line):
-            return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view)
+            return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view, on=on)
     finally:
         view.close()
 
@@ -252,7 +253,7 @@ def check(
     with _own_randomness():
         whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
     step = functools.partial(training.one_step, task=made, spec=spec)
-    parts = _start(step, devices, timeout, lambda rank, entry: None, View())
+    parts = _start(step, devices, timeout, lambda rank, entry: None, View(), on=on)
     verdict = training.compare(whole, again, parts[0], spec)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
 
@@ -381,7 +382,7 @@ def settle(
         )
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
-    devices, notices = resolve(on, spec.num_devices)
+    devices, notices = engine_for(on, _engine).devices(on, spec.num_devices)
     if spec.replicas is None and len(devices) == 1 and strategy is not None:
         notices.append(f'there is one device ({devices[0]}), so one replica; on="{devices[0].name}*2" makes two')
     return spec.with_devices(len(devices)), devices, notices
@@ -394,6 +395,7 @@ def _start(
     on_event: Callable[[int, Event], None],
     view: View,
     *,
+    on: On = None,
     apart: bool = False,
     recovers: bool = False,
 ) -> list[Any]:
@@ -401,13 +403,14 @@ def _start(
     world = current_world()
     if world is not None:
         return [fn(world)]
-    if len(devices) == 1 and not apart:
+    engine = engine_for(on, _engine)
+    if len(devices) == 1 and not apart and engine is _engine:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
         interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
-    job = _engine.start(carrying(fn), devices, timeout=timeout, recovers=recovers)
+    job = engine.start(carrying(fn), devices, timeout=timeout, recovers=recovers)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 
@@ -438,7 +441,8 @@ def _holding(
     devices: Sequence[Device], run: str, say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """Leases the devices for a long job; a rank works on those that its program has."""
-    return leased(devices, run, say) if current_world() is None else contextlib.nullcontext()
+    here = [device for device in devices if not device.host]
+    return leased(here, run, say) if current_world() is None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -552,7 +556,7 @@ def _over_data(
     precision = run.record["spec"].get("precision", "fp32")
     spec = dataclasses.replace(spec, precision=precision)
     work = functools.partial(_act, act=act, task=task, spec=spec, data=data, weights=run.state_dict())
-    return _start(work, devices, timeout, lambda rank, entry: None, View())[0]
+    return _start(work, devices, timeout, lambda rank, entry: None, View(), on=on)[0]
 
 
 def _act(

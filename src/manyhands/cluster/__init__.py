@@ -2,6 +2,7 @@
 
 from .devices import Device, devices, num_cores, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
+from .engines import engine_for
 from .health import Finding, doctor
 from .launched import described, join_launched, launched, meet
 from .leases import leased
@@ -38,6 +39,7 @@ __all__ = [
     "OnEvent",
     "OnOutput",
     "LocalEngine",
+    "engine_for",
     "described",
     "launched",
     "join_launched",

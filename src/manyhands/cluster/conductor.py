@@ -273,7 +273,11 @@ class Conductor(Job):
             if self._cause is not None:
                 raise self._cause from self._failed
             raise self._failed
-        return [member.result for member in self._members if member.place is self._here]
+        return [member.result for member in self._members if self.is_mine(member.place)]
+
+    def is_mine(self, place: Place) -> bool:
+        """Whether results of a host's ranks are for this program."""
+        return place is self._here
 
     def tick(self) -> None:
         """What time alone brings about."""

@@ -131,9 +131,9 @@ def _default(on: str | None, num_wanted: int | None) -> tuple[list[Device], list
 def _parse(text: str) -> list[Device]:
     if "://" in text:
         raise DeviceError(
-            'on= names devices of this machine, such as "cuda:0,1" or "cpu*2"',
+            'on= names devices of this machine, such as "cuda:0,1" or "cpu*2", or a Ray cluster, "ray://head:10001"',
             got=repr(text),
-            remedy="start the program on that cluster's machines",
+            remedy="correct it",
         )
     found: list[Device] = []
     kind = ""

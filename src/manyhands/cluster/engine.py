@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import Event
-from .devices import Device
+from .devices import Device, resolve
 from .world import DEFAULT_TIMEOUT, World
 
 OnEvent = Callable[[int, Event], None]
@@ -34,6 +34,10 @@ class Job(ABC):
 
 class Engine(ABC):
     """Starts a function on devices, one rank each."""
+
+    def devices(self, on: Any, num_wanted: int | None) -> tuple[list[Device], list[str]]:
+        """The devices that `on=` names, and notices about what was chosen; `num_wanted` of them, None for all."""
+        return resolve(on, num_wanted)
 
     @abstractmethod
     def start(

@@ -1,0 +1,117 @@
+"""The Ray engine, on a real cluster of two nodes: a fit that loses a worker and then a node; what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray  # sets environment variables of its own when it is first imported
+import torch
+from ray.cluster_utils import Cluster
+from torch import nn
+
+import manyhands as mh
+from manyhands.cluster.ray_engine import RayEngine, _cpus
+from manyhands.core import DeviceError, SettingsError, read_events
+
+ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+"""Two hosts on the loopback device, so that nothing listens to the world."""
+
+
+class Faults(mh.Callback):
+    """A worker is killed at step 4, and step 12 waits until the second node is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == 4 and hand.world.rank == 1 and hand.world.seat.generation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if hand.num_steps == 12 and hand.size == 2:
+            (self.folder / "kill").touch()
+            while not hand.world.line.has_lost(hand.world.seat.generation):
+                time.sleep(0.05)
+
+
+def task() -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Linear(4, 1),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+        data=(ROWS, ROWS.sum(1, keepdim=True)),
+        batch_size=8,
+    )
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A cluster of two raylets that leaves nothing behind: no process, no session folder."""
+    environ = dict(os.environ)
+    folder = tempfile.mkdtemp(prefix="mh-ray")
+    common = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "node_ip_address": HEAD, "temp_dir": folder})
+    try:
+        second = cluster.add_node(node_ip_address=SECOND, **common)
+        ray.init(address=cluster.address, _node_ip_address=HEAD, log_to_driver=False)
+        yield cluster, second
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+@pytest.mark.timeout(180)
+def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path: Path) -> None:
+    cluster, second = nodes
+    devices, _ = RayEngine("ray").devices("ray", None)
+    assert len(devices) == 2
+    assert len({device.host for device in devices}) == 2
+    with pytest.raises(DeviceError, match="needs 3 devices, but got 2 in the Ray cluster"):
+        mh.fit(task(), mh.Mirrored(3), on="ray", folder=tmp_path)
+
+    def kill_node() -> None:
+        while not (tmp_path / "kill").exists():
+            time.sleep(0.05)
+        cluster.remove_node(second, allow_graceful=False)
+
+    killer = threading.Thread(target=kill_node, daemon=True)
+    killer.start()
+    run = mh.fit(
+        task(), mh.Mirrored(), on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
+        progress=False, timeout=60,
+    )  # fmt: skip
+    killer.join()
+    whole = mh.fit(task(), mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    assert run.num_steps == 16
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-7)
+    events = list(read_events(run.path / "events.jsonl"))
+    lost = [(entry["rank"], entry["reason"]) for entry in events if entry["kind"] == "lost"]
+    assert lost[0][0] == 1
+    assert "SIGKILL" in lost[0][1]
+    assert "is gone" in lost[-1][1]
+    recovered = [(entry["step"], entry["size"]) for entry in events if entry["kind"] == "recovered"]
+    assert recovered[0] == (4, 2)
+    assert recovered[-1][1] == 1
+
+
+def test_cpus_are_dealt_out_evenly() -> None:
+    hosts = {"a": {"CPU": 2.0}, "b": {"CPU": 4.0}, "c": {}}
+    assert [str(device) for device in _cpus(hosts, 5)] == ["a/cpu", "a/cpu", "b/cpu", "b/cpu", "b/cpu"]
+    assert [device.host for device in _cpus(hosts, None)] == ["a", "b"]
+
+
+def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no trace of another cluster
+    with pytest.raises(SettingsError, match="needs a Ray cluster that answers.*ray start --head"):
+        mh.fit(task(), on="ray", folder=tmp_path)
