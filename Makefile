@@ -23,7 +23,7 @@ types: $(TOOLS)
 	$(BIN)/mypy
 
 unit: $(TOOLS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step

@@ -68,6 +68,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             _NEEDS.append(f"{item.nodeid}: {reason}")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tells the process that reports what this one could not run."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["needs"] = _NEEDS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hears what a process could not run; all of them collect the same."""
+    _NEEDS[:] = getattr(node, "workeroutput", {}).get("needs", _NEEDS)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Names what could not run here, and how long each room took."""
     rooms: dict[str, float] = {}

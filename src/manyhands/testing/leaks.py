@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 
 from .hosts import NAMESPACES
+
+SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,16 @@ class Footprint:
             ports=frozenset(c.laddr.port for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN),
             files=frozenset(file.path for file in me.open_files()),
             environment=frozenset((key, value) for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"),
-            shared_memory=frozenset(path.name for path in Path("/dev/shm").glob("*")),
+            shared_memory=frozenset(path.name for path in SHARED.glob("*")),
             hosts=frozenset(path.name for path in NAMESPACES.glob(f"mh{os.getpid()}-*")),
         )
 
     def beyond(self, before: Footprint) -> list[str]:
         """What is here and was not before, in words."""
-        return [
-            f"{kind}: {', '.join(map(str, sorted(new)))}"
-            for kind in self.__dataclass_fields__
-            if (new := getattr(self, kind) - getattr(before, kind))
-        ]
+        found = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
+        if found["shared_memory"]:
+            found["shared_memory"] -= _held_by_strangers()
+        return [f"{kind}: {', '.join(map(str, sorted(new)))}" for kind, new in found.items() if new]
 
 
 @contextmanager
@@ -59,6 +61,20 @@ def no_leaks(patience: float = 3.0) -> Iterator[None]:
     while (left := Footprint.now().beyond(before)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left, f"left behind: {'; '.join(left)}"
+
+
+def _held_by_strangers() -> set[str]:
+    """Names of shared memory that processes use which are neither this one nor its children."""
+    me = psutil.Process()
+    ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
+    held = set()
+    for pid in set(psutil.pids()) - ours:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        held |= set(re.findall(rf"{SHARED}/(\S+)", maps))
+    return held
 
 
 def _is_zombie(process: psutil.Process) -> bool:
