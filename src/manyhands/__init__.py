@@ -13,12 +13,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import sync
     from .cluster import Device, devices, doctor
-    from .core import Mirrored, ParameterServer, Predictor, Sharded, Single, StrategySpec, Task, TensorParallel, mean
+    from .core import (
+        Mirrored,
+        ParameterServer,
+        Pipeline,
+        Placed,
+        Predictor,
+        Sharded,
+        Single,
+        StrategySpec,
+        Task,
+        TensorParallel,
+        mean,
+    )
     from .data import bucketed, files
     from .plans import plan
     from .serving import Client
     from .store import load, weights
-    from .strategies import Embedding
+    from .strategies import Embedding, on
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .verbs import check, evaluate, fit, launch, predict, replay, serve
 
@@ -49,6 +61,9 @@ __all__ = [
     "ParameterServer",
     "Embedding",
     "TensorParallel",
+    "Pipeline",
+    "Placed",
+    "on",
     "StrategySpec",
     "sync",
     "Run",
@@ -69,13 +84,15 @@ _HOMES = {
         "Sharded",
         "TensorParallel",
         "ParameterServer",
+        "Pipeline",
+        "Placed",
         "StrategySpec",
         "Predictor",
     ],
     "cluster": ["Device", "devices", "doctor"],
     "plans": ["plan"],
     "store": ["load", "weights"],
-    "strategies": ["Embedding"],
+    "strategies": ["Embedding", "on"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "serving": ["Client"],

@@ -1,6 +1,6 @@
 """Who works together and where: devices, worlds, and the engines that start ranks."""
 
-from .devices import Device, devices, num_cores, resolve, this_host
+from .devices import Device, devices, num_cores, place_of, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
@@ -19,6 +19,7 @@ __all__ = [
     "Device",
     "devices",
     "resolve",
+    "place_of",
     "this_host",
     "num_cores",
     "leased",

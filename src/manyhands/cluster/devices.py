@@ -101,6 +101,28 @@ def resolve(
     return found[:num_wanted], notices or _crowd(found[:num_wanted])
 
 
+def place_of(name: str, among: Sequence[Device]) -> int:
+    """Which of some devices a person means: by its name, by kind and number, or by its place in the list.
+
+    >>> place_of("cpu:1", _cut(Device("cpu"), 2)), place_of("0", [Device("cuda", 3)])
+    (1, 0)
+    >>> place_of("b/cpu", [Device("cpu", host="a"), Device("cpu", host="b")])
+    1
+    """
+    for place, device in enumerate(among):
+        if name in (str(device), device.name):
+            return place
+    kind, _, number = name.rpartition(":")
+    alike = [place for place, device in enumerate(among) if kind in ("", device.kind)]
+    if number.isdecimal() and int(number) < len(alike) and (not kind or any(among[p].share < 1 for p in alike)):
+        return alike[int(number)]
+    raise DeviceError(
+        f"the {len(among)} devices of a network are {', '.join(map(str, among))}",
+        got=repr(name),
+        remedy=f"name one of these, or a number from 0 to {len(among) - 1}",
+    )
+
+
 def _listed(on: object) -> list[Device]:
     found = list(on) if isinstance(on, (list, tuple)) else []
     if not found or not all(isinstance(device, Device) for device in found):

@@ -103,6 +103,16 @@ class _GroupWorld(World):
         with self._naming("broadcast"):
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
+    def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        with self._naming("send"):
+            work = dist.isend(tensor, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
+            return _TorchPending(self, work, "send")
+
+    def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        with self._naming("receive"):
+            work = dist.irecv(into, dist.get_global_rank(self._group, source), group=self._group, tag=tag)
+            return _TorchPending(self, work, "receive")
+
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         with self._naming("gather"):

@@ -100,6 +100,14 @@ class World(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies a tensor from one rank to all, in place."""
 
+    def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Begins to send a tensor to one rank, under a tag that both know; meanwhile it must stay as it is."""
+        raise UsageError("this world has no other rank to send to", got=to, remedy="ask for more devices")
+
+    def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        """Begins to receive a tensor of this shape and dtype from one rank."""
+        raise UsageError("this world has no other rank to receive from", got=source, remedy="ask for more devices")
+
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """Small Python values of all ranks, in rank order."""

@@ -33,6 +33,8 @@ from .spec import (
     MESH_ORDER,
     Mirrored,
     ParameterServer,
+    Pipeline,
+    Placed,
     Sharded,
     Single,
     StrategySpec,
@@ -43,15 +45,15 @@ from .spec import (
 from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
-    from .layout_free import LayoutFree
+    from .layout_free import LayoutFree, as_written
 
 
 def __getattr__(name: str) -> Any:
     """Layout-free randomness needs torch, which a command line that only helps must not wait for."""
-    if name == "LayoutFree":
-        from .layout_free import LayoutFree
+    if name in ("LayoutFree", "as_written"):
+        from . import layout_free
 
-        return LayoutFree
+        return getattr(layout_free, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -70,6 +72,8 @@ __all__ = [
     "Mirrored",
     "Sharded",
     "ParameterServer",
+    "Pipeline",
+    "Placed",
     "as_spec",
     "split_settings",
     "Resolved",
@@ -86,6 +90,7 @@ __all__ = [
     "random_state",
     "restore_random_state",
     "LayoutFree",
+    "as_written",
     "ManyhandsError",
     "UsageError",
     "TaskError",

@@ -45,6 +45,19 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 """Bits of a uniform number: as many as stay below 1 in its dtype."""
 
 
+_paused: list[bool] = []
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Where a network is followed and not computed, so that its random operations must be seen as they are."""
+    _paused.append(True)
+    try:
+        yield
+    finally:
+        _paused.pop()
+
+
 class LayoutFree(TorchFunctionMode):
     """Takes the place of torch's generators for what one replica draws.
 
@@ -225,7 +238,7 @@ class LayoutFree(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        replacement = self._replacements.get(func)
+        replacement = None if _paused else self._replacements.get(func)
         # A generator of a person's own keeps its numbers.
         if replacement is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

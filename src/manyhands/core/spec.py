@@ -24,10 +24,13 @@ ALIASES = {
 
 AXES = ("replicas", "shards", "tensor", "stages", "context", "expert")
 MESH_ORDER = ("replicas", "shards", "stages", "tensor")
+OPEN_AXES = ("replicas", "shards", "stages")
+"""Axes that can be as long as there are devices for."""
 DATA_AXES = ("replicas", "shards")
 """Axes along which ranks take different samples."""
 PRECISIONS = ("fp32", "bf16", "fp64")
 WAYS = ("column", "row", "vocabulary", "replicate")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SHARDINGS = ("full", "gradients")
 CAPTURES = ("auto", "graph", "compile", "off")
 _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
@@ -43,7 +46,9 @@ class StrategySpec:
 
     - `replicas`: whole networks side by side, each with its part of every batch;
     - `shards`: ranks that hold one network in parts; each of them takes its part of every batch too;
-    - `tensor`, `stages`, `context`, `expert`: axes of layers cut across devices, of pipelines, of long sequences and
+    - `stages`: ranks that hold one network in pieces, one after another or as `place` says; 0 for as many as there are
+      devices for;
+    - `tensor`, `context`, `expert`: axes of layers cut across devices, of long sequences and
       of experts; those that are not built yet are refused;
     - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients"
       (parameters stay whole between forward and backward);
@@ -59,6 +64,9 @@ class StrategySpec:
       list or a sequence, "selective" the same but for matrix products, convolutions and attention, or a pattern of
       module names such as "*.mlp";
     - `deterministic`: whether random numbers are layout-free: the same on any number of replicas;
+    - `microbatches`: parts of a batch that are under way in a pipeline at the same time;
+    - `schedule`: the order in which its stages take them: "gpipe", "1f1b", "interleaved" or "zero-bubble";
+    - `place`: a map from parts of the network to devices, as "tower_a.*@0;tower_b.*@1", or "auto"; empty is a pipeline;
     - `servers`: processes that hold and update the parameters, 0 for none: replicas are then workers that pull values
       and push gradients;
     - `staleness`: under servers, how many steps behind a worker's values may be: 0 is synchronous and exact, None lets
@@ -87,6 +95,9 @@ class StrategySpec:
     capture: str = "auto"
     recompute: str = ""
     deterministic: bool = False
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    place: str = ""
     servers: int = 0
     staleness: int | None = 0
     backup: int = 0
@@ -97,16 +108,25 @@ class StrategySpec:
         object.__setattr__(self, "sync", str(self.sync))
         for axis in AXES:
             count = getattr(self, axis)
-            if axis in ("replicas", "shards") and count is None:
+            if axis in OPEN_AXES and (count is None or (axis == "stages" and count == 0)):
                 continue
             _require_count(axis, count)
-        if self.replicas is None and self.shards is None:
-            raise StrategyError("one of replicas and shards must be a number", got="all for both", remedy="pass one")
+        both = [axis for axis in OPEN_AXES if not getattr(self, axis)]
+        if len(both) > 1:
+            raise StrategyError(f"one of {' and '.join(both)} must be a number", got="all for both", remedy="pass one")
         if isinstance(self.layout, Mapping):
             object.__setattr__(self, "layout", ";".join(f"{pattern}:{way}" for pattern, way in self.layout.items()))
         for way in self.layouts.values():
             _require_one_of("a layer's way in layout", way, WAYS)
         _require_count("accumulate", self.accumulate)
+        _require_count("microbatches", self.microbatches)
+        _require_one_of("schedule", self.schedule, SCHEDULES)
+        if self.place and self.microbatches > 1:
+            raise StrategyError(
+                "a placed network takes a batch as a whole",
+                got=f"microbatches={self.microbatches}",
+                remedy="use accumulate=, or mh.Pipeline",
+            )
         if not isinstance(self.deterministic, bool):
             raise StrategyError(
                 "deterministic must be true or false", got=repr(self.deterministic), remedy="write deterministic=true"
@@ -150,7 +170,7 @@ class StrategySpec:
     @property
     def num_devices(self) -> int | None:
         """How many devices it needs; None when it takes all there are."""
-        if self.replicas is None or self.shards is None:
+        if self.replicas is None or self.shards is None or not self.stages:
             return None
         return self.replicas * self.shards * self.tensor * self.stages
 
@@ -163,6 +183,7 @@ class StrategySpec:
         """
         assert self.replicas is not None, "a spec for definite devices, see with_devices"
         assert self.shards is not None, "a spec for definite devices, see with_devices"
+        assert self.stages, "a spec for definite devices, see with_devices"
         return {name: count for name in MESH_ORDER if (count := getattr(self, name)) > 1}
 
     @property
@@ -196,10 +217,11 @@ class StrategySpec:
         >>> StrategySpec(replicas=None, shards=2).with_devices(6)
         StrategySpec(replicas=3, shards=2)
         """
-        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * self.stages
+        others = (self.replicas or 1) * (self.shards or 1) * self.tensor * (self.stages or 1)
         if self.num_devices is None and count % others == 0 and count >= others:
             left = count // others
-            return dataclasses.replace(self, replicas=self.replicas or left, shards=self.shards or left)
+            replicas, shards, stages = (getattr(self, axis) or left for axis in OPEN_AXES)
+            return dataclasses.replace(self, replicas=replicas, shards=shards, stages=stages)
         if self.num_devices == count:
             return self
         factors = [f"{n} {axis}" for axis in AXES if (n := getattr(self, axis)) not in (None, 1)]
@@ -241,6 +263,8 @@ class StrategySpec:
 
     def __str__(self) -> str:
         shown = self.to_dict() or {"replicas": 1}
+        if not self.stages:
+            shown["stages"] = "all"
         return ",".join(f"{key}={_NONE[key] if value is None else value}" for key, value in shown.items())
 
     def __repr__(self) -> str:
@@ -407,10 +431,84 @@ def ParameterServer(
     )
 
 
+def Pipeline(
+    stages: int | None = None,
+    *,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    replicas: int | None = 1,
+    sync: object = "allreduce",
+    batch_stats: str = "sync",
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """A network in stages, one per device; the parts of a batch are in different stages at the same time.
+
+    Stages are cut so that they take equally long. The loss is computed on the last stage for every microbatch.
+
+    >>> Pipeline(4, microbatches=16)
+    StrategySpec(stages=4, microbatches=16)
+    """
+    return StrategySpec(
+        replicas=replicas,
+        stages=stages or 0,
+        microbatches=microbatches,
+        schedule=schedule,
+        sync=str(sync),
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
+def Placed(
+    where: Mapping[str, str | int] | None = None,
+    *,
+    devices: int | None = None,
+    replicas: int | None = 1,
+    sync: object = "allreduce",
+    batch_stats: str = "sync",
+    precision: str = "fp32",
+    accumulate: int = 1,
+    recompute: str = "",
+    deterministic: bool = False,
+) -> StrategySpec:
+    """Parts of a network on devices of one's choice; parts that do not need each other run at the same time.
+
+    `where` maps patterns of module names to devices: "cuda:1", "host2/cuda:0", or their number in `on=`. "*" is for
+    all that nothing else names; what is in no part goes where most of what it reads is. Without a map the
+    `with mh.on(...):` blocks in which the network was built decide; where there are none, the network is cut so that
+    its parts take equally long, hold their share of the parameters, and send little to each other.
+
+    >>> Placed({"tower_a.*": "cpu:0", "tower_b.*": "cpu:1"})
+    StrategySpec(stages=2, place='tower_a.*@cpu:0;tower_b.*@cpu:1')
+    """
+    if where is not None and not where:
+        raise StrategyError("a map must name parts of the network", got="an empty one", remedy="leave it away for auto")
+    count = devices if where is None else devices or len(set(map(str, where.values())))
+    return StrategySpec(
+        replicas=replicas,
+        stages=count or 0,
+        place=";".join(f"{pattern}@{device}" for pattern, device in where.items()) if where else "auto",
+        sync=str(sync),
+        batch_stats=batch_stats,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        deterministic=deterministic,
+    )
+
+
 NAMED: dict[str, dict[str, Any]] = {
     "single": {"replicas": 1},
     "mirrored": {"replicas": None},
     "sharded": {"shards": None},
+    "pipeline": {"stages": 0, "microbatches": 8},
+    "placed": {"stages": 0, "place": "auto"},
     "ps": {"replicas": None, "servers": 1},
     "tensorparallel": {"tensor": 2},
 }
@@ -421,10 +519,10 @@ def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySp
     """A setting of two specs together: a product for an axis, else the one that is not the default."""
     a, b = getattr(one, field.name), getattr(other, field.name)
     if field.name in AXES:
-        if (a is None or b is None) and 1 not in (a, b):
+        if (not a or not b) and 1 not in (a, b):
             raise StrategyError(
                 f"one factor of a product may set {field.name}, where it takes all devices there are",
-                got=" and ".join("all" if n is None else str(n) for n in (a, b)),
+                got=" and ".join(str(n) if n else "all" for n in (a, b)),
                 remedy=f"write {field.name}= in one of them only",
             )
         return b if a == 1 else a if b == 1 else a * b
@@ -481,11 +579,11 @@ def _named(word: str) -> dict[str, Any]:
 
 def _setting(key: str, text: str) -> tuple[str, Any]:
     name = ALIASES.get(key, key)
-    if name in ("replicas", "shards") and text in ("all", "auto"):
-        return name, None
+    if name in OPEN_AXES and text in ("all", "auto"):
+        return name, 0 if name == "stages" else None
     if name == "staleness" and text.lower() == "none":
         return name, None
-    if name in (*AXES, "accumulate", "servers", "staleness", "backup"):
+    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup"):
         try:
             return name, int(text)
         except ValueError:

@@ -1,11 +1,15 @@
-"""How a step is executed: recorded as CUDA graphs where it can be, and the reason where it cannot; what it holds."""
+"""How a step is executed: recorded as CUDA graphs where it can be; what it holds; a network traced and cut."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import culprit
+from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
+from .following import Facts, Value, follow, plainly
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, make_capturable, skips_on_device
 from .recording import CannotRecord, Phase, Recording, rehearsing
+from .running import Clock, Segment, segments_of
 from .statics import Statics, shape_of
+from .tracing import Absent, Answer, Call, Traced, trace
 from .watch import Watch
 
 __all__ = [
@@ -22,6 +26,26 @@ __all__ = [
     "CAPTURABLE",
     "skips_on_device",
     "culprit",
+    "trace",
+    "Call",
+    "Traced",
+    "Answer",
+    "Absent",
+    "follow",
+    "Facts",
+    "Value",
+    "plainly",
+    "works_of",
+    "Works",
+    "Unit",
+    "Piece",
+    "Crossing",
+    "in_pieces",
+    "in_stages",
+    "crossings",
+    "segments_of",
+    "Segment",
+    "Clock",
     "lives",
     "Life",
     "kept_bytes",

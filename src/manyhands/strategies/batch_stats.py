@@ -21,16 +21,37 @@ from ..core import StrategyError
 class BatchStats:
     """Makes a network's BatchNorm layers use the statistics of the whole batch."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module | None, world: World) -> None:
+        """Without a model no layer is changed: whoever runs one calls `normalise`."""
         self._world = world
         self.is_ghost = False
         """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
-        self.layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        for name, layer in model.named_modules():
+        self.layers: list[_BatchNorm] = []
+        for name, layer in model.named_modules() if model is not None else ():
             if isinstance(layer, _BatchNorm):
+                self.layers.append(layer)
                 _require_own_forward(name, layer)
                 # A bound method, so that a copy of the layer normalises with the copy's own parameters.
                 layer.forward = MethodType(self._forward(), layer)  # type: ignore[method-assign]
+
+    def normalise(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        *_: Any,
+    ) -> Tensor:
+        """What torch's own operation does in training, over all replicas."""
+        share = 0.0 if self.is_ghost else 1.0
+        y, mean, var, count = _normalise(x, weight, bias, eps, self._world, share)
+        if running_mean is not None and running_var is not None:
+            _move(running_mean, running_var, mean, var, count, momentum)
+        return y
 
     def close(self) -> None:
         """Gives the layers their own forward back."""
@@ -137,7 +158,12 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor)
     momentum = layer.momentum
     if momentum is None:
         momentum = 1.0 / float(layer.num_batches_tracked)
-    with torch.no_grad():
-        unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+    _move(layer.running_mean, layer.running_var, mean, var, count, momentum)
+
+
+@torch.no_grad()
+def _move(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, count: Tensor, momentum: float) -> None:
+    """Moves running statistics towards those of a batch."""
+    unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
+    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    running_var.lerp_(unbiased.to(running_var.dtype), momentum)

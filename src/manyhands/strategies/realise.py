@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
-from ..sync import Auto, make_policy
+from ..sync import Auto, Local, Policy, make_policy
 from .local import replicated
 from .mirrored import mirror
 from .parameter_server import ServedReplica
+from .pipeline import PipelineReplica, place
+from .placed import PlacedReplica
 from .recompute import recompute
 from .replica import Replica
 
@@ -31,10 +33,12 @@ def realise(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
     probe: Probe | None = None,
+    look: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
     """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
 
-    `probe` computes the loss of a few samples, for what must be found out by following them through the network.
+    `probe` computes the loss of a few samples, for what must be found out by following them through the network;
+    `look` sees a network that is going to be cut in pieces while it is whole.
     """
     require_built(spec)
     _require_place(model, world)
@@ -43,6 +47,10 @@ def realise(
     model = model.to(world.device)
     if world.size > 1:
         mirror(model, world)
+    if spec.stages != 1:
+        placement = place(spec, world, model, probe, look)
+        optimizers = optimizers_of(model, make_optimizer(model))
+        return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement)
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
         return _in_parts(spec, world, model, make_optimizer, probe)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
@@ -87,9 +95,9 @@ def _in_parts(
 
 def require_loss(spec: StrategySpec, has_loss: bool) -> None:
     """How layers are cut is found by following a few samples to the loss, so there must be one."""
-    if spec.tensor > 1 and not has_loss:
+    if (spec.tensor > 1 or spec.stages != 1) and not has_loss:
         raise StrategyError(
-            "cutting layers needs a loss to follow: a task with loss=, trained by fit",
+            "cutting a network needs a loss to follow: a task with loss=, trained by fit",
             got=str(spec),
             remedy="use mh.Mirrored() or mh.Sharded() for steps of one's own",
         )
@@ -97,24 +105,41 @@ def require_loss(spec: StrategySpec, has_loss: bool) -> None:
 
 def require_built(spec: StrategySpec) -> None:
     """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
-    if spec.stages != 1:
-        raise StrategyError(
-            "this version splits along replicas, shards and tensor only, so stages must be 1",
-            got=spec.stages,
-            remedy="use mh.Mirrored(), mh.Sharded() or mh.TensorParallel()",
-        )
     policy = make_policy(spec.sync)
-    if (spec.shards != 1 or spec.tensor > 1) and isinstance(policy, Auto):
+    if (spec.shards != 1 or spec.tensor > 1 or spec.stages != 1) and isinstance(policy, Auto):
         raise StrategyError(
             "a policy is chosen for whole networks only",
             got=str(spec),
             remedy='use mh.Mirrored(), or name the policy, sync="bf16" say',
         )
+    if spec.stages != 1:
+        _require_pipelined(spec, policy)
     if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
         raise StrategyError(
             f"the policy {policy} needs whole matrices, and such ranks hold parts of them",
             got=str(spec),
             remedy='use mh.Mirrored(), or another policy such as sync="int8"',
+        )
+
+
+def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
+    if spec.shards != 1 or spec.tensor != 1:
+        raise StrategyError(
+            "stages go together with replicas, and not yet with shards or tensor ranks",
+            got=str(spec),
+            remedy="leave shards and tensor at 1",
+        )
+    if spec.servers or isinstance(policy, Local):
+        raise StrategyError(
+            "a network that is cut is trained in step: without servers, and without replicas that go apart",
+            got=str(spec),
+            remedy="leave servers at 0, and sync at a policy such as int8",
+        )
+    if spec.schedule == "zero-bubble" and spec.recompute:
+        raise StrategyError(
+            "the zero-bubble schedule takes a backward in halves, which cannot be computed again",
+            got=f"recompute={spec.recompute!r}",
+            remedy='leave recompute away, or use schedule="1f1b"',
         )
 
 

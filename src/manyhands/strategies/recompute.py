@@ -42,6 +42,13 @@ def recompute(model: nn.Module, what: str, *, own_randomness: bool = True, scope
     """
     if not what:
         return []
+    chosen = _chosen(model, what)
+    for module in chosen.values():
+        _wrap(module, what == SELECTIVE, own_randomness, scope)
+    return list(chosen)
+
+
+def _chosen(model: nn.Module, what: str) -> dict[str, nn.Module]:
     chosen = blocks_of(model) if what in (BLOCKS, SELECTIVE) else _matching(model, what)
     if not chosen:
         raise StrategyError(
@@ -51,9 +58,21 @@ def recompute(model: nn.Module, what: str, *, own_randomness: bool = True, scope
             got=f"{what!r} for a {type(model).__name__} with {_some_names(model)}",
             remedy='name them by a pattern, such as recompute="*.mlp"',
         )
-    for module in chosen.values():
-        _wrap(module, what == SELECTIVE, own_randomness, scope)
-    return list(chosen)
+    return chosen
+
+
+def recomputed_by(model: nn.Module, what: str) -> dict[str, str]:
+    """The block that each module is in, by name, where its blocks are to be computed again in backward."""
+    if not what:
+        return {}
+    chosen = _chosen(model, what)
+    return {name: block for name, _ in model.named_modules() for block in chosen if _is_within(name, {block: model})}
+
+
+def selective_contexts() -> Contexts:
+    """What the first and the second time of computing happen in, where results that take long are kept."""
+    first, second = create_selective_checkpoint_contexts(_policy)
+    return first, second
 
 
 def keep_all(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Replica:
         if not self.is_narrow:
             return _AS_IT_IS
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    def loss(self, function: Callable[[Any, Any], Any], data: Any) -> Any:
+        """The loss of a micro-batch, as far as this rank computes it."""
+        return function(self.model, data)
 
     def ghost(self, is_ghost: bool) -> None:
         """Says whether the micro-batch that follows is only borrowed, so that its statistics must not count."""
@@ -155,6 +159,25 @@ class Replica:
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
         """All of a parameter, its gradient or a slot of its optimizer, on every rank that calls it together."""
         return tensor
+
+    def hints(self) -> list[str]:
+        """What to know before a run starts."""
+        return []
+
+    def remarks(self) -> list[str]:
+        """What was seen of how the work was split; all ranks ask together."""
+        return []
+
+    def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Nested dicts with whole tensors in the place of parts, which stand under the names of parameters."""
+        return self._gathered(parts, "", set(self.names.values()))  # type: ignore[no-any-return]
+
+    def _gathered(self, value: Any, name: str, names: set[str]) -> Any:
+        if isinstance(value, Tensor):
+            return self.whole(value, name)
+        if not isinstance(value, dict):
+            return value
+        return {key: self._gathered(child, key if key in names else name, names) for key, child in value.items()}
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         """What this rank holds of a whole tensor, laid out like the parameter of this name."""

@@ -82,6 +82,21 @@ class WorldContract:
         for size in self.sizes:
             assert self.run(broadcast, size) == [[size - 1]] * size
 
+    def test_tensors_from_one_rank_to_the_next_arrive_by_their_tags(self) -> None:
+        def pass_on(world: World) -> list[float]:
+            to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+            numbers = [torch.full((3,), float(10 * tag + world.rank)) for tag in range(3)]
+            into = [torch.empty(3) for _ in range(3)]
+            coming = [world.start_receive(tensor, source, tag) for tag, tensor in enumerate(into)]
+            going = [world.start_send(numbers[tag], to, tag) for tag in (2, 0, 1)]
+            for pending in (*coming, *going):
+                pending.wait()
+            return [tensor.mean().item() for tensor in into]
+
+        for size in (size for size in self.sizes if size > 1):
+            expected = [[10.0 * tag + (rank - 1) % size for tag in range(3)] for rank in range(size)]
+            assert self.run(pass_on, size) == expected
+
     def test_objects_and_barrier(self) -> None:
         def gather(world: World) -> list[Any]:
             world.barrier()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,20 @@ class Meeting:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=timeout)
         self._slots: list[Any] = [None] * size
+        self._timeout = timeout
+        self._letters: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
         self.lost = ""
+
+    def letters(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
+        """What one rank sends to another under a tag, in order."""
+        return self._letters[source, to, tag]
+
+    def take(self, source: int, to: int, tag: int) -> Tensor:
+        """The next of these, as soon as it is there."""
+        try:
+            return self.letters(source, to, tag).get(timeout=self._timeout)
+        except queue.Empty:
+            raise PeerLost("receive", f"rank {to}", self.lost or "a peer did not send") from None
 
     def exchange(self, rank: int, value: Any, operation: str) -> list[Any]:
         """Every rank's value, in rank order."""
@@ -73,6 +88,16 @@ class InjectedFault(RuntimeError):
     """A fault that a script asked for."""
 
 
+class _Letter(Pending):
+    """A tensor that another thread is going to send."""
+
+    def __init__(self, meeting: Meeting, into: Tensor, source: int, to: int, tag: int) -> None:
+        self._meeting, self._into, self._way = meeting, into, (source, to, tag)
+
+    def wait(self) -> None:
+        self._into.copy_(self._meeting.take(*self._way))
+
+
 class ThreadWorld(World):
     """One rank of a world of threads."""
 
@@ -90,6 +115,13 @@ class ThreadWorld(World):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         tensor.copy_(self._exchange(tensor.clone(), "broadcast")[source])
+
+    def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        self._meeting.letters(self.rank, to, tag).put(tensor.clone())
+        return Pending()
+
+    def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        return _Letter(self._meeting, into, source, self.rank, tag)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange(value, "gather")

@@ -92,8 +92,8 @@ def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> Ste
     hand.agree()
     record = StepRecord(
         losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
-        gradients=gradients,
-        buffers={name: buffer.detach().cpu().clone() for name, buffer in hand.model.named_buffers()},
+        gradients={n: g.cpu() for n, g in hand.replica.gathered(gradients).items()},
+        buffers={n: b.cpu().clone() for n, b in hand.replica.gathered(dict(hand.model.named_buffers())).items()},
         differing=hand.replica.differences(),
         has_batch_norm=any(isinstance(m, _BatchNorm) for m in hand.model.modules()),
         loss_notice=notice,
@@ -168,6 +168,6 @@ def _keeper(hand: Hand, gradients: dict[str, Tensor]) -> Callable[..., None]:
             for parameter in group["params"]:
                 name = hand.replica.names[parameter]
                 if parameter.grad is not None and name not in gradients:
-                    gradients[name] = hand.replica.whole(parameter.grad.detach(), name).cpu().clone()
+                    gradients[name] = parameter.grad.detach().clone()
 
     return keep

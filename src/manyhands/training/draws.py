@@ -30,7 +30,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
 
     def compute(count: int) -> None:
         with hand.replica.scope():
-            loss(hand.model, split(batch, [count, rows - count])[0] if count < rows else batch)
+            hand.replica.loss(loss, split(batch, [count, rows - count])[0] if count < rows else batch)
 
     try:
         hand.randomness.learn(compute, few, more)

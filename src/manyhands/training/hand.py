@@ -28,8 +28,8 @@ from .snapshot import restore_snapshot, share, take_snapshot
 from .tally import Part, Tally
 
 Key = str
-NUM_FOLLOWED = 4
-"""Samples that are followed through a network to find out how to split it."""
+NUM_FOLLOWED, MAX_FOLLOWED = 4, 64
+"""Samples that are followed through a network to find out how to split it; more where stages are measured."""
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has built for tasks: one that comes again would go on from where it was left."""
@@ -73,6 +73,8 @@ class Hand:
         self._covers: list[RemovableHandle] = []
         self.part = Part(1, self.size)
         """How much of the step's global batch the current micro-batch is."""
+        self.start = 0
+        """Where the current micro-batch begins among this replica's samples."""
         self._tallies: dict[Key, Tally] = {}
         self._last_tally: Tally | None = None
         self._vote = torch.zeros((), device=self.device)
@@ -106,8 +108,11 @@ class Hand:
         self.realise(model, lambda _: optimizer)
         return self.model, optimizer
 
-    def build(self, task: Task) -> None:
-        """Builds a task's network and optimizer, with the same first values on every replica."""
+    def build(self, task: Task, look: Callable[[nn.Module], None] | None = None) -> None:
+        """Builds a task's network and optimizer, with the same first values on every replica.
+
+        `look` sees a network that is going to be cut in pieces while it is whole.
+        """
         seed_all(mix(task.seed, 0))
         model = task.model()
         if model in _built:
@@ -117,7 +122,8 @@ class Hand:
                 remedy=f"write model=lambda: {type(model).__name__}(...)",
             )
         source = as_source(task.data, collate=task.collate)
-        self.realise(model, task.optimizer, self.probe(task.loss, source, check_source(source, task.batch_size)))
+        probe = self.probe(task.loss, source, check_source(source, task.batch_size))
+        self.realise(model, task.optimizer, probe, look)
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
@@ -128,16 +134,25 @@ class Hand:
         """What is computed of a few samples, for strategies that follow them through the network."""
         if compute is None or self.spec.tensor * self.spec.stages == 1:
             return None
-        feed = self.make_feed(source, batch_size, shuffle=False)
-        try:
-            batch = feed.peek(NUM_FOLLOWED)
-        finally:
-            feed.close()
+        at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
+        rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
+        batch = self.peek(source, batch_size, rows)
         return lambda model, fake: compute(model, fake(batch))
 
-    def realise(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], probe: Probe | None = None) -> None:
+    def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
+        """Some of the first samples."""
+        with contextlib.closing(self.make_feed(source, batch_size, shuffle=False)) as feed:
+            return feed.peek(num_samples)
+
+    def realise(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Any],
+        probe: Probe | None = None,
+        look: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
-        self._replica = realise(self.spec, self.world, model, make_optimizer, probe)
+        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look)
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None
@@ -303,18 +318,21 @@ class Hand:
         self._draw_next()
         for index, (data, size, _) in enumerate(current.micros()):
             self.part = Part(size, current.global_samples, last=index == num_micros - 1)
-            self._select(sum(current.sizes[:index]), size)
+            self.start = sum(current.sizes[:index])
+            self.select(self.start, size)
             self.replica.ghost(self.part.is_ghost)
             yield data
         self.part = Part(current.num_samples, current.global_samples)
         self._draw_next()
-        self._select(0, current.num_samples)
+        self.start = 0
+        self.select(0, current.num_samples)
 
     def _draw_next(self) -> None:
         if self.randomness is not None:
             self.randomness.begin()
 
-    def _select(self, start: int, size: int) -> None:
+    def select(self, start: int, size: int) -> None:
+        """Makes layout-free numbers those of some of the batch's samples."""
         if self.randomness is not None:
             self.randomness.select(start, size)
 
@@ -322,6 +340,16 @@ class Hand:
 
     def backward(self, loss: Tensor | Mean, key: Key = MAIN) -> None:
         """Adds a loss's gradients, weighed by this replica's share of the batch; the last one starts the sums."""
+        tally = self.open_tally(key)
+        objective = tally.add(whole_loss(self.replica, loss), self.part)
+        if self.part.last:
+            self.send(tally, key)
+        # A forward that is computed again must draw the same numbers again.
+        with self.drawing():
+            self.replica.backward(objective, key, last=self.part.last)
+
+    def open_tally(self, key: Key = MAIN) -> Tally:
+        """The tally of the step under way."""
         tally = self._tallies.get(key)
         if tally is None:
             replica = self.replica
@@ -332,13 +360,12 @@ class Hand:
                 got="a second one before hand.step()",
                 remedy="add the losses, or cut the batch with hand.accumulate",
             )
-        objective = tally.add(whole_loss(self.replica, loss), self.part)
-        if self.part.last:
-            self.heed()
-            tally.send(self._vote, self.replica.riders(key))
-        # A forward that is computed again must draw the same numbers again.
-        with self.drawing():
-            self.replica.backward(objective, key, last=self.part.last)
+        return tally
+
+    def send(self, tally: Tally, key: Key = MAIN) -> None:
+        """All losses of the step are in its tally, so it can go to the other replicas."""
+        self.heed()
+        tally.send(self._vote, self.replica.riders(key))
 
     def heed(self) -> None:
         """Puts a wish to stop where it travels with the next step."""

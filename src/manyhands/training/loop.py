@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World, regroup
@@ -148,6 +148,7 @@ class TrainingLoop:
         self.compare_at = 0
         """The step from which on the replicas are compared next."""
         self.told_guess = False
+        self.is_tried = False
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.factor: float | None = None
@@ -214,7 +215,7 @@ class TrainingLoop:
     def prepare(self) -> tuple[Feed, Feed | None]:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
-        hand.build(task)
+        hand.build(task, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
             hand.model.train()
@@ -302,14 +303,9 @@ class TrainingLoop:
         """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
         hand, task, model = self.hand, self.task, self.hand.model
         batch = feed.peek(NUM_SAMPLES)
-        with evaluating(model), hand.replica.scope():
-            if task.loss is not None:
-                is_split = hand.size > 1 or hand.spec.accumulate > 1 or hand.spec.servers > 0
-                notice = try_loss(task, model, batch, is_split=is_split)
-                if notice:
-                    hand.notice(notice)
-            for notice in try_metrics(task, model, batch, hand.replicas):
-                hand.notice(notice)
+        if not self.is_tried:
+            with hand.replica.scope():
+                self.try_on(model, batch)
         learn_draws(hand, task, batch)
         if task.metrics and task.valid is None:
             hand.notice("metrics are measured on valid=, which this task does not have")
@@ -321,6 +317,22 @@ class TrainingLoop:
             and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules())
         ):
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
+
+    def try_on(self, model: nn.Module, batch: Any = None) -> None:
+        """Tries the loss and the metrics on a network that is whole."""
+        self.is_tried = True
+        hand, task, spec = self.hand, self.task, self.hand.spec
+        if batch is None:
+            source = as_source(task.data, collate=task.collate)
+            batch = hand.peek(source, check_source(source, task.batch_size), NUM_SAMPLES)
+        is_split = hand.size * spec.accumulate * spec.microbatches > 1 or spec.servers > 0
+        with evaluating(model):
+            if task.loss is not None:
+                notice = try_loss(task, model, batch, is_split=is_split)
+                if notice:
+                    hand.notice(notice)
+            for notice in try_metrics(task, model, batch, hand.replicas):
+                hand.notice(notice)
 
     def resume(self) -> bool:
         """Goes on from the last checkpoint, where there is one."""
@@ -431,6 +443,8 @@ class TrainingLoop:
         hand.agree()
         self.reporter.read()
         self.compare()
+        for text in hand.replica.remarks():
+            hand.notice(text)
         store = hand.store(self.path)
         store.wait()
         if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
@@ -442,6 +456,8 @@ class TrainingLoop:
             callback.on_end(hand)
 
     def report_start(self) -> None:
+        for text in self.hand.replica.hints():
+            self.hand.notice(text)
         parameters = sum(p.numel() for p in self.hand.model.parameters())
         self.reporter.report(
             event(

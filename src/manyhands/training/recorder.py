@@ -18,8 +18,9 @@ from torch import Tensor
 from ..core import random_state, restore_random_state
 from ..data import Batch, ResidentBatch, map_leaves, tensors
 from ..graph import CannotRecord, Phase, Recording, Statics, Watch, make_capturable, rehearsing, shape_of
-from ..strategies import MAIN
+from ..strategies import MAIN, PipelineReplica
 from .hand import Hand
+from .pipelined import compute_in_stages
 from .tally import Tally
 from .ways import Loss, Ways
 
@@ -37,8 +38,11 @@ CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
 def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
     """The loss of every micro-batch, and its gradients."""
     for data in hand.accumulate(batch.data):
+        if isinstance(hand.replica, PipelineReplica):
+            compute_in_stages(hand, hand.replica, loss, data)
+            continue
         with hand.scope():
-            value = loss(hand.model, data)
+            value = hand.replica.loss(loss, data)
         hand.backward(value)
 
 

@@ -22,7 +22,7 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
     """The network, optimizers, cursor, random states of all ranks, and whatever else the caller keeps."""
     replica = hand.replica
     # Whole tensors, by the names of the plain module: any other layout can go on from them.
-    whole = _by_name(replica.whole, set(replica.names.values()))
+    whole = replica.gathered
     gathered = hand.world.gather_objects(random_state(hand.device))
     random = {f"rank{rank}.{name}": value for rank, states in enumerate(gathered) for name, value in states.items()}
     return Checkpoint(
@@ -155,18 +155,5 @@ def _mapped(function: Callable[[Any], Any], kind: type = Tensor) -> Callable[[An
         if isinstance(value, kind):
             return function(value)
         return {key: apply(child) for key, child in value.items()} if isinstance(value, dict) else value
-
-    return apply
-
-
-def _by_name(function: Callable[[Tensor, str], Tensor], names: set[str]) -> Callable[[Any], Any]:
-    """A function of tensors, and of whose they are, on all tensors of nested dicts, in one order on every rank."""
-
-    def apply(value: Any, name: str = "") -> Any:
-        if isinstance(value, Tensor):
-            return function(value, name)
-        if not isinstance(value, dict):
-            return value
-        return {key: apply(child, key if key in names else name) for key, child in value.items()}
 
     return apply

@@ -26,7 +26,7 @@ def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str
     `is_split` says whether the strategy cuts batches; then a loss that is not a mean would change the answer.
     """
     assert task.loss is not None
-    device = next(iter(model.parameters()), torch.empty(0)).device
+    device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
     states = random_state(device)
     try:
         whole = _value(task, model, batch)

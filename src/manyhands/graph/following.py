@@ -1,0 +1,204 @@
+"""Following: what every operation of a traced network makes for inputs of given sizes, and how it is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ..core import LayoutFree, StrategyError
+from .tracing import Call, Traced
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that an operation makes, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to carry it."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass
+class Facts:
+    """What a traced network does for inputs of given sizes."""
+
+    values: dict[str, Value]
+    """Tensors, by node."""
+    numbers: dict[str, Any]
+    """What is no tensor, such as a size: known beforehand, and the same everywhere."""
+    draws: dict[str, int]
+    """How many random draws come before each operation that draws."""
+    num_draws: int = 0
+
+
+def follow(
+    traced: Traced,
+    call: Call,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    scope: AbstractContextManager[object],
+    *,
+    counts_draws: bool = False,
+) -> Facts:
+    """Runs a graph on tensors without values; `tensors` are the network's own, by name, on any device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held: dict[str, Any] = {}
+
+    def blank(tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    facts = Facts({}, {}, {})
+    draws = _Count(device) if counts_draws else None
+    given = dict(zip(traced.inputs, call.tensors, strict=True))
+    with mode, scope:
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                name = traced.parameters.get(node.name) or traced.buffers.get(node.name)
+                source = tensors[name] if name else traced.constants.get(node.name, given.get(node.name))
+                assert source is not None
+                held[node.name] = blank(source)
+            elif node.op == "get_attr":
+                held[node.name] = getattr(traced.root, str(node.target))
+            elif node.op == "call_function":
+                held[node.name] = _follow_one(node, held, facts, draws)
+            if node.op != "output":
+                _note(node.name, held[node.name], facts)
+    return facts
+
+
+def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: Facts, draws: LayoutFree | None) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: held[other.name])
+    if draws is None or not is_random(node):
+        try:
+            return plainly(node)(*args, **kwargs)
+        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            raise StrategyError(
+                "a network that is cut must be traced: sizes in it may not depend on values",
+                got=f"{node.target} in {node.meta.get('stack_trace', '').strip().splitlines()[-1:]}",
+                remedy="compute that size outside of forward",
+            ) from error
+    facts.draws[node.name] = facts.num_draws
+    with draws:
+        made = by_hash(node)(*args, **kwargs)
+    facts.num_draws = draws.num_draws
+    return made
+
+
+class _Count(LayoutFree):
+    """Counts what would be drawn, and draws nothing."""
+
+    def words(self, shape: Shape, device: torch.device, owner: Tensor | None = None, *, shared: bool = False) -> Tensor:
+        self.num_draws += 1
+        return torch.empty(list(shape), dtype=torch.int32, device=device)
+
+
+def _note(name: str, made: Any, facts: Facts) -> None:
+    if isinstance(made, Tensor):
+        facts.values[name] = Value(tuple(made.shape), made.dtype, made.requires_grad)
+    elif not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)) and not isinstance(
+        made, fx.GraphModule
+    ):
+        facts.numbers[name] = made
+
+
+# -- how an operation is executed ------------------------------------------------------------------------------------
+
+
+def plainly(node: fx.Node) -> Callable[..., Any]:
+    """The function of an operation; blocks in another mode are called in it, without export's own machinery."""
+    assert callable(node.target)
+    return _BLOCKS.get(getattr(node.target, "__name__", ""), node.target)
+
+
+def by_hash(node: fx.Node) -> Callable[..., Any]:
+    """The function of an operation that draws, as layout-free randomness knows it."""
+    name = getattr(node.target, "_opname", "")
+    for place in (torch, F, Tensor):
+        found = getattr(place, name, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    return plainly(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers in this call."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    name = getattr(node.target, "_opname", "")
+    if name.endswith("dropout") or name == "native_dropout":
+        return bool(node.args[2]) and bool(node.args[1] != 0.0)
+    if name == "scaled_dot_product_attention":
+        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(given != 0.0)
+    return True
+
+
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return _statistics(node)
+    named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    named.update(node.kwargs)
+    changed = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [found for name in changed if isinstance(found := named.get(name), fx.Node)]
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """BatchNorm in training changes its running statistics, though its schema does not say so."""
+    name = getattr(node.target, "_opname", "")
+    if name == "batch_norm" and node.args[5]:
+        return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node)]
+    if name == "instance_norm" and node.args[5]:
+        return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node)]
+    return []
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory an operation's result may share, such as that of a view; None for a new tensor."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return None
+    returns = {kind for result in schema.returns if result.alias_info for kind in result.alias_info.before_set}
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info and argument.alias_info.before_set & returns and isinstance(value, fx.Node):
+            return value
+    if getattr(node.target, "_opname", "") in ("reshape", "contiguous", "to", "flatten"):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    return None
+
+
+def _with_grad_mode(enabled: bool, block: Callable[..., Any], *args: Any) -> Any:
+    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
+        return block(*args)
+
+
+def _with_autocast(
+    kind: str, dtype: Any, enabled: bool, cache: Any, block: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache):
+        return block(*args, **kwargs)
+
+
+_BLOCKS: dict[str, Callable[..., Any]] = {
+    "wrap_with_set_grad_enabled": _with_grad_mode,
+    "wrap_with_autocast": _with_autocast,
+}

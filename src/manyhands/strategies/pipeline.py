@@ -1,0 +1,300 @@
+"""Pipeline: a network in stages. The parts of a batch are in different stages at the same time.
+
+Stages are consecutive operations of the traced network, cut so that they take equally long. A result that a later stage
+needs goes there directly, over however many stages. What a stage does with its microbatches comes from a schedule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ..cluster import World, place_of
+from ..core import StrategyError, StrategySpec
+from ..graph import Call, Piece, Works, crossings, in_stages
+from .homes import balanced, measured, parameters_of
+from .marks import marks_of
+from .placed import Elsewhere, PlacedReplica, autocast_of
+from .placement import Cut, Placement, calling, placed_homes, require_cuttable
+from .relay import Flow, Relay
+from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
+
+NUM_UNMEASURED = 2
+"""Steps in which connections are made and memory is found, so that their bubble says nothing."""
+
+
+def place(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    probe: Callable[[nn.Module, Callable[[Any], Any]], Any] | None,
+    look: Callable[[nn.Module], None] | None,
+) -> Placement:
+    """Cuts a network over the ranks of its group, and keeps this rank's part of it."""
+    require_cuttable(model)
+    if probe is None:
+        raise StrategyError(
+            "a network that is cut is trained by a loss that calls it",
+            got="none",
+            remedy="use mh.fit and a task with loss=, or mh.Mirrored() for steps and loops of your own",
+        )
+    inner = world.along(spec.axes, "stages")
+    scope = autocast_of(spec, world.device)
+    model.train()
+    if look is not None:
+        look(model)
+    found = calling(model, probe, scope())
+    kind = Placement if spec.place else StagedPlacement
+    placement = kind(model, spec, inner.size, world.device, scope, found)
+    if spec.place:
+        placement.settle(placed_homes(placement, _patterns(spec, model, inner), world))
+    else:
+        placement.settle(lambda works: _homes_of_stages(placement, works, world))
+    placement.drop(inner.rank)
+    return placement
+
+
+def _patterns(spec: StrategySpec, model: nn.Module, inner: World) -> dict[str, int]:
+    """The map with ranks in the place of devices: the person's own, or that of the blocks the network was built in."""
+    devices = inner.gather_objects(inner.seat.device)
+    return {pattern: place_of(device, devices) for pattern, device in named_devices(spec, model).items()}
+
+
+def named_devices(spec: StrategySpec, model: nn.Module) -> dict[str, str]:
+    """The device of every pattern in a spec's map, or of every module that was built in a block; none for automatic."""
+    if spec.place == "auto":
+        return marks_of(model)
+    pairs = [part.rpartition("@") for part in spec.place.split(";") if part]
+    return {pattern: device for pattern, _, device in pairs}
+
+
+@dataclass
+class StagedPlacement(Placement):
+    """A placement in stages: consecutive ones, which go round the ranks where each has several."""
+
+    stages: list[int] = field(default_factory=list)
+    """The stage of every unit of the first cut."""
+
+    @property
+    def num_stages(self) -> int:
+        """All stages of all ranks."""
+        return self.num_ranks * stages_per_rank(self.spec.schedule)
+
+    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]]) -> Cut:
+        returned, needed = wanted
+        ranks = [stage % self.num_ranks for stage in range(self.num_stages)]
+        pieces = in_stages(works, self._stages_of(works), ranks, needed)
+        return Cut(works, pieces, list(crossings(pieces)), returned)
+
+    def _stages_of(self, works: Works) -> list[int]:
+        """The stages of a call's units: as in the first cut where the graph is the same, else by their modules."""
+        if self.first is None or _shape_of(works) == _shape_of(self.first.works):
+            return self.stages
+        known: dict[str, int] = {}
+        for unit, stage in zip(self.first.works.units, self.stages, strict=True):
+            known[unit.path] = stage
+        found: list[int] = []
+        for unit in works.units:
+            least = max((found[other] for other in unit.takes), default=0)
+            found.append(max(least, known.get(unit.path, least)))
+        return found
+
+
+def _shape_of(works: Works) -> list[tuple[str, ...]]:
+    return [tuple(str(node.target) for node in unit.nodes) for unit in works.units]
+
+
+def _homes_of_stages(placement: Placement, works: Works, world: World) -> list[int]:
+    """Balanced stages by what the first rank measured, the same on all of them."""
+    assert isinstance(placement, StagedPlacement)
+    stages: list[int] = []
+    if world.is_first:
+        tensors = {**dict(placement.model.named_parameters()), **dict(placement.model.named_buffers())}
+        placement.seconds = measured(works, placement.calling.call, tensors, placement.scope())
+        stages = balanced(works, placement.seconds, placement.num_stages)
+    placement.stages, placement.seconds = world.gather_objects((stages, placement.seconds))[0]
+    return [stage % placement.num_ranks for stage in placement.stages]
+
+
+class Micros(Protocol):
+    """The microbatches of a step, as a pipeline asks for them."""
+
+    def loss(self, micro: int) -> Any:
+        """The loss of a microbatch, as far as it is computed here."""
+
+    def weigh(self, micro: int, loss: Any) -> Tensor:
+        """What backward starts from."""
+
+    def scope(self, micro: int) -> AbstractContextManager[None]:
+        """Where a microbatch's backward runs."""
+
+
+class PipelineReplica(PlacedReplica):
+    """A rank's stages of a network."""
+
+    def __init__(
+        self,
+        spec: StrategySpec,
+        world: World,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        placement: Placement,
+    ) -> None:
+        super().__init__(spec, world, model, optimizers, placement)
+        self._now: _Micro | None = None
+        """The microbatch whose loss is being computed."""
+        self._num_steps = 0
+        self._seconds = self._idle = 0.0
+
+    @property
+    def num_micros(self) -> int:
+        """Into how many microbatches a batch is cut, where it has enough rows."""
+        return self.spec.microbatches
+
+    def sizes(self, rows: int) -> list[int]:
+        """The rows of each microbatch: even parts, of two rows at least where that is possible."""
+        wanted = max(1, min(self.num_micros, rows // 2))
+        return even(rows, usable(self.spec.schedule, self.inner.size, wanted)) if rows > 1 else [rows]
+
+    def run(self, num_micros: int, steps: Micros) -> None:
+        """Takes all microbatches through forward and backward."""
+        start, waited = time.perf_counter(), self.world.waited
+        under_way: dict[int, _Micro] = {}
+        for action in merged(self.spec.schedule, self.inner.size, num_micros):
+            micro = under_way.setdefault(action.micro, _Micro(action.micro))
+            if action.kind == FORWARD:
+                self._ahead(micro, action.stage, steps)
+            else:
+                with steps.scope(action.micro):
+                    self._back(micro, action.kind, action.stage)
+        for micro in under_way.values():
+            assert micro.flow is not None
+            micro.flow.settle()
+        self._note(time.perf_counter() - start, self.world.waited - waited)
+
+    def _ahead(self, micro: _Micro, stage: int, steps: Micros) -> None:
+        """Takes part in a stage's forward; whoever meets a microbatch first looks at what it calls the network with."""
+        if micro.relay is not None and not self._is_mine(stage):
+            assert micro.flow is not None
+            self._through(micro.relay, micro.flow, stage)
+            return
+        self._now, micro.stage = micro, stage
+        try:
+            value = steps.loss(micro.number)
+        finally:
+            self._now = None
+        if self._is_mine(stage) and self._is_last(stage):
+            micro.objective = steps.weigh(micro.number, value)
+
+    def _train(self, call: Call) -> Any:
+        """One stage of a microbatch; the whole network where no pipeline is running."""
+        micro = self._now
+        if micro is None:
+            return super()._train(call)
+        cut, relay = self.relay_for(call)
+        if micro.flow is None:
+            micro.flow, micro.relay = self._flow_of(call, micro.number), relay
+        result = self._through(relay, micro.flow, micro.stage)
+        if self._is_last(micro.stage):
+            return self.answer_of(cut, micro.flow, result)
+        raise Elsewhere
+
+    def _through(self, relay: Relay, flow: Flow, stage: int) -> list[Tensor]:
+        result = relay.forward(flow, relay.pieces[stage])
+        return relay.forward(flow, relay.end) if self._is_last(stage) else result
+
+    def _is_mine(self, stage: int) -> bool:
+        return stage % self.inner.size == self.inner.rank
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.inner.size * stages_per_rank(self.spec.schedule) - 1
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _back(self, micro: _Micro, kind: str, stage: int) -> None:
+        relay, flow = micro.relay, micro.flow
+        assert relay is not None
+        assert flow is not None
+        piece = relay.pieces[stage]
+        if kind in (BACKWARD, INPUTS) and self._is_last(stage):
+            if self._is_mine(stage):
+                assert micro.objective is not None
+                micro.objective.backward()
+                micro.objective = None
+            relay.backward(flow, relay.end)
+        if kind == BACKWARD or (kind == INPUTS and not self._is_mine(stage)):
+            relay.backward(flow, piece)
+        elif kind == INPUTS:
+            micro.halves[stage] = self._inputs_first(relay, flow, piece)
+        elif self._is_mine(stage):
+            micro.halves.pop(stage)()
+
+    def _inputs_first(self, relay: Relay, flow: Flow, piece: Piece) -> Callable[[], None]:
+        """The gradients that another rank waits for; returns what computes those of the weights."""
+        made, gradients = relay.gathered(flow, piece)
+        inputs = [flow.held[name] for name in piece.takes if flow.held[name].requires_grad]
+        if not inputs or not made:
+            relay.hand_back(flow, piece)
+            return lambda: torch.autograd.backward(made, gradients) if made else None
+        weights = [p for p in self._weights(relay.works, piece) if p.requires_grad]
+        # torch detaches in place what it starts from, which a view forbids.
+        made = [tensor.clone() if tensor._is_view() else tensor for tensor in made]
+        _, groups = stage_backward_input(made, gradients, inputs, iter(weights))
+        relay.hand_back(flow, piece)
+
+        def weigh() -> None:
+            stage_backward_weight(iter(weights), groups)
+
+        return weigh
+
+    def _weights(self, works: Works, piece: Piece) -> list[nn.Parameter]:
+        named = dict(self.model.named_parameters())
+        return [named[name] for name in parameters_of(works, piece.nodes) if name in named]
+
+    # -- what was seen ---------------------------------------------------------------------------------------------
+
+    def _note(self, seconds: float, idle: float) -> None:
+        self._num_steps += 1
+        if self._num_steps > NUM_UNMEASURED:
+            self._seconds += seconds
+            self._idle += idle
+
+    def hints(self) -> list[str]:
+        norms = any(isinstance(layer, _BatchNorm) for layer in self.model.modules())
+        if not norms or self.spec.microbatches == 1:
+            return []
+        return ["batch statistics are those of a microbatch: microbatches=1 keeps those of the batch"]
+
+    def remarks(self) -> list[str]:
+        """The bubble that was seen, beside the formula's."""
+        every = self.inner.gather_objects((self._idle, self._seconds))
+        seconds = sum(total for _, total in every)
+        if not seconds:
+            return []
+        seen = sum(idle for idle, _ in every) / seconds
+        expected = bubble(self.spec.schedule, self.inner.size, self.spec.microbatches)
+        pipeline = f"{self.inner.size} ranks, {self.spec.microbatches} microbatches, {self.spec.schedule}"
+        return [f"the ranks stood still for {seen:.0%} of a step; by the formula {expected:.0%} ({pipeline})"]
+
+
+@dataclass
+class _Micro:
+    """A microbatch under way."""
+
+    number: int
+    stage: int = 0
+    """The stage that it is in now."""
+    flow: Flow | None = None
+    relay: Relay | None = None
+    objective: Tensor | None = None
+    halves: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What is left of backwards whose first half is done, by stage."""

@@ -1,0 +1,190 @@
+"""Relay: one rank's share in running a network that is cut. Its pieces, and what it hands on and takes over.
+
+All ranks follow one order of pieces. A result is sent as soon as its piece is done, and whoever needs it has begun to
+receive it by then or begins without waiting, so no rank ever waits for one that waits for it. Backward follows the
+order reversed, and gradients go the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cluster import Pending, World
+from ..graph import Clock, Crossing, Piece, Segment, Works
+
+MAX_CROSSINGS = 1 << 16
+"""Tags of one micro-batch: more than any network has crossings."""
+
+
+@dataclass
+class Flow:
+    """One micro-batch on its way through a network."""
+
+    number: int
+    inputs: Sequence[Tensor]
+    start: int = 0
+    """The number of the network's first random draw."""
+    held: dict[str, Tensor] = field(default_factory=dict)
+    """Results that pieces of this rank need, cut off from what made them."""
+    made: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """What each piece of this rank gave, with the way back to its parameters."""
+    coming: dict[tuple[int, bool], tuple[Tensor, Pending]] = field(default_factory=dict)
+    """What is being received, by crossing and direction."""
+    going: list[tuple[Tensor, Pending]] = field(default_factory=list)
+    """What is being sent; kept as it is until it has arrived."""
+
+    def settle(self) -> None:
+        """Waits until everything that was sent has left."""
+        for _, pending in self.going:
+            pending.wait()
+        self.going.clear()
+
+
+class Relay:
+    """Runs the pieces of one rank for calls of one shape."""
+
+    def __init__(
+        self,
+        works: Works,
+        pieces: Sequence[Piece],
+        crossings: Sequence[Crossing],
+        world: World,
+        segments: Mapping[int, Sequence[Segment]],
+        tensor_of: Callable[[str], Tensor],
+        clock: Clock,
+    ) -> None:
+        self.works, self.pieces = works, pieces
+        self._world, self._segments, self._tensor_of, self._clock = world, segments, tensor_of, clock
+        self.given = {piece.index: [c for c in crossings if c.source is piece] for piece in pieces}
+        """What crosses from each piece."""
+        self._taken = {piece.index: [c for c in crossings if c.first is piece] for piece in pieces}
+        """Whose gradients are complete after each piece."""
+
+    @property
+    def end(self) -> Piece:
+        """The piece that holds what the network returns."""
+        return self.pieces[-1]
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, flow: Flow, piece: Piece) -> list[Tensor]:
+        """Takes part in a piece's forward: computes it here, or begins to receive what it gives; returns its last."""
+        if piece.rank != self._world.rank:
+            for crossing in self.given[piece.index]:
+                if crossing.to == self._world.rank:
+                    self._receive(flow, crossing, back=False)
+            return []
+        for name in piece.takes:
+            self._take(flow, name)
+        env = self._environment(flow)
+        self._clock.start = flow.start
+        result: list[Tensor] = []
+        for segment in self._segments[piece.index]:
+            segment.run(env, self._clock)
+            result = [env[name] for name in segment.gives]
+        self._give(flow, piece, env)
+        return result
+
+    def _environment(self, flow: Flow) -> dict[str, Any]:
+        return _Environment(flow.held, dict(zip(self.works.traced.inputs, flow.inputs, strict=True)), self._tensor_of)
+
+    def _take(self, flow: Flow, name: str) -> None:
+        """Makes sure that a result of another piece is here."""
+        if name in flow.held:
+            return
+        crossing = next(c for c in self._arriving(name))
+        tensor, pending = flow.coming.pop((crossing.number, False))
+        pending.wait()
+        flow.held[name] = tensor.requires_grad_(self._has_gradient(name))
+
+    def _arriving(self, name: str) -> list[Crossing]:
+        return [c for cs in self.given.values() for c in cs if c.name == name and c.to == self._world.rank]
+
+    def _give(self, flow: Flow, piece: Piece, env: Mapping[str, Any]) -> None:
+        made = {name: env[name] for name in piece.gives}
+        if torch.is_grad_enabled():
+            flow.made[piece.index] = made
+        for crossing in self.given[piece.index]:
+            self._send(flow, crossing, made[crossing.name].detach(), back=False)
+        for name, tensor in made.items():
+            flow.held[name] = tensor.detach().requires_grad_(self._has_gradient(name))
+
+    def _has_gradient(self, name: str) -> bool:
+        return torch.is_grad_enabled() and self.works.facts.values[name].requires_grad
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, flow: Flow, piece: Piece) -> None:
+        """Takes part in a piece's backward, of all that it gave; the end's own is the loss's."""
+        if piece.rank != self._world.rank:
+            for crossing in self._taken[piece.index]:
+                if crossing.source.rank == self._world.rank and self._has_gradient(crossing.name):
+                    self._receive(flow, crossing, back=True)
+            return
+        made, gradients = self.gathered(flow, piece)
+        if made:
+            torch.autograd.backward(made, gradients)
+        self.hand_back(flow, piece)
+
+    def gathered(self, flow: Flow, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:
+        """What a piece gave, and the gradients that came back for it."""
+        made, gradients = [], []
+        for name, tensor in flow.made.pop(piece.index, {}).items():
+            parts = [
+                self._await(flow, c) for c in self.given[piece.index] if c.name == name and self._has_gradient(name)
+            ]
+            own = flow.held.pop(name, None)
+            if own is not None and own.grad is not None:
+                parts.append(own.grad)
+            if parts and tensor.requires_grad:
+                made.append(tensor)
+                gradients.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        return made, gradients
+
+    def hand_back(self, flow: Flow, piece: Piece) -> None:
+        """Sends back gradients that are complete now."""
+        for crossing in self._taken[piece.index]:
+            if self._has_gradient(crossing.name) and crossing.source.rank != self._world.rank:
+                leaf = flow.held.pop(crossing.name)
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                self._send(flow, crossing, gradient, back=True)
+
+    def _await(self, flow: Flow, crossing: Crossing) -> Tensor:
+        tensor, pending = flow.coming.pop((crossing.number, True))
+        pending.wait()
+        return tensor
+
+    # -- between ranks ---------------------------------------------------------------------------------------------
+
+    def _tag(self, flow: Flow, crossing: Crossing, back: bool) -> int:
+        return 2 * (flow.number * MAX_CROSSINGS + crossing.number) + back
+
+    def _send(self, flow: Flow, crossing: Crossing, tensor: Tensor, *, back: bool) -> None:
+        # A row of its own memory: what was made may be a view, or changed in place by what follows.
+        tensor = tensor.contiguous()
+        to = crossing.source.rank if back else crossing.to
+        flow.going.append((tensor, self._world.start_send(tensor, to, self._tag(flow, crossing, back))))
+
+    def _receive(self, flow: Flow, crossing: Crossing, *, back: bool) -> None:
+        value = self.works.facts.values[crossing.name]
+        into = torch.empty(value.shape, dtype=value.dtype, device=self._world.device)
+        source = crossing.to if back else crossing.source.rank
+        pending = self._world.start_receive(into, source, self._tag(flow, crossing, back))
+        flow.coming[crossing.number, back] = (into, pending)
+
+
+class _Environment(dict[str, Any]):
+    """What a piece reads by name: results, inputs, and the network's own tensors as they are now."""
+
+    def __init__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], own: Callable[[str], Tensor]) -> None:
+        super().__init__(held)
+        self.update(inputs)
+        self._own = own
+
+    def __missing__(self, name: str) -> Tensor:
+        return self._own(name)
