@@ -265,6 +265,7 @@ def serve(
     name: str = "model",
     host: str = "127.0.0.1",
     http: int = 8501,
+    grpc: int = 8500,
     manage: int = 8502,
     token: str | None = None,
     versions: str = "latest",
@@ -279,7 +280,7 @@ def serve(
 
     - `models`: a folder that is watched for new versions, a Predictor (served as `name`), or a dict of them;
     - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device;
-    - `host`, `http`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
+    - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
     - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
@@ -293,6 +294,7 @@ def serve(
     settings = ServeSettings(
         host=host,
         http=http,
+        grpc=grpc,
         manage=manage,
         token=token,
         versions=versions,

@@ -32,7 +32,7 @@ def exported(number: int) -> None:
 def addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
     assert process.stderr is not None
     for line in process.stderr:
-        if found := re.search(r"serving on (\S+), managed on (\S+)", line):
+        if found := re.search(r"serving on (\S+) .*managed on (\S+)", line):
             return found[1], found[2]
     raise AssertionError("it did not start")
 
@@ -40,7 +40,7 @@ def addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
 def test_serve_manage_and_end(start: Callable[..., subprocess.Popen[str]], invoke: Invoke) -> None:
     exported(1)
     exported(2)
-    process = start("serve", "models", "--http", 0, "--manage", 0, "--versions", "all", "--log", "log")
+    process = start("serve", "models", "--http", 0, "--grpc", 0, "--manage", 0, "--versions", "all", "--log", "log")
     url, manage = addresses(process)
     client = mh.Client(url, manage=manage)
     rows = torch.zeros(2, 3)
@@ -73,7 +73,7 @@ def test_serve_manage_and_end(start: Callable[..., subprocess.Popen[str]], invok
 def test_a_predictor_of_one_s_own(start: Callable[..., subprocess.Popen[str]]) -> None:
     exported(1)
     Path("own.py").write_text(OWN)
-    process = start("serve", "own.py:predictor", "--http", 0, "--manage", 0)
+    process = start("serve", "own.py:predictor", "--http", 0, "--grpc", 0, "--manage", 0)
     url, _ = addresses(process)
     assert mh.Client(url)("model", np.zeros((1, 3), np.float32)).tolist() == [[1.0, 1.0, 1.0]]
     process.send_signal(signal.SIGINT)

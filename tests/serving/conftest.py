@@ -76,7 +76,7 @@ def start(engine: LocalEngine) -> Iterator[Start]:
     servers: list[Server] = []
 
     def run(models: Any, on: str = "cpu", **settings: Any) -> Server:
-        values = {"http": 0, "manage": 0, "poll": 0.05, **settings}
+        values = {"http": 0, "grpc": 0, "manage": 0, "poll": 0.05, **settings}
         server = Server(models, engine, resolve(on)[0], ServeSettings(**values))
         servers.append(server)
         return server.start()
@@ -92,7 +92,7 @@ def served(adder: Path, pair: Path, tmp_path_factory: pytest.TempPathFactory, en
     root = tmp_path_factory.mktemp("models")
     publish(adder, root / "adder", 2)
     shutil.copytree(pair, root / "pair" / "1")
-    with Server(root, engine, resolve("cpu")[0], ServeSettings(http=0, manage=0)).start() as server:
+    with Server(root, engine, resolve("cpu")[0], ServeSettings(http=0, grpc=0, manage=0)).start() as server:
         yield server
 
 

@@ -33,6 +33,7 @@ class ServeOptions:
     on: str | None = None
     host: str = "127.0.0.1"
     http: int = 8501
+    grpc: int = 8500
     manage: int = 8502
     token: str | None = None
     versions: str = "latest"
@@ -50,6 +51,7 @@ Models = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 by default. Others need a token.")]
 Http = Annotated[int | None, typer.Option(help="The port for requests; 8501 by default, 0 takes any.")]
+Grpc = Annotated[int | None, typer.Option(help="The port for gRPC; 8500 by default, 0 takes any.")]
 Manage = Annotated[int | None, typer.Option(help="The port for management, on this machine only; 8502 by default.")]
 Versions = Annotated[
     str | None, typer.Option(help="Which versions: latest (the default), latest:2, all, or numbers such as 1,3.")
@@ -83,6 +85,7 @@ def serve(
     on: On = None,
     host: Host = None,
     http: Http = None,
+    grpc: Grpc = None,
     manage: Manage = None,
     versions: Versions = None,
     max_rows: MaxRows = None,
@@ -94,15 +97,16 @@ def serve(
     config: Config = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve models: clients of TensorFlow Serving and of Triton or KServe ask over HTTP and need not be changed.
+    """Serve models: clients of TensorFlow Serving, Triton and KServe ask over HTTP or gRPC and stay as they are.
 
     New versions in the folder are loaded aside and take over without a lost request. Ctrl-C or a SIGTERM ends the
     server after the requests that it has. Every option can also stand in the file of --config or in the environment
     (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
     """
     given = {
-        "on": on, "host": host, "http": http, "manage": manage, "versions": versions, "max_rows": max_rows,
-        "sizes": sizes, "queue_rows": queue_rows, "timeout": timeout, "probation": probation, "log": log,
+        "on": on, "host": host, "http": http, "grpc": grpc, "manage": manage, "versions": versions,
+        "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows, "timeout": timeout,
+        "probation": probation, "log": log,
     }  # fmt: skip
     settings = resolve_settings(ServeOptions, given, file=config).values
     from .. import verbs
@@ -110,7 +114,7 @@ def serve(
     target = _target(models)
     with _ending() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
         if not quiet:
-            note(f"serving on {server.url}, managed on {server.manage_url}")
+            note(f"serving on {server.url} (gRPC on {server.grpc}), managed on {server.manage_url}")
             server.on_event = _tell
         _watch(server, ending, quiet)
 

@@ -26,7 +26,7 @@ from .http import BadRequest, Listener, Request
 from .limits import Limits
 from .meeting import Meeting
 from .model import Probation
-from .protocols import Desk, Management, OpenInferenceRest, RestProtocol, TensorflowRest
+from .protocols import GRPC, REST, Desk, GrpcListener, Management, OpenInferenceRest, RestProtocol, TensorflowRest
 from .protocols.protocol import answer_refusal
 from .version import Place
 
@@ -42,6 +42,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     http: int = 8501
     """The port of both REST protocols; 0 takes any."""
+    grpc: int = 8500
+    """The port of both gRPC protocols."""
     manage: int = 8502
     """The port for management, always on this machine only."""
     token: str | None = None
@@ -66,7 +68,7 @@ class ServeSettings:
                 got=f"host={self.host}",
                 remedy="set MANYHANDS_TOKEN, or listen on 127.0.0.1",
             )
-        for name, port in (("http", self.http), ("manage", self.manage)):
+        for name, port in (("http", self.http), ("grpc", self.grpc), ("manage", self.manage)):
             if not 0 <= port < 65536:
                 raise SettingsError(f"{name} must be a port", got=port, remedy=f"pass {name}=8501")
         for name in ("timeout", "poll"):
@@ -161,7 +163,7 @@ class Server:
         given = None if isinstance(models, Path) else dict(models)
         for name in given or {}:
             require_name(name)
-        self.http = self.manage = 0
+        self.http = self.grpc = self.manage = 0
         """The ports that it got."""
         self._engine, self._devices = engine, list(devices)
         self._catalogue = CatalogueSettings(
@@ -244,26 +246,31 @@ class Server:
         catalogue = Catalogue(self._catalogue, Place(self._engine, meeting, self._devices), self._say)
         desk = Desk(catalogue, self.settings.limits, self.settings.timeout)
         self._management = Management(desk)
-        rest: list[RestProtocol] = [TensorflowRest(desk), OpenInferenceRest(desk)]
+        rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
+        remote = GrpcListener([service(desk) for service in GRPC], self.settings.token, self.settings.limits.body)
         public = Listener(App(rest, catalogue, self.settings.token), self.settings.limits)
         private = Listener(App(full, catalogue, self.settings.token), self.settings.limits)
         public.on_answer = self._log.access if self.settings.log is not None else None
         try:
             self.http = await _open(public, self.settings.host, self.settings.http)
+            self.grpc = await _open(remote, self.settings.host, self.settings.grpc)
             self.manage = await _open(private, "127.0.0.1", self.settings.manage)
             await catalogue.start()
             desk.is_ready = True
-            self._say("serving", http=self.http, manage=self.manage, devices=list(map(str, self._devices)))
+            devices = list(map(str, self._devices))
+            self._say("serving", http=self.http, grpc=self.grpc, manage=self.manage, devices=devices)
             started.set_result(None)
             await self._stopping.wait()
             self._say("stopping")
             desk.is_ready = False
             public.stop_listening()
+            await remote.close(self.settings.patience)
             until = time.monotonic() + self.settings.patience
             while public.num_busy and time.monotonic() < until:
                 await asyncio.sleep(0.005)
         finally:
+            await remote.close(0)
             await catalogue.stop()
             public.close()
             private.close()
@@ -311,7 +318,7 @@ class Logs:
             self._access.close()
 
 
-async def _open(listener: Listener, host: str, port: int) -> int:
+async def _open(listener: Listener | GrpcListener, host: str, port: int) -> int:
     try:
         return await listener.open(host, port)
     except OSError as error:

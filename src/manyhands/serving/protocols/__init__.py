@@ -1,8 +1,25 @@
 """What clients speak, one file each."""
 
+from .grpc_service import GrpcListener, GrpcService
+from .health_grpc import Health
 from .management import Management
+from .open_inference_grpc import OpenInferenceGrpc
 from .open_inference_rest import OpenInferenceRest
 from .protocol import Desk, RestProtocol
+from .tensorflow_grpc import ModelService, PredictionService
 from .tensorflow_rest import TensorflowRest
 
-__all__ = ["RestProtocol", "Desk", "TensorflowRest", "OpenInferenceRest", "Management"]
+REST = (TensorflowRest, OpenInferenceRest)
+GRPC = (OpenInferenceGrpc, Health, PredictionService, ModelService)
+
+__all__ = [
+    "REST",
+    "GRPC",
+    "RestProtocol",
+    "GrpcService",
+    "GrpcListener",
+    "Desk",
+    "TensorflowRest",
+    "OpenInferenceRest",
+    "Management",
+]

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core import RequestRefused, TensorSpec
 from ..batcher import Ticket
+from ..catalogue import Catalogue
 from ..http import BadRequest, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
@@ -64,7 +65,7 @@ class OpenInferenceRest(RestProtocol):
             request.answer(200 if self.desk.is_ready and self.desk.catalogue.is_ready else 400, b"")
         elif path == "/v2/repository/index":
             require_method(request, "POST", "GET")
-            request.answer(200, dump_json(self.index()))
+            request.answer(200, dump_json(index(self.desk.catalogue)))
         else:
             raise BadRequest(404, "Not Found")
 
@@ -113,18 +114,19 @@ class OpenInferenceRest(RestProtocol):
             then=then,
         )
 
-    def index(self) -> list[dict[str, str]]:
-        """Every version of every model, as the repository extension lists them."""
-        return [
-            {
-                "name": model.name,
-                "version": str(version.number),
-                "state": "READY" if version.is_available else "LOADING" if not version.error else "UNAVAILABLE",
-                "reason": version.error,
-            }
-            for model in self.desk.catalogue.models.values()
-            for version in model.versions.values()
-        ]
+
+def index(catalogue: Catalogue) -> list[dict[str, str]]:
+    """Every version of every model, as the repository extension lists them."""
+    return [
+        {
+            "name": model.name,
+            "version": str(version.number),
+            "state": "READY" if version.is_available else "LOADING" if not version.error else "UNAVAILABLE",
+            "reason": version.error,
+        }
+        for model in catalogue.models.values()
+        for version in model.versions.values()
+    ]
 
 
 def in_own_words(unknown: Unknown) -> RequestRefused:

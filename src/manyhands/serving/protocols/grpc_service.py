@@ -1,0 +1,129 @@
+"""What all gRPC services share: methods from tables of messages, tokens, deadlines, and refusals as status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ...core import RequestRefused
+from ..batcher import Arrays, Ticket
+from ..http import BadRequest
+from ..version import Version
+from .protocol import KEY, Desk
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class GrpcService(ABC):
+    """A service: its name, and its methods with the messages that they take and give."""
+
+    name: str
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    @abstractmethod
+    def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
+        """By name: the function, the class of its requests and that of its answers."""
+
+    async def ask(
+        self, context: Any, version: Version, inputs: Arrays, seconds: float | None = None, priority: int = 0
+    ) -> Mapping[str, Any]:
+        """The outputs for a request; one whose client goes away is given up."""
+        left = [each for each in (seconds, context.time_remaining()) if each is not None]
+        future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+
+        def then(ticket: Ticket) -> None:
+            if not future.done():
+                future.set_result(ticket)
+
+        deadline = self.desk.deadline(min(left, default=None))
+        cancel = self.desk.ask(
+            version, inputs, began=time.perf_counter(), deadline=deadline, priority=priority, then=then
+        )
+        try:
+            ticket = await future
+        except asyncio.CancelledError:
+            cancel()
+            raise
+        if ticket.refusal is not None:
+            raise ticket.refusal
+        return ticket.outputs
+
+
+def key_of(context: Any) -> bytes:
+    """What decides the part of a split."""
+    for name, value in context.invocation_metadata() or ():
+        if name.encode() == KEY:
+            return value.encode() if isinstance(value, str) else bytes(value)
+    return b""
+
+
+class GrpcListener:
+    """A gRPC server for some services."""
+
+    def __init__(self, services: Sequence[GrpcService], token: str | None, limit: int) -> None:
+        self._services, self._bearer, self._limit = services, f"Bearer {token}" if token else "", limit
+        self._server: Any = None
+
+    async def open(self, host: str, port: int) -> int:
+        """Listens; the port that it got, 0 where there is none."""
+        options = [
+            ("grpc.max_receive_message_length", self._limit),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.aio.server(options=options)
+        for service in self._services:
+            handlers = {
+                name: grpc.unary_unary_rpc_method_handler(
+                    self._guarded(method), request_deserializer=asked.FromString, response_serializer=_serialised
+                )
+                for name, (method, asked, _) in service.methods().items()
+            }
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
+        try:
+            found = int(self._server.add_insecure_port(f"{host}:{port}"))
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        await self._server.start()
+        return found
+
+    async def close(self, patience: float) -> None:
+        """Takes nothing new and lets what is there finish."""
+        if self._server is not None:
+            await self._server.stop(patience)
+
+    def _guarded(self, method: Method) -> Method:
+        """A method whose refusals become status codes."""
+
+        async def run(request: Any, context: Any) -> Any:
+            try:
+                self._require_token(context)
+                return await method(request, context)
+            except RequestRefused as refusal:
+                if refusal.retry_after is not None:
+                    context.set_trailing_metadata((("retry-after", f"{refusal.retry_after:.0f}"),))
+                code, reason = getattr(grpc.StatusCode, refusal.code, grpc.StatusCode.UNKNOWN), refusal.reason
+            except BadRequest as error:
+                code, reason = grpc.StatusCode.INVALID_ARGUMENT, error.reason
+            return await context.abort(code, reason)
+
+        return run
+
+    def _require_token(self, context: Any) -> None:
+        if self._bearer:
+            said = dict(context.invocation_metadata() or ()).get("authorization", "")
+            if not hmac.compare_digest(str(said).encode(), self._bearer.encode()):
+                raise RequestRefused("UNAUTHENTICATED", "this server wants a token")
+
+
+def _serialised(message: Any) -> bytes:
+    return bytes(message.SerializeToString())

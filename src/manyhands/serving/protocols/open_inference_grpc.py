@@ -1,0 +1,277 @@
+"""The Open Inference Protocol v2 over gRPC, with Triton's own additions that have a meaning here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core import RequestRefused, TensorSpec
+from ..http import BadRequest
+from ..kinds import BY_TORCH, Array, from_numbers
+from ..model import Unknown
+from ..version import Version
+from .grpc_service import GrpcService, Method, key_of
+from .messages import make_messages
+from .open_inference_rest import (
+    checked_shape,
+    from_bytes,
+    in_own_words,
+    index,
+    model_config,
+    model_metadata,
+    require_datatype,
+    require_rows,
+    server_metadata,
+    statistics,
+    version_number,
+)
+
+_NAMED = ["name 1 string", "version 2 string"]
+MESSAGES = make_messages(
+    "inference",
+    {
+        "ServerLiveRequest": [],
+        "ServerLiveResponse": ["live 1 bool"],
+        "ServerReadyRequest": [],
+        "ServerReadyResponse": ["ready 1 bool"],
+        "ModelReadyRequest": _NAMED,
+        "ModelReadyResponse": ["ready 1 bool"],
+        "ServerMetadataRequest": [],
+        "ServerMetadataResponse": ["name 1 string", "version 2 string", "extensions 3 *string"],
+        "ModelMetadataRequest": _NAMED,
+        "TensorMetadata": ["name 1 string", "datatype 2 string", "shape 3 *int64"],
+        "ModelMetadataResponse": [
+            "name 1 string",
+            "versions 2 *string",
+            "platform 3 string",
+            "inputs 4 *TensorMetadata",
+            "outputs 5 *TensorMetadata",
+        ],
+        "InferParameter": [
+            "bool_param 1 ?bool",
+            "int64_param 2 ?int64",
+            "string_param 3 ?string",
+            "double_param 4 ?double",
+            "uint64_param 5 ?uint64",
+        ],
+        "InferTensorContents": [
+            "bool_contents 1 *bool",
+            "int_contents 2 *int32",
+            "int64_contents 3 *int64",
+            "uint_contents 4 *uint32",
+            "uint64_contents 5 *uint64",
+            "fp32_contents 6 *float",
+            "fp64_contents 7 *double",
+            "bytes_contents 8 *bytes",
+        ],
+        "InferInputTensor": [
+            "name 1 string",
+            "datatype 2 string",
+            "shape 3 *int64",
+            "parameters 4 map InferParameter",
+            "contents 5 InferTensorContents",
+        ],
+        "InferRequestedOutputTensor": ["name 1 string", "parameters 2 map InferParameter"],
+        "ModelInferRequest": [
+            "model_name 1 string",
+            "model_version 2 string",
+            "id 3 string",
+            "parameters 4 map InferParameter",
+            "inputs 5 *InferInputTensor",
+            "outputs 6 *InferRequestedOutputTensor",
+            "raw_input_contents 7 *bytes",
+        ],
+        "InferOutputTensor": ["name 1 string", "datatype 2 string", "shape 3 *int64"],
+        "ModelInferResponse": [
+            "model_name 1 string",
+            "model_version 2 string",
+            "id 3 string",
+            "outputs 5 *InferOutputTensor",
+            "raw_output_contents 6 *bytes",
+        ],
+        "ModelConfigRequest": _NAMED,
+        "ModelInput": ["name 1 string", "data_type 2 int32", "dims 4 *int64"],
+        "ModelOutput": ["name 1 string", "data_type 2 int32", "dims 3 *int64"],
+        "ModelConfig": [
+            "name 1 string",
+            "platform 2 string",
+            "max_batch_size 4 int32",
+            "input 5 *ModelInput",
+            "output 6 *ModelOutput",
+            "backend 17 string",
+        ],
+        "ModelConfigResponse": ["config 1 ModelConfig"],
+        "ModelStatisticsRequest": _NAMED,
+        "StatisticDuration": ["count 1 uint64", "ns 2 uint64"],
+        "InferStatistics": [
+            "success 1 StatisticDuration",
+            "fail 2 StatisticDuration",
+            "compute_infer 5 StatisticDuration",
+        ],
+        "ModelStatistics": [
+            "name 1 string",
+            "version 2 string",
+            "inference_count 4 uint64",
+            "execution_count 5 uint64",
+            "inference_stats 6 InferStatistics",
+        ],
+        "ModelStatisticsResponse": ["model_stats 1 *ModelStatistics"],
+        "RepositoryIndexRequest": ["repository_name 1 string", "ready 2 bool"],
+        "ModelIndex": ["name 1 string", "version 2 string", "state 3 string", "reason 4 string"],
+        "RepositoryIndexResponse": ["models 1 *ModelIndex"],
+    },
+)
+DATA_TYPES = {
+    "BOOL": 1, "UINT8": 2, "UINT16": 3, "UINT32": 4, "UINT64": 5, "INT8": 6, "INT16": 7, "INT32": 8, "INT64": 9,
+    "FP16": 10, "FP32": 11, "FP64": 12, "BF16": 14,
+}  # fmt: skip
+"""Of Triton's model configuration."""
+CONTENTS = {
+    "BOOL": "bool_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
+    "UINT64": "uint64_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
+    "INT64": "int64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
+}  # fmt: skip
+
+
+class OpenInferenceGrpc(GrpcService):
+    """`inference.GRPCInferenceService`."""
+
+    name = "inference.GRPCInferenceService"
+
+    def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
+        found: dict[str, Method] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._infer,
+            "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
+            "RepositoryIndex": self._index,
+        }
+        return {
+            name: (method, MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]) for name, method in found.items()
+        }
+
+    def _find(self, name: str, version: str, key: bytes = b"") -> Version:
+        try:
+            return self.desk.catalogue.find(name, version_number(name, version), None, key)
+        except Unknown as unknown:
+            raise in_own_words(unknown) from None
+
+    async def _live(self, request: Any, context: Any) -> Any:
+        return MESSAGES["ServerLiveResponse"](live=True)
+
+    async def _ready(self, request: Any, context: Any) -> Any:
+        return MESSAGES["ServerReadyResponse"](ready=self.desk.is_ready and self.desk.catalogue.is_ready)
+
+    async def _model_ready(self, request: Any, context: Any) -> Any:
+        try:
+            self._find(request.name, request.version)
+        except RequestRefused:
+            return MESSAGES["ModelReadyResponse"](ready=False)
+        return MESSAGES["ModelReadyResponse"](ready=True)
+
+    async def _metadata(self, request: Any, context: Any) -> Any:
+        return MESSAGES["ServerMetadataResponse"](**server_metadata())
+
+    async def _model_metadata(self, request: Any, context: Any) -> Any:
+        version = self._find(request.name, request.version)
+        numbers = [str(each.number) for each in self.desk.catalogue.model(version.model).available]
+        return MESSAGES["ModelMetadataResponse"](**model_metadata(version, numbers))
+
+    async def _config(self, request: Any, context: Any) -> Any:
+        config = model_config(self._find(request.name, request.version))
+        del config["dynamic_batching"]
+        for one in (*config["input"], *config["output"]):
+            one["data_type"] = DATA_TYPES[one["data_type"].removeprefix("TYPE_")]
+        return MESSAGES["ModelConfigResponse"](config=config)
+
+    async def _statistics(self, request: Any, context: Any) -> Any:
+        if request.name:
+            shown = [self._find(request.name, request.version)]
+        else:
+            shown = [version for model in self.desk.catalogue.models.values() for version in model.available]
+        return MESSAGES["ModelStatisticsResponse"](model_stats=[statistics(version) for version in shown])
+
+    async def _index(self, request: Any, context: Any) -> Any:
+        listed = [one for one in index(self.desk.catalogue) if not request.ready or one["state"] == "READY"]
+        return MESSAGES["RepositoryIndexResponse"](models=listed)
+
+    async def _infer(self, request: Any, context: Any) -> Any:
+        version = self._find(request.model_name, request.model_version, key_of(context))
+        inputs = read_inputs(request, version)
+        wanted = [one.name for one in request.outputs] or list(version.signature.outputs)
+        for name in wanted:
+            if name not in version.signature.outputs:
+                raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
+        parameters = {
+            name: getattr(value, value.WhichOneof("one") or "int64_param") for name, value in request.parameters.items()
+        }
+        timeout, priority = parameters.get("timeout"), parameters.get("priority", 0)
+        if not isinstance(timeout, (int, type(None))) or not isinstance(priority, int):
+            raise BadRequest(400, "the parameters timeout (microseconds) and priority are integers")
+        outputs = await self.ask(context, version, inputs, timeout / 1e6 if timeout else None, priority)
+        return answer(request.id, version, {name: outputs[name] for name in wanted})
+
+
+def read_inputs(request: Any, version: Version) -> dict[str, Array]:
+    """The arrays of a request, from raw bytes or from lists of numbers."""
+    specs, raw = version.signature.inputs, request.raw_input_contents
+    if len(request.inputs) != len(specs):
+        raise BadRequest(
+            400, f"expected {len(specs)} inputs but got {len(request.inputs)} inputs for model '{version.model}'"
+        )
+    if raw and len(raw) != len(request.inputs):
+        raise BadRequest(400, f"expected {len(request.inputs)} raw inputs but got {len(raw)}")
+    arrays: dict[str, Array] = {}
+    for position, one in enumerate(request.inputs):
+        if one.name not in specs or one.name in arrays:
+            raise BadRequest(400, f"unexpected inference input '{one.name[:64]}' for model '{version.model}'")
+        spec = specs[one.name]
+        shape = checked_shape(list(one.shape), one.name, spec, version.model)
+        require_datatype(one.datatype, one.name, spec, version.model)
+        arrays[one.name] = _from_raw(raw[position], one.name, shape, spec) if raw else _from_contents(one, shape, spec)
+    require_rows(arrays, version)
+    return {name: arrays[name] for name in specs}
+
+
+def _from_raw(raw: bytes, name: str, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    wanted = math.prod(shape) * BY_TORCH[spec.dtype].numpy.itemsize
+    if len(raw) != wanted:
+        raise BadRequest(400, f"unexpected total byte size {len(raw)} for input '{name}', expecting {wanted}")
+    return from_bytes(raw, shape, spec)
+
+
+def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    kind = BY_TORCH[spec.dtype]
+    if kind.open not in CONTENTS:
+        raise BadRequest(400, f"input '{one.name}' of {kind.open} must be sent as raw contents")
+    values = list(getattr(one.contents, CONTENTS[kind.open]))
+    if len(values) != math.prod(shape):
+        raise BadRequest(
+            400, f"input '{one.name}' has shape [{','.join(map(str, shape))}], but got {len(values)} elements"
+        )
+    try:
+        return (np.array(values, bool) if kind.open == "BOOL" else from_numbers(values, kind)).reshape(shape)
+    except (TypeError, OverflowError):
+        raise BadRequest(400, f"input '{one.name}' must have {kind.open} elements") from None
+
+
+def answer(identity: str, version: Version, outputs: Mapping[str, Array]) -> Any:
+    """Always raw bytes: clients read lists of numbers as nothing."""
+    specs = version.signature.outputs
+    return MESSAGES["ModelInferResponse"](
+        model_name=version.model,
+        model_version=str(version.number),
+        id=identity,
+        outputs=[
+            {"name": name, "datatype": BY_TORCH[specs[name].dtype].open, "shape": array.shape}
+            for name, array in outputs.items()
+        ],
+        raw_output_contents=[array.tobytes() for array in outputs.values()],
+    )
