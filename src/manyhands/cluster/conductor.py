@@ -16,6 +16,7 @@ from ..core import Event, NoProgress, WorkerFailed, event
 from .crew import Crew, Hearer, Process, turn
 from .devices import Device
 from .engine import Job, OnEvent, OnOutput
+from .hangs import HangReport
 from .judgement import Judgement, Loss
 from .network import LOOPBACK, interface_of, listen, serve_store
 from .summons import Summons
@@ -145,6 +146,9 @@ class Conductor(Job):
         self._committed = 0
         """The last step that some rank is known to have taken."""
         self._is_stopping = False
+        self._hang: HangReport | None = None
+        self._hung = -1
+        """The number of the last collective that was reported to stand still."""
         self._losses: list[Loss] = []
         self._settles_at: float | None = None
         self._deadline: float | None = None
@@ -178,6 +182,7 @@ class Conductor(Job):
     def call(self) -> None:
         """Calls all ranks together under a new generation; those without a process get one."""
         self._generation += 1
+        self._hang, self._hung = None, -1
         self._settles_at, self._losses = None, []
         self._members += self._newcomers
         self._newcomers = []
@@ -213,12 +218,25 @@ class Conductor(Job):
     def heard_event(self, place: Place, slot: int, entry: Event) -> None:
         """A rank reported something; one that is no member any more is not heard."""
         for member in self._at(place, slot):
+            if entry["kind"] in ("stalled", "stack"):
+                self._hear_hang(member, entry)
+                continue
             if entry["kind"] == "steps":
                 self._heard = entry["steps"][-1]
                 self._committed = max(self._committed, self._heard)
             elif entry["kind"] == "recovered":
                 self._heard = min(self._heard, entry["step"])
             self._on_event(member.rank, entry)
+
+    def _hear_hang(self, member: Member, entry: Event) -> None:
+        """A rank stands still, and all are asked where they are; or one has answered."""
+        if entry["kind"] == "stack":
+            if self._hang is not None:
+                self._hang.answers[member.rank] = entry
+        elif self._hang is None and entry["number"] > self._hung:
+            self._hung = entry["number"]
+            self._hang = HangReport(entry["number"], len(self._members))
+            self._tell({"stacks": True})
 
     def heard_output(self, place: Place, slot: int, text: str, stream: str) -> None:
         """A rank printed a line."""
@@ -282,6 +300,10 @@ class Conductor(Job):
     def tick(self) -> None:
         """What time alone brings about."""
         self._here.crew.look()
+        if self._hang is not None and self._hang.is_due:
+            hosts = {member.rank: member.place.host for member in self._members}
+            self._say(event("hang", text=self._hang.text(hosts)))
+            self._hang = None
         now = time.monotonic()
         if self._settles_at is not None and (now > self._settles_at or self._is_settled()):
             self._decide()

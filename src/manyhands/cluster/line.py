@@ -24,7 +24,12 @@ class Line(ABC):
     recovers = False
     """Whether ranks that lost each other are called together again."""
 
+    is_watched = False
+    """Whether somebody hears it who can ask all ranks where they are."""
+
     def __init__(self) -> None:
+        self.asked: Callable[[], Event] | None = None
+        """Says where this rank is, on another thread."""
         self.stopping = False
         """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
         self.lost = ""
@@ -78,6 +83,8 @@ class Line(ABC):
         """Takes a message from the controller."""
         if message.get("stop"):
             self.stopping = True
+        if message.get("stacks") and self.asked is not None:
+            self.send_up(self.asked())
         with self._news:
             self._summons = message.get("summons", self._summons)
             self._is_closed = self._is_closed or bool(message.get("final"))
@@ -109,6 +116,8 @@ class DirectLine(Line):
 
 class SocketLine(Line):
     """A rank in a process of its own, at the end of a socket pair that it inherited."""
+
+    is_watched = True
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()

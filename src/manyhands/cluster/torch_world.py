@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import PeerLost, UsageError
+from ..core import Event, PeerLost, UsageError
 from .devices import Device
+from .hangs import STALL, HangReport, Watchman, answer
 from .line import Line
 from .world import Pending, Seat, World, caller_line
 
@@ -122,7 +125,7 @@ class _GroupWorld(World):
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
         """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._whole.diary.begin(operation)
         try:
             yield
             self._whole.waited += time.perf_counter() - start
@@ -133,6 +136,8 @@ class _GroupWorld(World):
             if not who and not _is_connection_error(error):
                 raise
             raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
+        finally:
+            self._whole.diary.end(before)
 
 
 class TorchWorld(_GroupWorld):
@@ -146,6 +151,8 @@ class TorchWorld(_GroupWorld):
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         line.on_lost(seat.generation, self._abort)
+        line.asked = functools.partial(answer, self.diary)
+        self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
         try:
             self._connect(backend)
         except RuntimeError as error:
@@ -211,7 +218,16 @@ class TorchWorld(_GroupWorld):
         yield
         self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
 
+    def _tell_stall(self, entry: Event) -> None:
+        """Where somebody can ask the others too, they are asked; else this rank says by itself where it stands."""
+        if self.line.is_watched:
+            self.line.report(entry)
+        else:
+            alone = HangReport(entry["number"], 1, answers={self.rank: entry})
+            print(alone.text({self.rank: self.seat.host}), file=sys.stderr, flush=True)
+
     def close(self) -> None:
+        self._watchman.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core import PeerLost, UsageError
 from .devices import Device, require_usable, this_host
+from .hangs import Diary
 from .line import DirectLine, Line
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class World(ABC):
         self.seat, self.line = seat, line
         self.rank, self.size = seat.rank, seat.size
         self.device = seat.device.torch
+        self.diary = Diary()
         self.waited = 0.0
         """Seconds that this rank stood still in collectives, waiting for others or for the network."""
 

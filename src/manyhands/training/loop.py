@@ -196,7 +196,7 @@ class TrainingLoop:
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """One step; what ran out of memory is explained."""
-        with self.guard():
+        with self.guard(), self.hand.world.diary.step():
             try:
                 stepper.take(batch)
             except (RuntimeError, MemoryError) as error:
