@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .store import load, weights
     from .strategies import Embedding, on
     from .training import Callback, Hand, Patience, Run, Sink, hand
-    from .verbs import check, evaluate, fit, launch, predict, replay, serve
+    from .verbs import check, evaluate, explain, fit, launch, predict, replay, serve
 
 __version__ = "0.1.0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "plan",
     "check",
     "evaluate",
+    "explain",
     "predict",
     "serve",
     "Client",
@@ -96,7 +97,7 @@ _HOMES = {
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "serving": ["Client"],
-    "verbs": ["check", "evaluate", "fit", "launch", "predict", "replay", "serve"],
+    "verbs": ["check", "evaluate", "explain", "fit", "launch", "predict", "replay", "serve"],
 }
 _ROOMS = ("sync",)
 """Rooms whose names people write themselves: mh.sync.TopK(0.01)."""

@@ -54,7 +54,7 @@ from .core import (
 )
 from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore, Weights
-from .strategies import require_built, require_loss
+from .strategies import Table, require_built, require_loss
 from .sync import carrying, make_policy
 from .training import (
     About,
@@ -78,6 +78,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from .serving import Server
+    from .strategies import Layout
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
@@ -166,6 +167,7 @@ def fit(
     source = training.as_weights(start_from, folder)
     if source is not None and not resume:
         training.check_start(made, source)
+    table, layout = _explained(made, spec)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = _from_first(lambda: new_folder(folder, name, default, resume))
@@ -184,6 +186,7 @@ def fit(
         stop=training.as_patience(stop),
         start_from=source,
         memory=limit,
+        layout=layout,
     )
     with (
         _recording(job, devices, shown, progress, sinks, task) as (view, on_event),
@@ -191,6 +194,8 @@ def fit(
     ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
+        if table is not None:
+            on_event(0, event("split", lines=table.lines(), **table.to_dict()))
         if spec.servers:
             outcomes = [_serve(job, devices, timeout, on_event, view)]
         else:
@@ -306,6 +311,47 @@ def serve(
     served = {name: models} if isinstance(models, Predictor) else models
     devices, _ = resolve(on)
     return Server(Path(served) if isinstance(served, str) else served, _engine, devices, settings).start()
+
+
+def explain(
+    task: TaskLike,
+    strategy: StrategySpec | str | None = None,
+    *,
+    on: On = None,
+    params: Mapping[str, Any] | None = None,
+) -> Table:
+    """Which layers go where, what each device holds and sends in a step; nothing is trained, no process is started.
+
+    >>> import torch, manyhands as mh
+    >>> task = mh.Task(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=(torch.ones(8, 4), torch.ones(8, 1)),
+    ...     batch_size=4,
+    ... )
+    >>> print(mh.explain(task, mh.Sharded(2)))
+    layers  kind    way  whole  a device
+    * x2    Linear       196 B     116 B
+    a device holds 232 B: parameters 116 B, gradients 116 B, optimizer state 0 B
+    a device sends 294 B a step: shards 294 B
+    """
+    made = as_task(task, params)
+    spec = as_spec(strategy)
+    require_built(spec)
+    if on is not None or spec.num_devices is None:
+        spec = settle(spec, on)[0]
+    require_loss(spec, made.loss is not None)
+    return training.explain(made, spec)[0]
+
+
+def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:
+    """The table of a run that splits its network, and the layout that was found for it."""
+    splits = spec.shards != 1 or spec.tensor > 1
+    if not splits or not training.can_explain(task):
+        return None, None
+    with _own_randomness():
+        return training.explain(task, spec)
 
 
 def evaluate(

@@ -9,6 +9,7 @@ from .leases import leased
 from .line import DirectLine, Line
 from .links import Link, Reach, reach
 from .local import LocalEngine
+from .pretended import PretendedWorld
 from .resolvers import Cluster, Host, HostsFile, Resolver, Standing, understood
 from .summons import regroup
 from .survey import Facts, Survey, survey
@@ -29,6 +30,7 @@ __all__ = [
     "innermost",
     "NullWorld",
     "TorchWorld",
+    "PretendedWorld",
     "Pending",
     "Seat",
     "Line",

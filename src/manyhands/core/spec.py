@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from .errors import StrategyError
@@ -231,6 +232,11 @@ class StrategySpec:
             got=f"{count}",
             remedy="change one of its numbers, or name as many devices with on=",
         )
+
+    def explain(self, task: Any) -> Any:
+        """How it splits a task: the table of `mh.explain(task, spec)`."""
+        # The verb joins rooms that this one does not know.
+        return import_module(__name__.partition(".")[0]).explain(task, self)
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON-ready data."""

@@ -1,5 +1,7 @@
 """Ways of splitting a network; `realise` turns a StrategySpec into what one rank holds."""
 
+from typing import TYPE_CHECKING
+
 from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
 from .embedding import Embedding, declaring
@@ -7,10 +9,14 @@ from .marks import on
 from .mirrored import MirroredReplica
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica
-from .realise import MAIN, Probe, optimizers_of, realise, require_built, require_loss
+from .realise import MAIN, Probe, lay_out, optimizers_of, realise, require_built, require_loss
 from .recompute import keep_all, recompute
 from .replica import Replica
 from .skipping import keep_where
+from .table import Row, Table, size_text, table_of
+
+if TYPE_CHECKING:
+    from .tensor import Layout
 
 __all__ = [
     "on",
@@ -31,6 +37,12 @@ __all__ = [
     "Embedding",
     "declaring",
     "keep_where",
+    "Table",
+    "Row",
+    "table_of",
+    "size_text",
+    "Layout",
+    "lay_out",
     "recompute",
     "keep_all",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import float64, nn
 from torch.optim import Optimizer
@@ -23,6 +23,9 @@ from .replica import Replica
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 """A loss of a few samples, computed by a network; the function is applied to what the network gets."""
+if TYPE_CHECKING:
+    from .tensor import Layout
+
 MAIN = ""
 """The key of the only optimizer, where a task has just one."""
 
@@ -34,11 +37,12 @@ def realise(
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
     probe: Probe | None = None,
     look: Callable[[nn.Module], None] | None = None,
+    layout: Layout | None = None,
 ) -> Replica:
     """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
 
     `probe` computes the loss of a few samples, for what must be found out by following them through the network;
-    `look` sees a network that is going to be cut in pieces while it is whole.
+    `look` sees a network that is going to be cut in pieces while it is whole; `layout` is what was found so before.
     """
     require_built(spec)
     _require_place(model, world)
@@ -52,7 +56,7 @@ def realise(
         optimizers = optimizers_of(model, make_optimizer(model))
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement)
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
-        return _in_parts(spec, world, model, make_optimizer, probe)
+        return _in_parts(spec, world, model, make_optimizer, probe, layout)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
@@ -67,6 +71,7 @@ def _in_parts(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
     probe: Probe | None,
+    layout: Layout | None,
 ) -> Replica:
     """A network that no rank holds all of: layers are cut first, then whatever is left of them is sharded."""
     # torch's own parts take a while to import, and few need them.
@@ -77,9 +82,11 @@ def _in_parts(
     if spec.tensor > 1:
         from .tensor import Cutting
 
-        require_loss(spec, probe is not None)
-        assert probe is not None
-        cutting = Cutting(spec, world, model, probe)
+        if layout is None:
+            require_loss(spec, probe is not None)
+            assert probe is not None
+            layout = lay_out(model, spec, world, probe)
+        cutting = Cutting(spec, world, model, layout)
         cutting.apply(model)
     scope = ExitStack if cutting is None else cutting.scope
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
@@ -91,6 +98,13 @@ def _in_parts(
     from .tensor import TensorReplica
 
     return TensorReplica(spec, world, model, optimizers, cutting, stats)
+
+
+def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) -> Layout:
+    """How a network's layers are cut over the tensor axis, found by following a few samples through it."""
+    from .tensor import Axis, find_layout
+
+    return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts)
 
 
 def require_loss(spec: StrategySpec, has_loss: bool) -> None:

@@ -4,6 +4,7 @@ from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .evaluation import evaluate, predict
+from .explain import can_explain, explain
 from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, parse_bytes
@@ -34,6 +35,8 @@ __all__ = [
     "gradient_squares",
     "evaluate",
     "predict",
+    "explain",
+    "can_explain",
     "answers",
     "Callback",
     "check_callbacks",

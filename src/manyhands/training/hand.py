@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -26,6 +26,9 @@ from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .tally import Part, Tally
+
+if TYPE_CHECKING:
+    from ..strategies import Layout
 
 Key = str
 NUM_FOLLOWED, MAX_FOLLOWED = 4, 64
@@ -71,6 +74,8 @@ class Hand:
         """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
         self._seed = 0
         self._covers: list[RemovableHandle] = []
+        self.layout: Layout | None = None
+        """How layers are cut, where that is known before the network is built."""
         self.part = Part(1, self.size)
         """How much of the step's global batch the current micro-batch is."""
         self.start = 0
@@ -132,7 +137,7 @@ class Hand:
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
-        if compute is None or self.spec.tensor * self.spec.stages == 1:
+        if compute is None or self.layout is not None or self.spec.tensor * self.spec.stages == 1:
             return None
         at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
         rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
@@ -152,7 +157,7 @@ class Hand:
         look: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Puts a network under the strategy, and makes its optimizer there."""
-        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look)
+        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout)
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None

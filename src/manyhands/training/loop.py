@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .callbacks import Callback
 from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
-from .memory import Guard, explain_memory, limited
+from .memory import Guard, explain_memory, limited, used
 from .patience import Patience, Watch, check_patience
 from .recovery import Kept, Marker, as_loss, recall, resized
 from .schedule import follow_schedule
@@ -33,6 +33,9 @@ from .start import start_from
 from .stepping import Stepper
 from .stragglers import Stopwatch
 from .trial import NUM_SAMPLES, try_loss, try_metrics
+
+if TYPE_CHECKING:
+    from ..strategies import Layout
 
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
@@ -71,6 +74,8 @@ class Job:
     """Ends the run when what one of them watches gets no better."""
     start_from: Weights | None = None
     """What a run that is not resumed begins with."""
+    layout: Layout | None = None
+    """How layers are cut, where that was found before any rank was started."""
     memory: int | None = None
     """Bytes that a replica may take on its device; None for all there are."""
 
@@ -215,6 +220,7 @@ class TrainingLoop:
     def prepare(self) -> tuple[Feed, Feed | None]:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
+        hand.layout = self.job.layout
         hand.build(task, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
@@ -454,6 +460,8 @@ class TrainingLoop:
             raise RunError(f"the last state, of step {hand.num_steps}, could not be saved: see the notices above")
         for callback in self.job.callbacks:
             callback.on_end(hand)
+        if hand.spec.shards != 1 or hand.spec.tensor > 1:
+            hand.world.line.report(event("used", rank=hand.world.rank, **used(hand)))
 
     def report_start(self) -> None:
         for text in self.hand.replica.hints():

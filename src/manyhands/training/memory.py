@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import inspect
-import math
 import re
 import resource
 import traceback
@@ -28,7 +27,7 @@ from ..cluster import World
 from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
 from ..data import Batch, first_dim, split
 from ..graph import Life, kept_bytes, largest_sum, lives
-from ..strategies import keep_all, recompute
+from ..strategies import keep_all, recompute, size_text
 from .hand import Hand
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -71,17 +70,6 @@ def parse_bytes(text: str | int) -> int:
             remedy='write the unit too, such as "8GiB"',
         )
     return count
-
-
-def size_text(count: float) -> str:
-    """Bytes as a person reads them.
-
-    >>> size_text(3 * 2**30), size_text(1536), size_text(10)
-    ('3.0 GiB', '1.5 KiB', '10 B')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = min(len(units) - 1, int(math.log2(max(1.0, count))) // 10)
-    return f"{count:.0f} B" if power == 0 else f"{count / 2 ** (10 * power):.1f} {units[power]}"
 
 
 Guard = Callable[[], contextlib.AbstractContextManager[None]]
@@ -233,6 +221,16 @@ class Account:
         return [*lines, f"{'working memory':<16} {size_text(self.working):>10} besides, while forward and backward run"]
 
 
+def used(hand: Hand) -> dict[str, int]:
+    """Bytes that this rank holds of the network and its optimizer's state, and the most it had taken on its device."""
+    held = list(hand.model.parameters())
+    if hand.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(hand.device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"parameters": _bytes(held), "optimizer": sum(map(_held_state, hand.optimizers.values())), "peak": peak}
+
+
 def account(hand: Hand, task: Task, batch: Batch) -> Account:
     """What a step of this task holds on this replica; activations are measured on a few rows."""
     model, optimizers = hand.model, hand.optimizers.values()
@@ -242,7 +240,7 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
     return Account(
         parameters=_bytes([*model.parameters(), *model.buffers()]),
         gradients=copies * _bytes([p for p in model.parameters() if p.requires_grad]),
-        optimizer=sum(map(_state_bytes, optimizers)),
+        optimizer=sum(map(state_bytes, optimizers)),
         activations=activations,
         working=max(0, peak - sum(activations.values())),
         rows=rows,
@@ -250,14 +248,16 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """What this rank holds of tensors."""
+    mine = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
 
 def _held_state(optimizer: Optimizer) -> int:
     return _bytes([v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)])
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
+def state_bytes(optimizer: Optimizer) -> int:
     """The optimizer's state; before the first step what it is going to be, seen on one number."""
     held = _held_state(optimizer)
     if held:

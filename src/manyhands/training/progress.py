@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import Event
+from ..strategies import size_text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -163,6 +164,11 @@ def said(entry: Event) -> str:
         return f"rank {entry['rank']} on {entry['host']} {entry['reason']}"
     if entry["kind"] == "recovered":
         return f"goes on from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
+    if entry["kind"] == "split":
+        return "\n".join(entry["lines"])
+    if entry["kind"] == "used" and entry["rank"] == 0:
+        parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer", "peak"))
+        return f"the first device really held {parts}"
     return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang") else ""
 
 

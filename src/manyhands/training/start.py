@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from ..core import Task, random_state, restore_random_state
+from ..core import Task
 from ..store import Weights, check_values, match, open_weights
+from .explain import without_values
 
 if TYPE_CHECKING:
     from .hand import Hand
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 def check_start(task: Task, source: Weights) -> None:
     """Refuses weights of another network before any process is started, from names and shapes alone."""
     found = open_weights(source.source)
-    model = _without_values(task)
+    model = without_values(task)
     if model is not None:
         match(found.shapes, model, source)
 
@@ -36,15 +34,3 @@ def start_from(hand: Hand, source: Weights) -> None:
     for text in matched.notices:
         hand.notice(text)
     hand.notice(f"starts from {source}")
-
-
-def _without_values(task: Task) -> nn.Module | None:
-    """The task's network on the meta device; None where it cannot be built so, and is looked at once it is built."""
-    states = random_state(torch.device("cpu"))
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except Exception:
-        return None
-    finally:
-        restore_random_state(states, torch.device("cpu"))

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...core import Mean, StrategyError
@@ -49,6 +50,13 @@ class Layout:
     spreads: bool = True
     """Whether results that would be the same on every rank are left in parts within a block."""
     notes: list[str] = field(default_factory=list)
+    traffic: int = 0
+    """Bytes that a rank sends for the samples that were followed, forward and backward."""
+
+    def way_of(self, name: str) -> str:
+        """How a layer is computed, in a word; whole where nothing says otherwise."""
+        way = next((way for owner, way in self.ways.items() if name == owner or name.startswith(f"{owner}.")), None)
+        return way.name if way is not None and way.is_cut else "whole"
 
     def placements(self, model: nn.Module) -> dict[str, Placement]:
         """How parameters and buffers are cut, by name; those that are not named are whole."""
@@ -179,13 +187,14 @@ def _follow(
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     undo = dress(model, axis, layout, decides=decides)
     try:
-        with glued(axis, on_sections if decides else None, draws=False):
+        with glued(axis, on_sections if decides else None, draws=False), _Traffic(axis) as traffic:
             found = probe(model, fake)
             results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
             ends = [result.sum() for result in results if result.requires_grad]
             if ends and not decides:
                 inputs = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 torch.autograd.grad(ends, inputs, allow_unused=True)
+        layout.traffic = traffic.num_bytes
     finally:
         undo()
         for handle in handles:
@@ -358,7 +367,31 @@ def _pretending(
 
 
 def _stand_in(axis: Axis, tensor: Tensor, fake: Callable[[Any], Any]) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if tensor.is_meta:
+        # A network without values, looked at where no values are needed.
+        tensor = torch.empty_like(tensor, device=axis.mesh.device_type).requires_grad_(tensor.requires_grad)
+        return tensor if not is_parameter else axis.of(tensor.detach(), WHOLE).requires_grad_(tensor.requires_grad)
     copy: Tensor = fake(tensor.detach())
-    if not isinstance(tensor, nn.Parameter):
+    if not is_parameter:
         return copy if copy is not tensor else tensor.clone()
     return axis.of(copy.detach(), WHOLE).requires_grad_(tensor.requires_grad)
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes that collectives send."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._share = (axis.size - 1) / axis.size
+        self._axis = axis
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace == "_c10d_functional" and args and isinstance(args[0], Tensor):
+            times = {"all_reduce": 2.0, "all_gather_into_tensor": float(self._axis.size)}.get(func._opname, 1.0)
+            if func._opname != "wait_tensor":
+                self.num_bytes += round(times * self._share * args[0].numel() * args[0].element_size())
+        return func(*args, **(kwargs or {}))

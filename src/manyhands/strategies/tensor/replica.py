@@ -19,16 +19,16 @@ from ..recompute import keep_all
 from ..sharded import ShardedReplica
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued
-from .layout import Layout, dress, find_layout
+from .layout import Layout, dress
 
 
 class Cutting:
     """A network that is cut along the tensor axis: its layout, and what was put on it."""
 
-    def __init__(self, spec: StrategySpec, world: World, model: nn.Module, probe: Callable[..., Any]) -> None:
+    def __init__(self, spec: StrategySpec, world: World, model: nn.Module, layout: Layout) -> None:
         self.axis = Axis(world.mesh(spec.axes)["tensor"])
         self.ranks = world.along(spec.axes, "tensor")
-        self.layout: Layout = find_layout(model, self.axis, probe, spec.layouts)
+        self.layout = layout
         self.sections = self.layout.sections(model)
         self._take_off: Callable[[], None] = _nothing
 

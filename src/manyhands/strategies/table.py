@@ -1,0 +1,154 @@
+"""Table: which parameters go where, bytes on each device and on the wire, known before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..core import StrategySpec
+
+if TYPE_CHECKING:
+    from .tensor import Layout
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers of one kind: those whose names differ in numbers only."""
+
+    name: str
+    kind: str
+    way: str
+    """How they are computed along the tensor axis; empty where there is none."""
+    count: int
+    whole: int
+    """Bytes of their parameters, and of what each device holds of them."""
+    held: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a network is split. Bytes are those of one device, the first; the others hold as much or less."""
+
+    spec: StrategySpec
+    rows: tuple[Row, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    whole: int
+    """Bytes of all parameters of the network."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that a device sends in a step, by what for."""
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {**asdict(self), "spec": self.spec.to_dict(), "traffic": dict(self.traffic)}
+
+    def lines(self) -> list[str]:
+        """A line for each kind of layer, one for memory, one for the wire."""
+        named = [
+            (f"{row.name} x{row.count}" if row.count > 1 else row.name or "the network's own", row.kind, row.way,
+             size_text(row.whole), size_text(row.held)) for row in self.rows
+        ]  # fmt: skip
+        table = [("layers", "kind", "way", "whole", "a device"), *named]
+        widths = [max(len(row[column]) for row in table) for column in range(5)]
+        lines = [
+            "  ".join((*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=False)),
+                       *(cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)))).rstrip()
+            for row in table
+        ]  # fmt: skip
+        held = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in held.items())
+        lines.append(f"a device holds {size_text(sum(held.values()))}: {parts}")
+        sent = ", ".join(f"{what} {size_text(size)}" for what, size in self.traffic.items())
+        return [
+            *lines,
+            f"a device sends {size_text(sum(self.traffic.values()))} a step: {sent or 'nothing'}",
+            *self.notes,
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def table_of(
+    model: nn.Module, spec: StrategySpec, *, layout: Layout | None = None, slots: float = 0.0, rows: float = 0.0
+) -> Table:
+    """The table of a network under a spec with definite axes; `slots` is the optimizer's state for a byte of parameter,
+    `rows` how many times the batch of a rank is what was followed to find the layout.
+    """
+    placements = {} if layout is None else layout.placements(model)
+    held = {name: _held(p, spec, placements.get(name)) for name, p in model.named_parameters()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    at_rest = {name: held[name][spec.sharding != "optimizer"] for name in held}
+    gradients = sum(at_rest[name] for name in trained)
+    shards, replicas = spec.axes.get("shards", 1), spec.axes.get("replicas", 1)
+    cut = sum(whole for whole, _ in held.values())
+    traffic: dict[str, int] = {}
+    if shards > 1:
+        rounds = 2 if spec.sharding == "optimizer" else 3 if spec.sharding == "full" else 2
+        traffic["shards"] = rounds * cut * (shards - 1) // shards
+    if replicas > 1:
+        traffic["replicas"] = 2 * gradients * (replicas - 1) // replicas
+    if layout is not None:
+        traffic["tensor"] = round(layout.traffic * rows)
+    return Table(
+        spec=spec,
+        rows=tuple(_rows(model, held, at_rest, layout)),
+        parameters=sum(at_rest.values()),
+        gradients=gradients,
+        optimizer=round(slots * sum(held[name][1] for name in trained)),
+        whole=sum(p.numel() * p.element_size() for p in model.parameters()),
+        traffic=traffic,
+        notes=() if layout is None else tuple(layout.notes),
+    )
+
+
+def _held(parameter: Tensor, spec: StrategySpec, place: Any) -> tuple[int, int]:
+    """Bytes of a parameter on the first rank when it is whole over the shards, and when it is cut over them."""
+    shape = list(parameter.shape)
+    if place is not None:
+        shape[place.dim] = -(-shape[place.dim] // spec.tensor)
+    whole = prod(shape) * parameter.element_size()
+    if not shape:
+        return whole, whole
+    shape[0] = -(-shape[0] // spec.axes.get("shards", 1))
+    return whole, prod(shape) * parameter.element_size()
+
+
+def _rows(
+    model: nn.Module, held: Mapping[str, tuple[int, int]], at_rest: Mapping[str, int], layout: Layout | None
+) -> Iterator[Row]:
+    found: dict[tuple[str, str, str], list[int]] = {}
+    whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}".lstrip(".") for key in module._parameters]
+        mine = [key for key in own if key in held]
+        if not mine:
+            continue
+        way = "" if layout is None else layout.way_of(name)
+        key = (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), type(module).__name__, way)
+        entry = found.setdefault(key, [0, 0, 0])
+        entry[0] += 1
+        entry[1] += sum(whole[k] for k in mine)
+        entry[2] += sum(at_rest[k] for k in mine)
+    for (name, kind, way), (count, size, part) in found.items():
+        yield Row(name, kind, way, count, size, part)
+
+
+def size_text(count: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> size_text(3 * 2**30), size_text(1536), size_text(10)
+    ('3.0 GiB', '1.5 KiB', '10 B')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = 0
+    while count >= 1024 and power < len(units) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.1f} {units[power]}"

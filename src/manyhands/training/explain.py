@@ -1,0 +1,91 @@
+"""Explain: how a task's network would be split, found without running it and without its values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..cluster import PretendedWorld, World, current_world
+from ..core import StrategySpec, Task, random_state, restore_random_state
+from ..data import as_source, check_source, first_dim, map_leaves
+from ..strategies import Table, lay_out, optimizers_of, table_of
+from .hand import NUM_FOLLOWED
+from .memory import state_bytes
+
+if TYPE_CHECKING:
+    from ..strategies import Layout
+
+
+def explain(task: Task, spec: StrategySpec) -> tuple[Table, Layout | None]:
+    """The table of a task under a spec with definite axes, and the layout that ranks can follow without finding it."""
+    model = without_values(task) or task.model()
+    if spec.precision == "fp64":
+        model = model.to(torch.float64)
+    layout, rows = None, 0.0
+    if spec.tensor > 1:
+        batch, size = _few(task, spec)
+        layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
+        rows = size / max(1, first_dim(batch)) / spec.num_parts
+    return table_of(model, spec, layout=layout, slots=_slots(task, model), rows=rows), layout
+
+
+def can_explain(task: Task) -> bool:
+    """Whether the data can be looked at here; a function that makes it runs in the ranks."""
+    return not inspect.isfunction(task.data)
+
+
+def without_values(task: Task) -> nn.Module | None:
+    """The task's network on the meta device; None where it cannot be built so."""
+    states = random_state(torch.device("cpu"))
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except Exception:
+        return None
+    finally:
+        restore_random_state(states, torch.device("cpu"))
+
+
+def _few(task: Task, spec: StrategySpec) -> tuple[Any, int]:
+    """A few samples, and how many a batch has."""
+    source = as_source(task.data, collate=task.collate)
+    size = check_source(source, task.batch_size)
+    window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=min(NUM_FOLLOWED, size)))
+    batch = window.fetch(window.ids[:NUM_FOLLOWED])
+    if spec.precision == "fp64":
+        batch = _wide(batch)
+    return batch, size
+
+
+def _wide(batch: Any) -> Any:
+    return map_leaves(lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, batch)
+
+
+def _probe(task: Task, batch: Any) -> Callable[..., Any]:
+    assert task.loss is not None
+    loss = task.loss
+    return lambda model, fake: loss(model, fake(batch))
+
+
+def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
+    """A function of a world that the spec is for: the one this process is in, or one that is not there."""
+    here = current_world()
+    if here is not None:
+        return function(here)
+    world = PretendedWorld(spec.num_devices or 1)
+    try:
+        return function(world)
+    finally:
+        world.close()
+
+
+def _slots(task: Task, model: nn.Module) -> float:
+    """Bytes of optimizer state for a byte of parameters."""
+    made = task.optimizer(model)
+    optimizers = optimizers_of(model, made).values()
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return sum(map(state_bytes, optimizers)) / max(1, trained)
