@@ -148,6 +148,13 @@ def test_char_gpt_spells_what_it_has_never_seen(tmp_path: Path) -> None:
     assert "161=one hundred sixty-one\n" in output
 
 
+def test_serve_digits(tmp_path: Path) -> None:
+    output = run_python(tmp_path, str(EXAMPLES / "serve_digits.py"))
+    first, second, again = (float(value) for value in re.findall(r"version \d: ([\d.]+)", output))
+    assert first == again
+    assert second > 0.8
+
+
 def test_demo(tmp_path: Path) -> None:
     """The demo says what it should, leaves only runs/ behind, and is short."""
     start = time.monotonic()

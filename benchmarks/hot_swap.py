@@ -1,0 +1,141 @@
+"""Hot swaps: versions that take over under constant load, one after the other.
+
+`python -m benchmarks.hot_swap [--quick]`. Version k answers with its input plus k, so an answer shows which version
+gave it, and whether one alone did. Beside it a second model is asked all the time that never changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.serving import Server
+from manyhands.store import export
+
+from .load import Ask, Outcome, measuring
+from .report import Check, Report, arguments
+
+RATE = 100.0
+"""Requests a second to each of the two models."""
+PERIOD = 2.0
+"""Seconds between two versions."""
+
+
+class Adder(nn.Module):
+    """x + k, with some megabytes of weights beside it to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(1.0))
+        self.ballast = nn.Parameter(torch.zeros(1024, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.k + 0 * self.ballast.sum()
+
+
+def main() -> None:
+    """Asks while nothing changes, then while versions come."""
+    quick = arguments(__doc__).quick
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    num_swaps = 5 if quick else 100
+    report = Report("hot_swap", quick)
+    with tempfile.TemporaryDirectory() as name:
+        models = Path(name) / "models"
+        first = export(Adder(), lambda model, x: model(x), {"x": torch.ones(2, 8)}, models / "swapped")
+        shutil.copytree(first, models / "neighbour" / "1")
+        with mh.serve(models, http=0, grpc=0, manage=0, probation=0) as server:
+            steady = asked(server, 8.0 if quick else 60.0)
+            swapped = asked(server, PERIOD * (num_swaps + 1), lambda: swap(server, first, num_swaps))
+    outcomes = {
+        "steady": steady["swapped"],
+        "swaps": swapped["swapped"],
+        "steady neighbour": steady["neighbour"],
+        "neighbour": swapped["neighbour"],
+    }
+    describe(report, outcomes)
+    for model in ("swapped", "neighbour"):
+        times = {name: percentiles(found[model]) for name, found in (("steady", steady), ("swaps", swapped))}
+        report.add(f"percentiles of {model}", times, "steady")
+    report.notes["swaps"] = num_swaps
+    for check, model, bar in (("p99_over_steady", "swapped", 2.0), ("neighbour_p99", "neighbour", 1.5)):
+        slower = swapped[model].percentile(0.99) / steady[model].percentile(0.99)
+        report.checks[check] = Check(value=slower, at_most=bar)
+    report.finish()
+
+
+def percentiles(outcome: Outcome) -> list[float]:
+    """The times of answers, from the fastest hundredth to the slowest."""
+    return [outcome.percentile(share / 100) for share in range(1, 100)]
+
+
+def describe(report: Report, outcomes: Mapping[str, Outcome]) -> None:
+    """Latencies, and whether anything was lost or mixed."""
+    for name, outcome in outcomes.items():
+        report.notes[f"{name} p50 ms"] = round(1000 * outcome.percentile(0.5), 3)
+        report.notes[f"{name} p99 ms"] = round(1000 * outcome.percentile(0.99), 3)
+        report.notes[f"{name} answers"] = outcome.codes.get(200, 0)
+    failed = sum(num for outcome in outcomes.values() for code, num in outcome.codes.items() if code != 200)
+    report.checks["failed"] = Check(value=float(failed), at_most=0)
+    report.checks["mixed"] = Check(value=float(sum(outcome.mixed for outcome in outcomes.values())), at_most=0)
+
+
+def asked(server: Server, seconds: float, meanwhile: Callable[[], None] | None = None) -> dict[str, Outcome]:
+    """What became of requests to both models, while something else happens."""
+    body = json.dumps({"instances": [[0.0] * 8] * 4}).encode()
+    running = {
+        model: measuring(
+            Ask(port=server.http, path=f"/v1/models/{model}:predict", body=body), seconds=seconds, rate=RATE, alike=True
+        )
+        for model in ("swapped", "neighbour")
+    }
+    if meanwhile is not None:
+        meanwhile()
+    return {model: one.outcome() for model, one in running.items()}
+
+
+def swap(server: Server, first: Path, num: int) -> None:
+    """Publishes a version every so often, and sees that each takes over."""
+    for number in range(2, num + 2):
+        due = time.monotonic() + PERIOD
+        publish(first, number)
+        while current(server) != number:
+            time.sleep(0.02)
+            if time.monotonic() > due + 30:
+                raise RuntimeError(f"version {number} did not take over")
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def current(server: Server) -> int | None:
+    """The version that answers."""
+    return next(model["current"] for model in server.state()["models"] if model["name"] == "swapped")
+
+
+def publish(first: Path, number: int) -> None:
+    """The first version with another k, moved to its place at once."""
+    aside = first.parent.parent / f".{number}"
+    shutil.copytree(first, aside)
+    path = aside / "weights.safetensors"
+    weights = load_file(path)
+    save_file({name: torch.full_like(w, number) if w.dim() == 0 else w for name, w in weights.items()}, path)
+    manifest = json.loads((aside / "manifest.json").read_text())
+    data = path.read_bytes()
+    manifest["files"][path.name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (aside / "manifest.json").write_text(json.dumps(manifest))
+    aside.rename(first.parent / str(number))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A generator of load: closed loop (so many clients that wait for their answers) and open loop (so many a second).
+
+In the open loop a request's time counts from the moment at which it was due, whether or not a connection was free, so
+that a server which stalls cannot hide the requests that would have come meanwhile. It runs in a process of its own:
+`measure(...)` starts it, `python -m benchmarks.load JSON` is it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked, again and again."""
+
+    port: int
+    path: str
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def message(self) -> bytes:
+        """The request as it goes over the wire."""
+        lines = [f"POST {self.path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(self.body)}"]
+        lines += [f"{name}: {value}" for name, value in {"Content-Type": "application/json", **self.headers}.items()]
+        return "\r\n".join([*lines, "", ""]).encode() + self.body
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    seconds: float
+    codes: dict[int, int]
+    """Answers by status; 0 are connections that were lost."""
+    latencies: list[float]
+    """Of good answers, ascending, in seconds; a thousand of them where there are more."""
+    refusals: list[float]
+    """Of the others."""
+    mixed: int = 0
+    """Answers whose numbers were not all the same, where that was looked at."""
+
+    @property
+    def rate(self) -> float:
+        """Good answers a second."""
+        return self.codes.get(200, 0) / self.seconds
+
+    def percentile(self, share: float) -> float:
+        """Of the good answers' times."""
+        return at_share(self.latencies, share)
+
+
+def at_share(ordered: list[float], share: float) -> float:
+    """The value below which this share lies; 0 where there are none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+class Measuring:
+    """A generator that runs beside this program."""
+
+    def __init__(self, ask: Ask, *, seconds: float, connections: int, rate: float | None, alike: bool) -> None:
+        job = {
+            "port": ask.port, "message": base64.b64encode(ask.message()).decode(), "seconds": seconds,
+            "connections": connections, "rate": rate, "alike": alike,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.load", json.dumps(job)]
+        self._process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def outcome(self) -> Outcome:
+        """Waits for the end."""
+        text, _ = self._process.communicate()
+        if self._process.returncode != 0:
+            raise RuntimeError("the generator of load failed; see above")
+        found = json.loads(text)
+        found["codes"] = {int(code): num for code, num in found["codes"].items()}
+        return Outcome(**found)
+
+
+def measuring(
+    ask: Ask, *, seconds: float, connections: int = 32, rate: float | None = None, alike: bool = False
+) -> Measuring:
+    """Starts a generator; `alike` looks whether all numbers of an answer are the same."""
+    return Measuring(ask, seconds=seconds, connections=connections, rate=rate, alike=alike)
+
+
+def thinned(values: list[float], num: int = 1000) -> list[float]:
+    """At most so many of the values, evenly over their order."""
+    ordered = sorted(values)
+    if len(ordered) > num:
+        ordered = [ordered[i * (len(ordered) - 1) // (num - 1)] for i in range(num)]
+    return [round(value, 6) for value in ordered]
+
+
+def measure(ask: Ask, *, seconds: float, connections: int = 32, rate: float | None = None) -> Outcome:
+    """Runs a generator to its end."""
+    return measuring(ask, seconds=seconds, connections=connections, rate=rate).outcome()
+
+
+class Generator:
+    """Connections, the requests that wait for one, and what came back."""
+
+    def __init__(self, message: bytes, rate: float | None, alike: bool) -> None:
+        self.message, self.rate, self.alike = message, rate, alike
+        self.mixed = 0
+        self.codes: Counter[int] = Counter()
+        self.good: list[float] = []
+        self.bad: list[float] = []
+        self.free: list[Client] = []
+        self.due: deque[float] = deque()
+        self.is_over = False
+
+    def answered(self, client: Client, status: int, began: float, body: bytes) -> None:
+        """Notes an answer and gives the connection its next request."""
+        now = time.perf_counter()
+        if self.alike and status == 200:
+            self.mixed += len({number for row in json.loads(body)["predictions"] for number in row}) != 1
+        self.codes[status] += 1
+        (self.good if status == 200 else self.bad).append(now - began)
+        if self.is_over:
+            return
+        if self.rate is None:
+            client.ask(now)
+        elif self.due:
+            client.ask(self.due.popleft())
+        else:
+            self.free.append(client)
+
+    async def arrive(self, end: float) -> None:
+        """Lets requests come at random, so many a second on average."""
+        assert self.rate is not None
+        draw, due = random.Random(0), time.perf_counter()
+        while due < end:
+            due += draw.expovariate(self.rate)
+            wait = due - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            if self.free:
+                self.free.pop().ask(due)
+            else:
+                self.due.append(due)
+
+
+class Client(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._data = bytearray()
+        self._began = 0.0
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._began and not self._generator.is_over:
+            self._generator.codes[0] += 1
+
+    def ask(self, began: float) -> None:
+        """Sends the request, whose time counts from then."""
+        self._began = began
+        self._transport.write(self._generator.message)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        end = self._data.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self._data[:end]).lower()
+        at = head.find(b"content-length:")
+        size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if len(self._data) < end + 4 + size:
+            return
+        status = int(self._data[9:12])
+        body = bytes(self._data[end + 4 :]) if self._generator.alike else b""
+        self._data.clear()
+        began, self._began = self._began, 0.0
+        self._generator.answered(self, status, began, body)
+
+
+async def run(
+    port: int, message: bytes, seconds: float, connections: int, rate: float | None, alike: bool
+) -> dict[str, Any]:
+    """Asks for so many seconds."""
+    generator = Generator(message, rate, alike)
+    loop = asyncio.get_running_loop()
+    clients = []
+    for _ in range(connections):
+        _, client = await loop.create_connection(lambda: Client(generator), "127.0.0.1", port)
+        clients.append(client)
+    began = time.perf_counter()
+    if rate is None:
+        for client in clients:
+            client.ask(time.perf_counter())
+        await asyncio.sleep(seconds)
+    else:
+        generator.free = clients
+        await generator.arrive(began + seconds)
+    took = time.perf_counter() - began
+    generator.is_over = True
+    return {
+        "seconds": took,
+        "codes": dict(generator.codes),
+        "latencies": thinned(generator.good),
+        "refusals": thinned(generator.bad),
+        "mixed": generator.mixed,
+    }
+
+
+def main() -> None:
+    """Takes the job from the command line and prints what came of it."""
+    import uvloop
+
+    job = json.loads(sys.argv[1])
+    message = base64.b64decode(job.pop("message"))
+    print(json.dumps(uvloop.run(run(message=message, **job))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Serving: requests per second and latencies on two cores, against LitServe, BentoML and Ray Serve.
+
+`python -m benchmarks.serve [--quick]`. The same small network everywhere, rows of 784 numbers as JSON or as bytes, 32
+connections that wait for their answers; servers take turns in rounds. Then a network that takes milliseconds: three
+times as many requests as it can answer, and two replicas against one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import manyhands as mh
+from manyhands.cluster import resolve
+from manyhands.serving import Server
+from manyhands.store import export
+
+from .load import Ask, at_share, measure
+from .report import Check, Report, arguments, interleaved
+from .serving_works import ROW, WORKS
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / ".peers-serving"
+REQUIREMENTS = ROOT / "requirements" / "serving_peers.txt"
+ROWS = np.random.default_rng(0).random((1, ROW), np.float32)
+OURS = "manyhands"
+
+
+def main() -> None:
+    """Measures all cases."""
+    quick = arguments(__doc__).quick
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    report = Report("serve", quick)
+    with tempfile.TemporaryDirectory() as name:
+        models = Path(name)
+        for work, make in WORKS.items():
+            export(make(), lambda model, x: model(x), {"x": torch.from_numpy(ROWS)}, models / work)
+        throughput(report, models, quick)
+        overload(report, models, 3.0 if quick else 10.0)
+        replicas(report, models, 2.0 if quick else 6.0)
+    report.finish()
+
+
+def throughput(report: Report, models: Path, quick: bool) -> None:
+    """Seconds per request, in rounds."""
+    seconds, rounds = (1.5, 3) if quick else (4.0, 12)
+    with serving(models, "cpu") as server, peers(quick) as asks:
+        contenders: dict[str, Callable[[], float]] = {
+            f"{OURS} JSON": asking(as_json(server, "mlp"), seconds),
+            f"{OURS} binary": asking(as_bytes(server, "mlp"), seconds),
+            f"{OURS} JSON again": asking(as_json(server, "mlp"), seconds),
+            **{name: asking(ask, seconds) for name, ask in asks.items()},
+        }
+        times = interleaved(contenders, rounds)
+        baseline = "litserve JSON" if "litserve JSON" in times else f"{OURS} JSON"
+        rows = report.add("small network, 32 connections", times, baseline)
+        rates = {name: 1 / median(values) for name, values in times.items()}
+        report.notes.update({f"{name} requests/s": round(rate, 1) for name, rate in rates.items()})
+        if asks:
+            at_half(report, {f"{OURS} JSON": as_json(server, "mlp"), **asks}, rates)
+    if not asks:
+        return
+    report.checks["json_over_litserve"] = Check(value=1 / rows[f"{OURS} JSON"].ratio, at_least=10)
+    report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
+    best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
+    report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
+
+
+def at_half(report: Report, asks: Mapping[str, Ask], rates: Mapping[str, float]) -> None:
+    """Latencies in an open loop at half of what each can do, and of ours at the peer's half too."""
+    for name, ask in asks.items():
+        found = measure(ask, seconds=4.0, rate=rates[name] / 2, connections=64)
+        report.notes[f"{name} p50 ms at half load"] = round(1000 * found.percentile(0.5), 2)
+        report.notes[f"{name} p99 ms at half load"] = round(1000 * found.percentile(0.99), 2)
+
+
+def overload(report: Report, models: Path, seconds: float) -> None:
+    """Three times as many requests as can be answered: how many good answers there are, and how fast refusals come."""
+    with serving(models, "cpu", max_rows=16, queue_rows=64) as server:
+        ask = as_bytes(server, "cnn")
+        peak = measure(ask, seconds=seconds, connections=64)
+        flood = measure(ask, seconds=seconds, connections=512, rate=3 * peak.rate)
+        after = measure(ask, seconds=seconds, rate=peak.rate / 2)
+    report.checks["overload_goodput"] = Check(value=flood.rate / peak.rate, at_least=0.9)
+    report.notes.update(
+        {
+            "cnn peak requests/s": round(peak.rate, 1),
+            "overload refused": flood.codes.get(503, 0),
+            "overload other failures": sum(num for code, num in flood.codes.items() if code not in (200, 503)),
+            "overload refusal p99 ms": round(1000 * at_share(flood.refusals, 0.99), 2),
+            "p99 ms at half load after overload": round(1000 * after.percentile(0.99), 2),
+        }
+    )
+
+
+def replicas(report: Report, models: Path, seconds: float) -> None:
+    """Two replicas over one, as a share of what two processes that know nothing of each other reach."""
+    rates = {}
+    for name, num in (("one", 1), ("two", 2)):
+        with serving(models, resolve("cpu*2")[0][:num], max_rows=16) as server:
+            rates[name] = measure(as_bytes(server, "cnn", rows=16), seconds=seconds, connections=8).rate
+    alone, beside = bare(1, seconds), bare(2, seconds)
+    report.notes["two replicas over one"] = round(rates["two"] / rates["one"], 3)
+    report.notes["two processes over one"] = round(beside / alone, 3)
+    share = rates["two"] / rates["one"] / (beside / alone)
+    report.checks["two_replicas_of_ceiling"] = Check(value=share, at_least=0.9)
+
+
+def bare(num: int, seconds: float) -> float:
+    """Batches per second of so many processes with a core each, the network called in a loop."""
+    program = (
+        "import os, sys, time, torch; from benchmarks.serving_works import cnn;"
+        "core = sorted(os.sched_getaffinity(0))[int(sys.argv[1])]; os.sched_setaffinity(0, {core});"
+        "torch.set_num_threads(1); model = cnn(); rows = torch.rand(16, 784); n = 0;"
+        "torch.inference_mode().__enter__(); [model(rows) for _ in range(3)]; end = time.time() + float(sys.argv[2])\n"
+        "while time.time() < end: model(rows); n += 1\n"
+        "print(n)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, str(i), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE)
+        for i in range(num)
+    ]
+    return sum(int(process.communicate()[0]) for process in processes) / seconds
+
+
+@contextmanager
+def serving(models: Path, on: object, **settings: object) -> Iterator[Server]:
+    """Our server, with every feature on."""
+    values = {"http": 0, "grpc": 0, "manage": 0, "log": models.parent / f"log-{time.time_ns()}", **settings}
+    with mh.serve(models, on=on, **values) as server:  # type: ignore[arg-type]
+        yield server
+
+
+def as_json(server: Server, model: str) -> Ask:
+    """TensorFlow Serving's JSON."""
+    body = json.dumps({"instances": np.round(ROWS, 4).tolist()}).encode()
+    return Ask(port=server.http, path=f"/v1/models/{model}:predict", body=body)
+
+
+def as_bytes(server: Server, model: str, rows: int = 1) -> Ask:
+    """The Open Inference Protocol with binary tensors."""
+    blob = np.repeat(ROWS, rows, 0).tobytes()
+    one = {"name": "x", "shape": [rows, ROW], "datatype": "FP32", "parameters": {"binary_data_size": len(blob)}}
+    text = json.dumps({"inputs": [one], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(text)), "Content-Type": "application/octet-stream"}
+    return Ask(port=server.http, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
+
+
+def asking(ask: Ask, seconds: float) -> Callable[[], float]:
+    """Seconds per good answer; every answer must be one."""
+
+    def run() -> float:
+        found = measure(ask, seconds=seconds)
+        if set(found.codes) != {200}:
+            raise RuntimeError(f"answers of {ask.path}: {found.codes}")
+        return 1 / found.rate
+
+    return run
+
+
+@contextmanager
+def peers(quick: bool) -> Iterator[dict[str, Ask]]:
+    """The peers, running in an environment of their own; none in a quick run."""
+    if quick:
+        yield {}
+        return
+    make_environment()
+    row = np.round(ROWS, 4).tolist()
+    plain = json.dumps({"input": row[0]}).encode()
+    ports = {name: free_port() for name in ("litserve", "bento", "rayserve")}
+    python = str(PEERS / "bin" / "python")
+    servers = "benchmarks.peers.servers"
+    commands = {
+        "litserve": [python, "-m", f"{servers}.litserve", str(ports["litserve"])],
+        "bento": [python, "-m", "bentoml", "serve", f"{servers}.bento:Rows", "--port", str(ports["bento"])],
+        "rayserve": [python, "-m", f"{servers}.rayserve", str(ports["rayserve"])],
+    }
+    asks = {
+        "litserve JSON": Ask(port=ports["litserve"], path="/predict", body=plain),
+        "bentoml JSON": Ask(port=ports["bento"], path="/predict", body=json.dumps({"x": row}).encode()),
+        "ray serve JSON": Ask(port=ports["rayserve"], path="/predict", body=plain),
+    }
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    running = [subprocess.Popen(command, cwd=ROOT, **quiet) for command in commands.values()]
+    try:
+        for ask in asks.values():
+            wait_for(ask)
+        yield asks
+    finally:
+        for process in running:
+            os.killpg(process.pid, 15)
+        for process in running:
+            process.wait(60)
+
+
+def make_environment() -> None:
+    """Installs the peers unless this very list of them is installed."""
+    ready, wanted = PEERS / "installed.txt", REQUIREMENTS.read_text()
+    if ready.exists() and ready.read_text() == wanted:
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
+    pip = [str(PEERS / "bin" / "python"), "-m", "pip", "install", "--quiet", "--requirement", str(REQUIREMENTS)]
+    subprocess.run(pip, check=True)
+    ready.write_text(wanted)
+
+
+def wait_for(ask: Ask, seconds: float = 120.0) -> None:
+    """Waits until a server answers well."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if measure(ask, seconds=0.5, connections=1).codes.get(200):
+                return
+        except RuntimeError:
+            pass
+        time.sleep(1.0)
+    raise RuntimeError(f"nobody answers {ask.path} on port {ask.port}")
+
+
+def free_port() -> int:
+    """A port that nobody uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
