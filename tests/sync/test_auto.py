@@ -62,7 +62,7 @@ def test_without_lossy_a_run_is_the_exact_one(tmp_path: Path) -> None:
         for sync in ("allreduce", "auto")
     )
     assert auto.losses == exact.losses
-    assert "sync=allreduce was chosen for links of" in notices(auto)
+    assert "sync=allreduce is kept: " in notices(auto)
 
 
 def switch(world: World, policies: list[str]) -> list[float]:

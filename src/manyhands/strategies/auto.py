@@ -6,9 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..sync import Auto, Local, choose, forecasts, make_policy, measure_links, tell_choice
+from ..sync import Auto, Local, choose, forecasts, is_open, make_policy, measure_links, tell_choice
 from .local import replicated
 from .replica import Replica
+
+WORTH = 0.3
+"""The part of a step that waits for the network from which a person hears what would help."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
     """The policy for a replica whose steps take so many seconds, and so many without the network; all ranks agree."""
     world, auto = replica.world, make_policy(replica.spec.sync)
     assert isinstance(auto, Auto)
+    if not is_open(auto, exact=exact, alone=alone):
+        return _exact(auto, exact, alone)
     links = measure_links(world)
     parameters = {n: p for group in replica.groups.values() for n, p in group.items() if p.requires_grad}
     mine = forecasts(links, parameters, world.size, exact=exact, alone=alone, lossy=auto.lossy)
@@ -51,6 +56,15 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
         reason=tell_choice(links, first, chosen, world),
         figures={**figures, "predicted": predicted},
     )
+
+
+def _exact(auto: Auto, exact: float, alone: float) -> Choice:
+    waits = f"{1000 * (exact - alone):.3g} ms of {1000 * exact:.3g} in a step wait for the network"
+    reason = f"sync=allreduce is kept: {waits}"
+    if not auto.lossy and exact - alone > WORTH * exact:
+        reason += "; mh.sync.Auto(lossy=True) may choose what changes the mathematics and sends less"
+    figures = {"exact": exact, "alone": alone}
+    return Choice(sync="allreduce", changes=False, warmup=0, every=1, reason=reason, figures=figures)
 
 
 def under(replica: Replica, sync: str) -> Replica:

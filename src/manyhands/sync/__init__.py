@@ -1,7 +1,7 @@
 """How replicas agree: policies, and the buckets that carry gradients to them."""
 
 from .agreement import Agreement, average
-from .auto import Auto, choose, forecasts, tell_choice
+from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .buckets import Buckets
 from .carrying import carrying
 from .coded import BF16, FP16, Coded, Int8
@@ -27,6 +27,7 @@ __all__ = [
     "LocalSteps",
     "DiLoCo",
     "Auto",
+    "is_open",
     "forecasts",
     "choose",
     "tell_choice",

@@ -31,7 +31,7 @@ MARGIN = 0.9
 """How much of the exact sum's time another policy may take at most, to be chosen."""
 SAMPLE = 1 << 20
 """Numbers of the gradient that a dry run looks at."""
-LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.3, "localsteps(8)": 1.1}
+LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.8, "localsteps(8)": 1.1}
 """Policies that are considered with lossy=True, and how many times the steps they need, from benchmarks.convergence."""
 LOCAL_PRICE = 0.0025
 """What each step between two agreements adds to the price of a local policy."""
@@ -71,6 +71,15 @@ class Forecast:
     def cost(self) -> float:
         """Seconds for as much learning as an exact step gives."""
         return self.seconds * self.price
+
+
+def is_open(policy: Auto, *, exact: float, alone: float) -> bool:
+    """Whether anything but the exact sum can be chosen: if not, nothing need be measured.
+
+    >>> is_open(Auto(lossy=True), exact=0.03, alone=0.02), is_open(Auto(), exact=0.03, alone=0.02)
+    (True, False)
+    """
+    return policy.lossy and alone < MARGIN * exact
 
 
 def forecasts(
