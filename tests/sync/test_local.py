@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import World
+from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import LossNotFinite, StrategyError, TaskError
 from manyhands.data import as_source
 from manyhands.store import CheckpointStore
 from manyhands.sync import Agreement, DiLoCo, LocalSteps, make_policy
-from manyhands.testing import run_threads
+from manyhands.testing import Hosts, run_threads
 from manyhands.training import Hand
 
 from ..training.problems import problem
@@ -256,3 +256,30 @@ def test_parameters_that_are_not_real_are_refused_by_name() -> None:
 
     with pytest.raises(TaskError, match=r"localsteps.16. averages parameters of real numbers, but got w of"):
         run_threads(work, 2)
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_replicas_of_one_host_stay_together_where_hosts_go_apart(
+    name: str, run_ranks: Callable[..., list[Any]]
+) -> None:
+    exact = run_ranks(partial(train, name=name, sync="allreduce", accumulate=1), 2)
+    hosts = run_ranks(partial(train, name=name, sync="localsteps(2,apart=hosts)", accumulate=1), 2)
+    for (wanted, weights), (found, others) in zip(exact, hosts, strict=True):
+        np.testing.assert_allclose(found[1::2], wanted[1::2], rtol=1e-10)
+        torch.testing.assert_close(others, weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.root
+def test_hosts_go_apart_and_agree(engine: LocalEngine) -> None:
+    """Four replicas on two hosts: with SGD and every step the exact sum; else each host by itself, its ranks as one."""
+    found = {}
+    with Hosts(2) as hosts:
+        for sync in ("allreduce", "localsteps(1,apart=hosts)", "localsteps(4,apart=hosts)"):
+            work = hosts.joined(partial(train, name="gpt", sync=sync, accumulate=1))
+            job = engine.start(work, resolve("cpu*4")[0], timeout=60)
+            found[sync] = job.wait(lambda rank, entry: None, lambda *_: None)
+    exact, every, apart = found.values()
+    for rank in range(4):
+        np.testing.assert_allclose(every[rank][0], exact[rank][0], rtol=1e-10)
+        torch.testing.assert_close(every[rank][1], exact[rank][1], rtol=0, atol=1e-9)
+    assert apart[0][0] == apart[2][0] != apart[1][0], "ranks 0 and 2 are on one host, 1 and 3 on the other"

@@ -124,10 +124,29 @@ class World(ABC):
         >>> NullWorld().along({"replicas": 1, "tensor": 1}, "tensor").size
         1
         """
-        count = math.prod(axes.get(name, 1) for name in names)
-        if count == self.size:
+        return self._of(groups_along(axes, *names))
+
+    def by_hosts(self) -> tuple[World, World]:
+        """The ranks of this one's host, and those in its place on every host, as worlds of their own.
+
+        >>> [world.size for world in NullWorld().by_hosts()]
+        [1, 1]
+        """
+        hosts = self.gather_objects(self.seat.host)
+        inside = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+        if len(set(map(len, inside))) > 1:
+            raise UsageError(
+                "every host must have as many ranks as the others",
+                got=", ".join(f"{len(ranks)} on {hosts[ranks[0]]}" for ranks in inside),
+                remedy="start as many on each, or let all replicas agree alike",
+            )
+        return self._of(inside), self._of([list(ranks) for ranks in zip(*inside, strict=True)])
+
+    def _of(self, groups: Sequence[Sequence[int]]) -> World:
+        """This rank's one of some groups of equal size."""
+        if len(groups[0]) == self.size:
             return self
-        return NullWorld(self.seat.device, self.line) if count == 1 else self._part(groups_along(axes, *names))
+        return NullWorld(self.seat.device, self.line) if len(groups[0]) == 1 else self._part(groups)
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
         """That of these groups of ranks which this one is in, as a world of its own."""

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from ..cluster import NullWorld, World
 from ..core import StrategySpec
-from ..sync import Agreement, Local, State, average, make_policy
-from .mirrored import MirroredReplica, odd_ones
+from ..sync import Agreement, AllReduce, Buckets, Local, State, average, make_policy
+from .batch_stats import BatchStats
+from .mirrored import MirroredReplica, comparable, odd_ones
 from .replica import Replica
 
 
@@ -24,19 +25,51 @@ def replicated(
 
 
 class LocalReplica(Replica):
-    """One of several replicas that go apart and become one again. Batch statistics are each replica's own meanwhile."""
+    """One of several replicas that go apart and become one again. Batch statistics are each replica's own meanwhile.
+
+    Where hosts go apart, the ranks of a host stay together: their gradients are summed, and batch statistics shared.
+    """
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
         policy = make_policy(spec.sync)
         assert isinstance(policy, Local)
         self._policy = policy
+        others = world
         self.group = NullWorld(world.seat.device, world.line)
+        if policy.apart == "hosts":
+            self.group, others = world.by_hosts()
+        is_alone = self.group.size == 1
+        self._buckets = {} if is_alone else {k: Buckets(g, self.group, AllReduce()) for k, g in self.groups.items()}
+        self._stats = BatchStats(model, self.group) if spec.batch_stats == "sync" and not is_alone else None
         first = next(iter(self.groups))
         self._agreements = {
-            key: Agreement(policy, world, group, model.buffers if key == first else list)
+            key: Agreement(policy, others, group, model.buffers if key == first else list)
             for key, group in self.groups.items()
         }
+
+    def ghost(self, is_ghost: bool) -> None:
+        if self._stats is not None:
+            self._stats.is_ghost = is_ghost
+
+    def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
+        if last and key in self._buckets:
+            self._buckets[key].refresh()
+            self._buckets[key].arm()
+        super().backward(objective, key, last=last)
+
+    def finish(self, key: str, count: Tensor | None) -> None:
+        if key in self._buckets:
+            self._buckets[key].finish()
+        super().finish(key, count)
+
+    @property
+    def is_recordable(self) -> bool:
+        return not self._buckets
+
+    @property
+    def is_local(self) -> bool:
+        return self._stats is None or not self._stats.layers
 
     @property
     def drifts(self) -> bool:
@@ -87,8 +120,15 @@ class LocalReplica(Replica):
 
     def differences(self) -> list[str]:
         """Compares a hash of every tensor where the replicas agree."""
-        named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
-        return odd_ones(self.world, named) if self.agrees else []
+        # Hosts average theirs; what differs among the ranks of one stays so.
+        has_own_stats = self.spec.batch_stats == "local" and self.group.size > 1
+        return odd_ones(self.world, comparable(self.model, has_own_stats=has_own_stats)) if self.agrees else []
+
+    def close(self) -> None:
+        for buckets in self._buckets.values():
+            buckets.close()
+        if self._stats is not None:
+            self._stats.close()
 
 
 def common_slots(world: World, replica: Replica) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class MirroredReplica(Replica):
 
     def differences(self) -> list[str]:
         """Compares a hash of every tensor; replicas with local batch statistics may differ in those."""
-        return odd_ones(self.world, dict(self._comparable()))
+        return odd_ones(self.world, comparable(self.model, has_own_stats=self.spec.batch_stats == "local"))
 
     def close(self) -> None:
         for buckets in self._buckets.values():
@@ -108,12 +108,15 @@ class MirroredReplica(Replica):
         if self._stats is not None:
             self._stats.close()
 
-    def _comparable(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
-        local = self.spec.batch_stats == "local"
-        for name, buffer in self.model.named_buffers():
-            if not (local and name.rsplit(".", 1)[-1] in ("running_mean", "running_var")):
-                yield name, buffer
+
+def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
+    """What must be equal on all replicas: parameters, and buffers but for batch statistics that are each one's own."""
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if not (has_own_stats and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"))
+    }
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def mirror(model: nn.Module, world: World) -> None:
