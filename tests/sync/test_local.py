@@ -263,7 +263,7 @@ def test_replicas_of_one_host_stay_together_where_hosts_go_apart(
     name: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
     exact = run_ranks(partial(train, name=name, sync="allreduce", accumulate=1), 2)
-    hosts = run_ranks(partial(train, name=name, sync="localsteps(2,apart=hosts)", accumulate=1), 2)
+    hosts = run_ranks(partial(train, name=name, sync="localsteps(2,between=hosts)", accumulate=1), 2)
     for (wanted, weights), (found, others) in zip(exact, hosts, strict=True):
         np.testing.assert_allclose(found[1::2], wanted[1::2], rtol=1e-10)
         torch.testing.assert_close(others, weights, rtol=0, atol=1e-9)
@@ -274,7 +274,7 @@ def test_hosts_go_apart_and_agree(engine: LocalEngine) -> None:
     """Four replicas on two hosts: with SGD and every step the exact sum; else each host by itself, its ranks as one."""
     found = {}
     with Hosts(2) as hosts:
-        for sync in ("allreduce", "localsteps(1,apart=hosts)", "localsteps(4,apart=hosts)"):
+        for sync in ("allreduce", "localsteps(1,between=hosts)", "localsteps(4,between=hosts)"):
             work = hosts.joined(partial(train, name="gpt", sync=sync, accumulate=1))
             job = engine.start(work, resolve("cpu*4")[0], timeout=60)
             found[sync] = job.wait(lambda rank, entry: None, lambda *_: None)

@@ -37,7 +37,7 @@ class LocalReplica(Replica):
         self._policy = policy
         others = world
         self.group = NullWorld(world.seat.device, world.line)
-        if policy.apart == "hosts":
+        if policy.between == "hosts":
             self.group, others = world.by_hosts()
         is_alone = self.group.size == 1
         self._buckets = {} if is_alone else {k: Buckets(g, self.group, AllReduce()) for k, g in self.groups.items()}

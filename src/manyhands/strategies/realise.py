@@ -128,6 +128,12 @@ def require_built(spec: StrategySpec) -> None:
         )
     if spec.stages != 1:
         _require_pipelined(spec, policy)
+    if (spec.shards != 1 or spec.tensor > 1) and policy.between == "hosts":
+        raise StrategyError(
+            "hosts of whole networks agree by a policy between them",
+            got=str(spec),
+            remedy="with parts of a network, give each host its own: as many shards as it has devices, and replicas",
+        )
     if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
         raise StrategyError(
             f"the policy {policy} needs whole matrices, and such ranks hold parts of them",

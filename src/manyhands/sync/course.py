@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cluster import Pending, World
 from ..core import TaskError, event
+from .hosts import Hosts
 from .memory import Memory
 from .policy import Policy
 from .wire import Wire
@@ -90,14 +91,17 @@ class Course:
         self.error: Tensor | None = None
         """How far the last result was from the exact sum, relative to it, where somebody looked."""
         self.num_exact_bytes = 0
+        self._hosts: Hosts | None = None
         if policy.changes_mathematics and self._size:
             _require_real(policy, parameters)
             self._memory = Memory(parameters)
+        if policy.between == "hosts" and self._size:
+            self._hosts = Hosts(policy, world, next(iter(parameters.values())), self._size)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sent in the last step."""
-        return self._wire.num_bytes
+        """Bytes that this replica sent in the last step; within a host none count where only hosts agree."""
+        return self._wire.num_bytes + (0 if self._hosts is None else self._hosts.num_bytes)
 
     @property
     def num_lossy(self) -> int:
@@ -107,15 +111,21 @@ class Course:
     def begin(self, flat: Tensor) -> None:
         """Starts the first round."""
         self._wire.num_bytes = 0
+        if self._hosts is not None:
+            self._hosts.num_bytes = 0
         self.num_exact_bytes = 2 * flat.numel() * flat.element_size() * (self._wire.size - 1) // self._wire.size
         self.error = None
         memory = self._memory
         if memory is not None:
             memory.num_steps += 1
-        if memory is None or memory.num_steps <= self._policy.warmup:
+        is_exact = memory is None or memory.num_steps <= self._policy.warmup
+        if is_exact and self._hosts is None:
             self._waits_for = self._wire.all_reduce(flat)
             return
-        self._rounds = self._lossy(memory, flat[: self._size], flat[self._size :])
+        gradient, tail = flat[: self._size], flat[self._size :]
+        self._rounds = (
+            self._exact(gradient, tail) if memory is None or is_exact else self._lossy(memory, gradient, tail)
+        )
         self._waits_for = next(self._rounds)
 
     def advance(self) -> bool:
@@ -126,13 +136,23 @@ class Course:
         self._waits_for = next(self._rounds, None)
         return self._waits_for is not None
 
+    def _exact(self, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
+        """Sums within hosts, then over them, part by part."""
+        assert self._hosts is not None
+        tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
+        yield from self._hosts.reduce(gradient, None)
+        yield tail_sums
+
     def _lossy(self, memory: Memory, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
         exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
         wide = torch.add(gradient, memory.feedback, out=memory.room("gradient", gradient.shape, memory.feedback.dtype))
         memory.feedback.zero_()
-        yield from self._policy.reduce(self._wire, wide, memory)
+        if self._hosts is None:
+            yield from self._policy.reduce(self._wire, wide, memory)
+        else:
+            yield from self._hosts.reduce(wide, memory)
         # A gradient that is not finite says so once; kept, it would spoil every step to come.
         memory.feedback.nan_to_num_(0.0, 0.0, 0.0)
         gradient.copy_(wide)

@@ -33,15 +33,12 @@ class Local(Policy):
     """Steps between two agreements."""
     by: str = field(default="allreduce", kw_only=True)
     """The policy that carries the ways, "int8" say."""
-    apart: str = field(default="replicas", kw_only=True)
-    """What goes apart: single "replicas", or "hosts", whose ranks sum their gradients exactly in every step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "by", str(self.by))
         is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
         require(is_count and self.every >= 1, "every is a whole number of steps from 1", self.every)
-        require(self.apart in ("replicas", "hosts"), 'apart is "replicas" or "hosts"', self.apart)
         require(not isinstance(self.carrier, Local), "by is one that carries gradients", self.by)
 
     @property
@@ -52,7 +49,7 @@ class Local(Policy):
     @property
     def said(self) -> str:
         times = "step" if self.every == 1 else f"{self.every} steps"
-        apart = f"{self.apart} train apart and agree every {times}, batch statistics included"
+        apart = f"{self.between} train apart and agree every {times}, batch statistics included"
         return f"sync={self} changes the mathematics: {apart}; a wish to stop is heard when they agree"
 
     @abstractmethod

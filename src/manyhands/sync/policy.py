@@ -53,6 +53,8 @@ class Policy(ABC):
 
     warmup: int = field(default=0, kw_only=True)
     """Steps at the beginning that are summed exactly."""
+    between: str = field(default="replicas", kw_only=True)
+    """Who agrees by it: all "replicas", or "hosts", with exact sums within each of them."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -60,6 +62,7 @@ class Policy(ABC):
             POLICIES[cls.name.lower()] = cls
 
     def __post_init__(self) -> None:
+        require(self.between in ("replicas", "hosts"), 'between is "replicas" or "hosts"', self.between)
         require(isinstance(self.warmup, int) and self.warmup >= 0, "warmup is a whole number from 0", self.warmup)
 
     @abstractmethod
