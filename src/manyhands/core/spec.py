@@ -55,7 +55,8 @@ class StrategySpec:
       (parameters stay whole between forward and backward);
     - `layout`: where layers are not to be cut as they are found to: patterns of their names, each with "column", "row",
       "vocabulary" or "replicate", such as "*.mlp.*:replicate;head:column";
-    - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "topk(0.01)" say; "allreduce" is exact;
+    - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "localsteps(16)" say; "allreduce" is
+      exact, "auto" chooses;
     - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
     - `accumulate`: micro-batches, one after another, that a batch is cut into;
@@ -313,8 +314,10 @@ def Mirrored(
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
 
-    `sync` says how: exactly by default; "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)` or
-    `mh.sync.PowerSGD(4)` send fewer bytes and change the mathematics.
+    `sync` says how: exactly by default. "bf16", "fp16", `mh.sync.Int8()`, `mh.sync.TopK(0.01)`, `mh.sync.PowerSGD(4)`
+    send fewer bytes, `mh.sync.LocalSteps(16)` and `mh.sync.DiLoCo(100)` send seldom; they change the mathematics.
+    With `between="hosts"` they act between hosts only. "auto" measures and keeps the answer, `mh.sync.Auto(lossy=True)`
+    may choose any of them.
 
     >>> Mirrored(2)
     StrategySpec(replicas=2)
