@@ -283,3 +283,21 @@ def test_hosts_go_apart_and_agree(engine: LocalEngine) -> None:
         np.testing.assert_allclose(every[rank][0], exact[rank][0], rtol=1e-10)
         torch.testing.assert_close(every[rank][1], exact[rank][1], rtol=0, atol=1e-9)
     assert apart[0][0] == apart[2][0] != apart[1][0], "ranks 0 and 2 are on one host, 1 and 3 on the other"
+
+
+def sparse_task() -> mh.Task:
+    table = torch.randint(0, 50, (64, 3), generator=torch.Generator().manual_seed(0))
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True), nn.Linear(4, 1)),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=table,
+        batch_size=16,
+    )
+
+
+def test_sparse_gradients_need_not_travel_and_are_refused_where_they_must(tmp_path: Path) -> None:
+    run = mh.fit(sparse_task(), mh.Mirrored(sync="localsteps(2)"), on="cpu*2", epochs=3, folder=tmp_path, **QUIET)
+    assert run.losses[-1] < run.losses[0]
+    with pytest.raises(TaskError, match=r"must be dense .* but got 0 with sparse=True; .*LocalSteps"):
+        mh.fit(sparse_task(), mh.Mirrored(), on="cpu*2", folder=tmp_path, **QUIET)

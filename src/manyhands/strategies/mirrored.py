@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategySpec
+from ..core import StrategySpec, TaskError
 from ..sync import Buckets, State, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica
@@ -21,6 +21,7 @@ class MirroredReplica(Replica):
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
+        _require_dense(model)
         self._policy = make_policy(spec.sync)
         self._buckets = {key: Buckets(group, world, self._policy) for key, group in self.groups.items()}
         self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
@@ -117,6 +118,17 @@ def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
         if not (has_own_stats and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"))
     }
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _require_dense(model: nn.Module) -> None:
+    """Refuses layers that make sparse gradients before any step is taken."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise TaskError(
+                "gradients must be dense to be summed over replicas",
+                got=f"{name or type(layer).__name__} with sparse=True",
+                remedy="build it with sparse=False, or use sync=mh.sync.LocalSteps(16), which sums no gradients",
+            )
 
 
 def mirror(model: nn.Module, world: World) -> None:
