@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import sync
-    from .cluster import Device, devices, doctor
+    from .cluster import Device, Join, devices, doctor
     from .core import (
         Mirrored,
         ParameterServer,
@@ -74,6 +74,7 @@ __all__ = [
     "Patience",
     "Sink",
     "Device",
+    "Join",
 ]
 
 _HOMES = {
@@ -90,7 +91,7 @@ _HOMES = {
         "StrategySpec",
         "Predictor",
     ],
-    "cluster": ["Device", "devices", "doctor"],
+    "cluster": ["Device", "Join", "devices", "doctor"],
     "plans": ["plan"],
     "store": ["load", "weights"],
     "strategies": ["Embedding", "on"],

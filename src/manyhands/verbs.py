@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from .cluster import (
     DEFAULT_TIMEOUT,
     Device,
     DirectLine,
+    Join,
     LocalEngine,
     NullWorld,
+    Team,
     World,
     current_world,
     engine_for,
@@ -82,17 +84,47 @@ if TYPE_CHECKING:
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | None
+Where = On | Join | Team
+"""Devices of this host, a hosts file, or many hosts that join; while a verb runs, those that have."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _engine = LocalEngine(preload=["manyhands.verbs", "torch._dynamo"])
 
 
+def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
+    """A verb that many hosts can do together: `on=Join(...)` becomes the team of those that have joined."""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        on: Any = kwargs.get("on")
+        if not isinstance(on, Join):
+            return verb(*args, **kwargs)
+        strategy: Any = args[1] if len(args) > 1 else kwargs.get("strategy")
+        spec = as_spec(strategy)
+        timeout: Any = kwargs.get("timeout", DEFAULT_TIMEOUT)
+        view = make_view("", cast("bool | None", kwargs.get("progress")), live=False)
+        _engine.warm_up()
+        team = on.gather(spec.num_devices, timeout, view.line)
+        try:
+            return verb(*args, **{**kwargs, "on": team})  # type: ignore[arg-type]
+        except BaseException as error:
+            team.close(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        finally:
+            team.close("")
+
+    return run
+
+
+@_over_hosts
 def fit(
     task: TaskLike,
     strategy: StrategySpec | str | None = None,
     *,
     epochs: int = 1,
     steps: int | None = None,
-    on: On = None,
+    on: Where = None,
     params: Mapping[str, Any] | None = None,
     name: str | None = None,
     folder: str | Path = "runs",
@@ -170,7 +202,7 @@ def fit(
     table, layout = _explained(made, spec)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = _from_first(lambda: new_folder(folder, name, default, resume))
+    path = _from_first(lambda: new_folder(folder, name, default, resume), on)
     if source is not None and resume and CheckpointStore(path / training.CHECKPOINTS).steps():
         notices.append("start_from is for the beginning of a run; this one goes on from its checkpoint")
     job = Job(
@@ -189,8 +221,8 @@ def fit(
         layout=layout,
     )
     with (
-        _recording(job, devices, shown, progress, sinks, task) as (view, on_event),
-        _holding(devices, path.name, lambda text: on_event(0, event("notice", text=text))),
+        _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
+        _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
         for text in [*notices, *_notices(spec)]:
             on_event(0, event("notice", text=text))
@@ -211,11 +243,12 @@ def fit(
     return Run(path, made, outcomes[0], None if here else _record(job, devices, shown))
 
 
+@_over_hosts
 def launch(
     fn: Callable[[Hand], Any],
     strategy: StrategySpec | str | None = None,
     *,
-    on: On = None,
+    on: Where = None,
     progress: bool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
@@ -233,7 +266,7 @@ def launch(
     for text in notices:
         view.line(text)
     try:
-        with _holding(devices, getattr(fn, "__name__", ""), view.line):
+        with _holding(_here(on, devices), getattr(fn, "__name__", ""), view.line):
             return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view, on=on)
     finally:
         view.close()
@@ -389,7 +422,7 @@ def predict(
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
-def replay(run: Run, step: int, *, on: On = None) -> Replay:
+def replay(run: Run, step: int, *, on: str | Sequence[Device] | None = None) -> Replay:
     """Takes a committed step of a run again on one device, and compares: it finds corrupt replicas and bad samples.
 
     It goes on from the nearest checkpoint before that step, or from the beginning. `mh.Run(path, task)` opens a run.
@@ -399,10 +432,14 @@ def replay(run: Run, step: int, *, on: On = None) -> Replay:
         return training.replay(run, step, devices[0])
 
 
-def _planned(strategy: StrategySpec | str | None, task: Task, on: On) -> tuple[StrategySpec | str | None, list[str]]:
+def _planned(strategy: StrategySpec | str | None, task: Task, on: Where) -> tuple[StrategySpec | str | None, list[str]]:
     """The strategy with "auto" planned and a plan file read, and what there is to say about it."""
     if not isinstance(strategy, str | Path) or not (strategy == "auto" or str(strategy).endswith(".toml")):
         return strategy, []
+    if isinstance(on, Join | Team):
+        raise StrategyError(
+            "many hosts train by a strategy that all of them are given", got=repr(strategy), remedy="name its pick"
+        )
     from . import plans  # joins this file to the planner, which few runs need
 
     return plans.settled(strategy, task, on)
@@ -410,7 +447,7 @@ def _planned(strategy: StrategySpec | str | None, task: Task, on: On) -> tuple[S
 
 def settle(
     strategy: StrategySpec | str | None,
-    on: On,
+    on: Where,
     *,
     deterministic: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
@@ -421,13 +458,17 @@ def settle(
     if deterministic:
         spec = dataclasses.replace(spec, deterministic=True)
     require_built(spec)
-    world = training.joined_world(on, timeout)
-    if spec.servers and (world is not None or not with_servers):
+    if isinstance(on, Join):
+        raise SettingsError("fit and launch work on many hosts", got=repr(on.address), remedy="use one of them")
+    world = None if isinstance(on, Team) else training.joined_world(on, timeout)
+    if spec.servers and (world is not None or isinstance(on, Team) or not with_servers):
         raise StrategyError(
             "parameter servers train with mh.fit, from a program of its own",
             got=f"{spec} {'in a rank' if with_servers else 'for another verb'}",
             remedy="use mh.Mirrored() here",
         )
+    if isinstance(on, Team):
+        return spec.with_devices(len(on.devices)), list(on.devices), []
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = engine_for(on, _engine).devices(on, spec.num_devices)
@@ -443,7 +484,7 @@ def _start(
     on_event: Callable[[int, Event], None],
     view: View,
     *,
-    on: On = None,
+    on: Where = None,
     apart: bool = False,
     recovers: bool = False,
 ) -> list[Any]:
@@ -451,14 +492,16 @@ def _start(
     world = current_world()
     if world is not None:
         return [fn(world)]
-    engine = engine_for(on, _engine)
-    if len(devices) == 1 and not apart and engine is _engine:
+    if len(devices) == 1 and not apart and not isinstance(on, Team) and engine_for(on, _engine) is _engine:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
         interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
-    job = engine.start(carrying(fn), devices, timeout=timeout, recovers=recovers)
+    if isinstance(on, Team):
+        job = on.start(_engine, carrying(fn), timeout=timeout, recovers=recovers)
+    else:
+        job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, recovers=recovers)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 
@@ -485,6 +528,16 @@ def _serve(
         )
 
 
+def _is_first(on: Where) -> bool:
+    """Whether this host speaks for all."""
+    return not isinstance(on, Team) or on.is_first
+
+
+def _here(on: Where, devices: Sequence[Device]) -> Sequence[Device]:
+    """Those of the devices that this host has."""
+    return on.here if isinstance(on, Team) else devices
+
+
 def _holding(
     devices: Sequence[Device], run: str, say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
@@ -501,9 +554,14 @@ def _recording(
     progress: bool | None,
     sinks: Sequence[Sink],
     task: TaskLike,
+    *,
+    writes: bool = True,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
     """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
     world = current_world()
+    if not writes:
+        yield View(), lambda rank, entry: None
+        return
     if world is not None and not world.is_first:
         yield View(), lambda rank, entry: None
         world.barrier()
@@ -574,8 +632,10 @@ def _explain(error: BaseException, job: Job) -> None:
         shutil.rmtree(job.folder, ignore_errors=True)
 
 
-def _from_first(make: Callable[[], Path]) -> Path:
-    """What the first rank makes, on all of them; simply made in a program of its own."""
+def _from_first(make: Callable[[], Path], on: Where) -> Path:
+    """What the first rank or host makes, on all of them; simply made in a program of its own."""
+    if isinstance(on, Team):
+        return Path(on.agree(lambda: str(make())))
     world = current_world()
     if world is None:
         return make()

@@ -19,6 +19,7 @@ VERBS = (
     "plan",
     "fit",
     "launch",
+    "token",
     "replay",
     "serve",
     "models",

@@ -13,7 +13,7 @@ import typer
 
 from ..core import Resolved, SettingsError, Task, as_task, resolve_settings
 from .interrupts import Interrupts
-from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, Target, TokenFile, add_verb
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 from .wording import in_options
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings(SplitSettings):
+class FitSettings(HostsSettings):
     """What a configuration file and the environment may set."""
 
     epochs: int = 1
@@ -81,6 +81,7 @@ EXAMPLES = (
     "manyhands fit digits.py",
     "manyhands fit digits.py lr=3e-4 width=512 --strategy mirrored --on 'cpu*2' --epochs 3",
     "manyhands fit digits.py --name first --epochs 6 --resume",
+    "manyhands fit digits.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
 )
 
 
@@ -94,6 +95,9 @@ def fit(
     params: Params = None,
     strategy: Strategy = None,
     on: On = None,
+    hosts: Hosts = None,
+    join: JoinAt = None,
+    token_file: TokenFile = None,
     epochs: Epochs = None,
     steps: Steps = None,
     name: Name = None,
@@ -116,7 +120,8 @@ def fit(
     file of --config or in the environment (MANYHANDS_EPOCHS, ...); the command line wins, then the file.
     """
     given = {
-        "strategy": strategy, "on": on, "epochs": epochs, "steps": steps, "name": name, "folder": folder,
+        "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file,
+        "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
     }  # fmt: skip
@@ -134,10 +139,13 @@ def fit(
                 task,
                 params=values,
                 progress=False if quiet else None,
+                on=settings.values.place(Path(target.partition(":")[0]), target.partition(":")[2], *words),
                 **_arguments(settings.values, lambda: as_task(task, values)),
             )
     if json:
         print_json(as_dict(run, settings))
+    elif not run.num_steps:
+        note(f"done: the run is on the first host, as {run.path}")
     else:
         _show(run, _next_command(target, words, given, config, run, settings.values))
     if run.stopped and interrupts.exit_code:
@@ -147,6 +155,8 @@ def fit(
 def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any]:
     """The settings as `mh.fit` takes them."""
     given = dataclasses.asdict(settings)
+    for name in ("on", "hosts", "join", "token_file"):
+        del given[name]
     patience = given.pop("patience")
     return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
 
@@ -234,7 +244,8 @@ def _next_command(
     times = 1 if run.stopped else 2
     steps = None if settings.steps is None else times * settings.steps
     options = {
-        "config": config, "strategy": given["strategy"], "on": given["on"], "epochs": times * settings.epochs,
+        "config": config, "strategy": given["strategy"], "on": given["on"], "hosts": given["hosts"],
+        "join": given["join"], "token-file": given["token_file"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
         "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
         "log-to": given["log_to"], "memory": given["memory"], "name": run.name,

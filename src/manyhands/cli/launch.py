@@ -10,7 +10,7 @@ import typer
 
 from ..core import SettingsError, resolve_settings
 from .interrupts import Interrupts
-from .options import On, SplitSettings, Strategy, add_verb
+from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TokenFile, add_verb
 from .script import run_script
 from .target import require_file
 
@@ -25,6 +25,7 @@ Args = Annotated[
 
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
+    "manyhands launch train.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
     "manyhands launch train.py --on cuda:0,1 --strategy mirrored,accumulate=2 -- --lr 0.1",
 )
 
@@ -34,7 +35,15 @@ def add(app: typer.Typer) -> None:
     add_verb(app, launch, EXAMPLES, ignore_unknown_options=True)
 
 
-def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On = None) -> None:
+def launch(
+    script: Script,
+    args: Args = None,
+    strategy: Strategy = None,
+    on: On = None,
+    hosts: Hosts = None,
+    join: JoinAt = None,
+    token_file: TokenFile = None,
+) -> None:
     """Run your own script on every device, each as one rank of the same job.
 
     In the script [bold]hand = mh.hand()[/] gives the rank, its part of the data and the collectives; the same script
@@ -43,7 +52,8 @@ def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On 
 
     Options that are not ours go to the script; put -- before those that share a name with ours.
     """
-    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file}
+    settings = resolve_settings(HostsSettings, given).values
     path = Path(script)
     require_file(path)
     _require_compiles(path)
@@ -51,7 +61,7 @@ def launch(script: Script, args: Args = None, strategy: Strategy = None, on: On 
 
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
-        verbs.launch(rank, settings.strategy, on=settings.on)
+        verbs.launch(rank, settings.strategy, on=settings.place(path, *(args or [])))
     if interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 

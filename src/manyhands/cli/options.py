@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import cleandoc
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core import SettingsError
 from .failures import guarded
+
+if TYPE_CHECKING:
+    from ..cluster import Join
 
 Target = Annotated[
     str,
@@ -49,12 +55,57 @@ On = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+Hosts = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="On how many hosts: the same command is started on each of them.", show_default=False
+    ),
+]
+JoinAt = Annotated[
+    str | None,
+    typer.Option(
+        "--join", metavar="HOST:PORT", help="Where hosts join: an address of the first one.", show_default=False
+    ),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The token of the job, from manyhands token FILE.", show_default=False),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:
     """How and where, for every verb that splits."""
 
     strategy: str | None = None
     on: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsSettings(SplitSettings):
+    """How and where, for a verb that many hosts can do together."""
+
+    hosts: int | None = None
+    join: str | None = None
+    token_file: str | None = None
+
+    def place(self, file: Path, *work: str) -> str | Join | None:
+        """What the verb takes as `on`; `work` and the file must be the same on every host."""
+        from ..cluster import Join
+
+        given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return self.on
+        if missing:
+            raise SettingsError(
+                f"many hosts need {', '.join(given)}", got=f"no {' and no '.join(missing)}", remedy="give all three"
+            )
+        assert self.hosts is not None
+        assert self.join is not None
+        assert self.token_file is not None
+        said = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), str(self.strategy), *work])
+        return Join(address=self.join, hosts=self.hosts, token_file=self.token_file, on=self.on, work=said)
 
 
 def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str], **context: Any) -> None:

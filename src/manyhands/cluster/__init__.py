@@ -4,6 +4,7 @@ from .devices import Device, devices, num_cores, place_of, resolve, this_host
 from .engine import Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
+from .joining import Join, Team, write_token
 from .launched import described, join_launched, launched, meet
 from .leases import leased
 from .line import DirectLine, Line
@@ -47,6 +48,9 @@ __all__ = [
     "launched",
     "join_launched",
     "meet",
+    "Join",
+    "Team",
+    "write_token",
     "understood",
     "Cluster",
     "Host",

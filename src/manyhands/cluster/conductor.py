@@ -33,6 +33,11 @@ class Place(ABC):
     host: str
     devices: Sequence[Device]
 
+    @property
+    def running(self) -> Sequence[int]:
+        """Slots whose ranks are alive already, and wait."""
+        return ()
+
     @abstractmethod
     def start(self, slot: int, summons: Summons) -> None:
         """Starts the rank of a slot."""
@@ -134,13 +139,22 @@ class Member:
 class Conductor(Job):
     """Calls ranks together, watches them, and calls those together that are left."""
 
-    def __init__(self, here: Here, meeting: Meeting, *, recovers: bool, timeout: float) -> None:
-        self.selector = selectors.DefaultSelector()
+    def __init__(
+        self,
+        here: Here,
+        meeting: Meeting,
+        *,
+        recovers: bool,
+        timeout: float,
+        selector: selectors.BaseSelector | None = None,
+    ) -> None:
+        self.selector = selector or selectors.DefaultSelector()
         self._here, self._meeting, self._recovers, self._timeout = here, meeting, recovers, timeout
         self._judgement = Judgement()
         self._members: list[Member] = []
         self._newcomers: list[Member] = []
         self._generation = -1
+        self._has_begun = False
         self._heard = 0
         """The last step whose loss is known here."""
         self._committed = 0
@@ -163,8 +177,9 @@ class Conductor(Job):
 
     def admit(self, place: Place) -> None:
         """Takes in a host's ranks: at the start, or when the ranks are called together the next time."""
-        self._newcomers += [Member(place, slot, -1) for slot in range(len(place.devices))]
-        if self._generation >= 0:
+        slots = range(len(place.devices))
+        self._newcomers += [Member(place, slot, -1, is_running=slot in place.running) for slot in slots]
+        if self._has_begun:
             self._interrupt(f"{place.host} has come")
 
     def dismiss(self, place: Place, reason: str) -> None:
@@ -176,13 +191,16 @@ class Conductor(Job):
         for member in gone:
             self._say(event("lost", rank=member.rank, host=place.host, reason=reason))
         self._members = [member for member in self._members if member.place is not place]
-        if not any(member.done for member in self._members):
+        if not self._recovers and self._has_begun and self._failed is None:
+            self._give_up(gone[0], Loss(gone[0].rank, place.host, reason))
+        elif not any(member.done for member in self._members):
             self._interrupt(f"{place.host} {reason}")
 
     def call(self) -> None:
         """Calls all ranks together under a new generation; those without a process get one."""
         self._generation += 1
         self._hang, self._hung = None, -1
+        self._has_begun = True
         self._settles_at, self._losses = None, []
         self._members += self._newcomers
         self._newcomers = []
@@ -325,9 +343,14 @@ class Conductor(Job):
         self.selector.close()
         self._meeting.close()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has returned."""
+        return all(member.done for member in self._members)
+
     def _is_over(self) -> bool:
         running = any(member.is_running for member in self._members) or not self._here.crew.is_over
-        return not running and (self._failed is not None or all(member.done for member in self._members))
+        return not running and (self._failed is not None or self.is_complete)
 
     def _lose(self, member: Member, reason: str) -> None:
         """The others are told at once, so that nobody waits; what becomes of the job is decided a moment later."""

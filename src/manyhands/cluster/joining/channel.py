@@ -1,0 +1,179 @@
+"""The channel between two hosts: JSON messages of known shape and size, each with a proof that it is the other's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ...core import RunError
+
+Message = dict[str, Any]
+
+MAX_MESSAGE = 1 << 20
+BEAT_SECONDS = 0.5
+_HEAD = struct.Struct("!I")
+_PROOF = hashlib.sha256().digest_size
+
+SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # while joining
+    "hello": {"nonce": str},
+    "join": {"nonce": str, "facts": dict, "proof": str},
+    "welcome": {"nonce": str, "proof": str, "number": int, "of": int},
+    "refused": {"reason": str},
+    # from the host that conducts
+    "begin": {"devices": list},
+    "agreed": {"value": str},
+    "start": {"slot": int, "summons": dict},
+    "tell": {"slot": int, "message": dict},
+    "kill": {"slot": (int, type(None))},
+    "over": {"reason": str},
+    # from the others
+    "event": {"slot": int, "entry": dict},
+    "output": {"slot": int, "text": str, "stream": str},
+    "lost_world": {"slot": int, "told": dict},
+    "failure": {"slot": int, "reason": str, "traceback": str, "echo": bool, "is_ours": bool},
+    "end": {"slot": int, "done": bool, "text": str},
+    "stop": {},
+    "leave": {"reason": str},
+    # from both
+    "beat": {},
+}
+"""Every message by its kind: exactly these fields, of these types."""
+
+
+class Nonsense(RunError):
+    """The other side said something that nobody of ours would say."""
+
+
+class Channel:
+    """One end of a connection. Sending is safe from any thread; a thread of its own says that we are alive."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+        self._keys: tuple[bytes, bytes] = b"", b""
+        self._sent = self._received = 0
+        self._rest = b""
+        self._closed = threading.Event()
+        self.heard_at = time.monotonic()
+        """When the other side last said something."""
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
+
+    def seal(self, ours: bytes, theirs: bytes) -> None:
+        """From now on every message has a proof, made with a key that only these two hosts know."""
+        self._keys = ours, theirs
+
+    def start_beating(self) -> None:
+        """Begins to tell the other side regularly that this one is alive."""
+        threading.Thread(target=self._beat, name="manyhands-beat", daemon=True).start()
+
+    def send(self, kind: str, **values: Any) -> bool:
+        """Sends a message; False when the other side is gone or does not take it."""
+        body = json.dumps({"kind": kind, **values}, default=str).encode()
+        if len(body) > MAX_MESSAGE:
+            return False
+        with self._sending:
+            frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body
+            self._sent += 1
+            try:
+                self._socket.sendall(frame)
+            except OSError:
+                return False
+        return True
+
+    def receive(self) -> Iterator[Message]:
+        """The messages that have arrived; raises ConnectionError when there will be no more."""
+        chunk = self._socket.recv(65536)
+        if not chunk:
+            raise ConnectionError("the connection was closed")
+        self.heard_at = time.monotonic()
+        self._rest += chunk
+        yield from self._whole()
+
+    def wait_for(self, *kinds: str, seconds: float) -> Message:
+        """The next message, which must be one of these kinds and come in time."""
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                for message in self._whole():
+                    if message["kind"] in kinds:
+                        return message
+                    if message["kind"] != "beat":
+                        raise Nonsense(f"{message['kind']} instead of {' or '.join(kinds)}")
+                self._socket.settimeout(max(0.01, end - time.monotonic()))
+                chunk = self._socket.recv(65536)
+                if not chunk:
+                    raise ConnectionError("the connection was closed")
+                self._rest += chunk
+        finally:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(None)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _whole(self) -> Iterator[Message]:
+        head = _HEAD.size + _PROOF
+        while len(self._rest) >= head:
+            (length,) = _HEAD.unpack_from(self._rest)
+            if length > MAX_MESSAGE:
+                raise Nonsense(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
+            if len(self._rest) < head + length:
+                return
+            proof, body = self._rest[_HEAD.size : head], self._rest[head : head + length]
+            self._rest = self._rest[head + length :]
+            if not hmac.compare_digest(proof, self._proof(self._keys[1], self._received, body)):
+                raise Nonsense("a message that is not the other host's")
+            self._received += 1
+            yield checked(body)
+
+    def _proof(self, key: bytes, number: int, body: bytes) -> bytes:
+        """Nothing before the keys are known; then of the message and its number, so that none is taken twice."""
+        return bytes(_PROOF) if not key else hmac.new(key, struct.pack("!Q", number) + body, hashlib.sha256).digest()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS) and self.send("beat"):
+            pass
+
+
+def checked(body: bytes) -> Message:
+    """A message of a known shape.
+
+    >>> checked(b'{"kind": "start", "slot": "1", "summons": {}}')
+    Traceback (most recent call last):
+    manyhands.cluster.joining.channel.Nonsense: start with slot of type str
+    """
+    try:
+        message = json.loads(body)
+        kind = message.pop("kind")
+        shape = SHAPES[kind]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise Nonsense("a message of no known kind") from None
+    if set(message) != set(shape):
+        raise Nonsense(f"{kind} with the fields {', '.join(sorted(message)) or 'none'}")
+    for name, kinds in shape.items():
+        value = message[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+            raise Nonsense(f"{kind} with {name} of type {type(value).__name__}")
+    return {"kind": kind, **message}

@@ -1,0 +1,227 @@
+"""The desk: where hosts come to join, before a job begins and while it runs; and the conductor of many hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core import RunError, SettingsError, event
+from ..conductor import Conductor, End, Here, Meeting, Place
+from ..crew import turn
+from ..devices import Device
+from ..summons import Summons
+from .channel import Channel, Message, Nonsense
+from .handshake import Challenge, Facts
+from .token import Token
+
+MAX_WAITING = 16
+"""Handshakes under way at a time; more than that are hung up on."""
+
+
+class There(Place):
+    """Another host, at the end of a channel."""
+
+    def __init__(self, channel: Channel, facts: Facts) -> None:
+        self.channel, self.facts = channel, facts
+        self.host, self.devices = facts.host, facts.placed()
+
+    @property
+    def running(self) -> Sequence[int]:
+        return self.facts.running
+
+    def start(self, slot: int, summons: Summons) -> None:
+        self.channel.send("start", slot=slot, summons=summons.to_dict())
+
+    def tell(self, slot: int, message: dict[str, Any]) -> None:
+        self.channel.send("tell", slot=slot, message=message)
+
+    def kill(self, slot: int | None = None) -> None:
+        self.channel.send("kill", slot=slot)
+
+
+class Desk:
+    """Takes hosts in, up to the number that the job is for."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: Token,
+        mine: Callable[[], Facts],
+        num_hosts: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._listener, self._token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
+        self.present: list[There] = []
+        self.greetings: list[tuple[str, dict[str, Any]]] = []
+        self._is_closed = False
+        self.on_arrival: Callable[[There], None] = lambda place: None
+        self._proved: queue.SimpleQueue[Challenge] = queue.SimpleQueue()
+        self._woken, self._wakes = socket.socketpair()
+        self._handshakes = threading.Semaphore(MAX_WAITING)
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
+
+    def gather(self, seconds: float) -> None:
+        """Waits until all hosts are here."""
+        end = time.monotonic() + seconds
+        while len(self.present) < self._num_hosts - 1:
+            turn(self.selector, 0.5)
+            if time.monotonic() > end:
+                here = ", ".join([self._mine().host, *(place.host for place in self.present)])
+                raise SettingsError(
+                    f"{self._num_hosts} hosts must join within {seconds:.0f} s",
+                    got=f"{len(self.present) + 1} ({here})",
+                    remedy="start the same command on the others, or ask for fewer with --hosts",
+                )
+
+    def greet(self, kind: str, **values: Any) -> None:
+        """Tells something to every host that is here, and to those that come later."""
+        self.greetings.append((kind, values))
+        for place in self.present:
+            place.channel.send(kind, **values)
+
+    def close(self, reason: str) -> None:
+        """Tells every host that the job is over, and why if it failed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for place in self.present:
+            place.channel.send("over", reason=reason)
+            place.channel.close()
+        for sock in (self._listener, self._woken, self._wakes):
+            sock.close()
+        self.selector.close()
+
+    def forget(self, place: There) -> None:
+        """A host is gone; it may come again."""
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(place.channel)
+        place.channel.close()
+        self.present.remove(place)
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        if not self._handshakes.acquire(blocking=False):
+            sock.close()
+            return
+        threading.Thread(target=self._prove, args=(sock,), name="manyhands-handshake", daemon=True).start()
+
+    def _prove(self, sock: socket.socket) -> None:
+        """In a thread of its own, so that a stranger who says nothing holds nobody up."""
+        channel = Channel(sock)
+        try:
+            self._proved.put(Challenge(channel, self._token, self._mine))
+            self._wakes.send(b"!")
+        except (OSError, RunError, SettingsError) as error:
+            self._say(str(error))
+            channel.close()
+        finally:
+            self._handshakes.release()
+
+    def _take_in(self) -> None:
+        self._woken.recv(4096)
+        while not self._proved.empty():
+            self._decide(self._proved.get())
+
+    def _decide(self, challenge: Challenge) -> None:
+        facts = challenge.facts
+        names = [self._mine().host, *(place.host for place in self.present)]
+        if facts.host in names:
+            refused = challenge.refuse(
+                f"a host called {facts.host} is in already: start one command per host, and give hosts different names"
+            )
+        elif len(names) >= self._num_hosts:
+            refused = challenge.refuse(f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere")
+        else:
+            challenge.accept(len(names) + 1, self._num_hosts)
+            place = There(challenge.channel, facts)
+            self.present.append(place)
+            self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are here")
+            for kind, values in self.greetings:
+                place.channel.send(kind, **values)
+            self.on_arrival(place)
+            return
+        self._say(str(refused))
+        challenge.channel.close()
+
+
+class HostsConductor(Conductor):
+    """Conducts ranks on this host and on those that have joined."""
+
+    def __init__(self, here: Here, desk: Desk, address: str, *, recovers: bool, timeout: float) -> None:
+        super().__init__(here, Meeting(address), recovers=recovers, timeout=timeout, selector=desk.selector)
+        self._desk = desk
+        self._patience = min(4.0, timeout / 10)
+        for place in desk.present:
+            self._attend(place)
+        desk.on_arrival = self._arrive
+
+    def tick(self) -> None:
+        super().tick()
+        now = time.monotonic()
+        for place in list(self._desk.present):
+            if now - place.channel.heard_at > self._patience:
+                self._lose_host(place, f"has not been heard for {self._patience:.0f} s")
+
+    def finish(self) -> None:
+        failed = self._failed
+        self.kill()
+        self._here.crew.finish()
+        reason = "" if failed is None and self.is_complete else str(failed or "the first host has ended the job")
+        self._desk.close(reason.splitlines()[0] if reason else "")
+        self._meeting.close()
+
+    def _arrive(self, place: There) -> None:
+        self._say(event("notice", text=f"{place.host} is here: it is taken in"))
+        self._attend(place)
+
+    def _attend(self, place: There) -> None:
+        self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
+        # Ranks that outlived a connection have heard of generations that must not come again.
+        self._generation = max(self._generation, place.facts.generation)
+        self.admit(place)
+
+    def _hear(self, place: There) -> None:
+        try:
+            for message in place.channel.receive():
+                self._take(place, message)
+        except Nonsense as error:
+            self._lose_host(place, f"said {error}")
+        except OSError as error:
+            self._lose_host(place, f"is gone ({error.strerror or error})")
+
+    def _take(self, place: There, message: Message) -> None:
+        kind = message.pop("kind")
+        if kind == "event":
+            self.heard_event(place, message["slot"], message["entry"])
+        elif kind == "output":
+            self.heard_output(place, message["slot"], message["text"], message["stream"])
+        elif kind == "lost_world":
+            self.heard_lost_world(place, message["slot"], message["told"])
+        elif kind == "failure":
+            self.heard_failure(place, message.pop("slot"), message)
+        elif kind == "end":
+            self.heard_end(place, message["slot"], End(message["done"], message["text"]))
+        elif kind == "stop":
+            self.stop()
+        elif kind == "leave":
+            self._lose_host(place, f"has left: {message['reason']}")
+        elif kind != "beat":
+            raise Nonsense(f"{kind} to the host that conducts")
+
+    def _lose_host(self, place: There, reason: str) -> None:
+        if place in self._desk.present:
+            self._desk.forget(place)
+            self.dismiss(place, reason)
+
+
+def all_devices(here: Sequence[Device], desk: Desk) -> list[Device]:
+    """Those of all hosts, in the order of ranks."""
+    return [*here, *(device for place in desk.present for device in place.devices)]

@@ -1,0 +1,208 @@
+"""Join: many hosts, each started with the same command, become one job. The first is the one whose address it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...core import RunError, SettingsError
+from ..conductor import Here
+from ..devices import Device, resolve, this_host
+from ..engine import Job
+from ..local import LocalEngine
+from ..network import address_towards, interface_of, is_ours, listen, parse_endpoint, resolve_host
+from ..parcel import pack
+from ..rank import Assignment
+from ..world import World
+from .agent import Agent
+from .channel import Channel, Message
+from .desk import Desk, HostsConductor, all_devices
+from .handshake import Facts, introduce
+from .token import Token, read_token
+
+CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Where many hosts meet, for `on=`: the same on every one of them, except for its own devices.
+
+    >>> Join(address="host1:7777", hosts=4, token_file="token").hosts
+    4
+    """
+
+    address: str
+    """HOST:PORT of the first host, which conducts."""
+    hosts: int
+    token_file: str
+    """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one."""
+    on: str | None = None
+    """This host's devices, such as "cuda:0,1" or "cpu*2"; by default what it has."""
+    work: str = ""
+    """What is to be done, in a word that must be the same everywhere."""
+
+    def __post_init__(self) -> None:
+        parse_endpoint(self.address)
+        if not isinstance(self.hosts, int) or self.hosts < 1:
+            raise SettingsError("hosts is a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more")
+
+    def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> Team:
+        """Waits until all hosts are here, and says who this one is among them."""
+        name, port = parse_endpoint(self.address)
+        token, address = read_token(Path(self.token_file)), resolve_host(name)
+        wanted = None if num_wanted is None else max(1, num_wanted // self.hosts)
+        devices, notices = resolve(self.on, wanted)
+        for text in notices:
+            say(text)
+        facts = _FactsOf(devices, hashlib.sha256(self.work.encode()).hexdigest())
+        if is_ours(address):
+            return First(Desk(listen(address, port), token, facts, self.hosts, say), devices, address, timeout)
+        return Other(address, port, token, facts, devices, timeout, say)
+
+
+@dataclass(frozen=True)
+class _FactsOf:
+    devices: Sequence[Device]
+    work: str
+
+    def __call__(self, running: Sequence[int] = (), generation: int = -1) -> Facts:
+        return Facts.here(self.devices, self.work, running, generation)
+
+
+class Team(ABC):
+    """The hosts of a job, as one of them sees it."""
+
+    is_first = True
+    here: Sequence[Device]
+    """This host's devices."""
+    devices: Sequence[Device]
+    """Those of all hosts."""
+
+    @abstractmethod
+    def agree(self, value: Callable[[], str]) -> str:
+        """What the first host makes, on all of them."""
+
+    @abstractmethod
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
+        """Starts this host's ranks, which become one world with those of the others."""
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """Leaves; nothing is left to do where a job has ended."""
+
+
+class First(Team):
+    """The host that conducts."""
+
+    def __init__(self, desk: Desk, devices: Sequence[Device], address: str, timeout: float) -> None:
+        self._desk, self._address = desk, address
+        self.here = [replace(device, host=this_host()) for device in devices]
+        try:
+            desk.gather(timeout)
+        except BaseException as error:
+            desk.close(str(error))
+            raise
+        self.devices = all_devices(self.here, desk)
+        desk.greet("begin", devices=[[d.kind, d.index, d.host, d.share, d.slot] for d in self.devices])
+
+    def agree(self, value: Callable[[], str]) -> str:
+        agreed = value()
+        self._desk.greet("agreed", value=agreed)
+        return agreed
+
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, recovers))
+        try:
+            here = Here(this_host(), self.here, engine.warm_up(), parcel)
+            job = HostsConductor(here, self._desk, self._address, recovers=recovers, timeout=timeout)
+            job.call()
+            return job
+        finally:
+            os.close(parcel)
+
+    def close(self, reason: str) -> None:
+        self._desk.close(reason)
+
+
+class Other(Team):
+    """A host that joins."""
+
+    is_first = False
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: Token,
+        facts: _FactsOf,
+        devices: Sequence[Device],
+        timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._address, self._port, self._token, self._facts, self._timeout = address, port, token, facts, timeout
+        self.here = [replace(device, host=this_host()) for device in devices]
+        self._interface = interface_of(address_towards(address))
+        self._channel = self._connect(say)
+        try:
+            told = self._wait_for("begin")["devices"]
+        except BaseException:
+            self._channel.close()
+            raise
+        self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in told]
+
+    def _connect(self, say: Callable[[str], None]) -> Channel:
+        """The first host may be started later than this one."""
+        end, told = time.monotonic() + self._timeout, False
+        while True:
+            try:
+                return self._join([], -1)
+            except (OSError, RunError) as error:
+                if time.monotonic() > end:
+                    raise SettingsError(
+                        "the first host must be reachable",
+                        got=f"{self._address}:{self._port} ({error})",
+                        remedy="start the same command there, and look at the address and the network",
+                    ) from None
+                if not told:
+                    say(f"{self._address}:{self._port} does not answer yet; trying for {self._timeout:.0f} s")
+                told = True
+                time.sleep(0.3)
+
+    def _join(self, running: list[int], generation: int) -> Channel:
+        sock = socket.create_connection((self._address, self._port), timeout=CONNECT_SECONDS)
+        channel = Channel(sock)
+        try:
+            introduce(channel, self._token, self._facts(running, generation))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def agree(self, value: Callable[[], str]) -> str:
+        return str(self._wait_for("agreed")["value"])
+
+    def _wait_for(self, kind: str) -> Message:
+        message = self._channel.wait_for(kind, "over", seconds=self._timeout)
+        if message["kind"] == "over":
+            raise RunError(f"the first host has ended the job: {message['reason']}")
+        return message
+
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, recovers))
+        try:
+            return Agent(
+                self._channel, self._join, engine.warm_up(), parcel, interface=self._interface, timeout=timeout
+            )
+        finally:
+            os.close(parcel)
+
+    def close(self, reason: str) -> None:
+        self._channel.send("leave", reason=reason)
+        self._channel.close()

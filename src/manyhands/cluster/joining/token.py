@@ -1,0 +1,79 @@
+"""Tokens: a secret in a file of its owner's alone, which every host of a job proves to know without sending it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...core import SettingsError
+
+MIN_LENGTH = 32
+_EXPIRES = "expires "
+
+
+@dataclass(frozen=True)
+class Token:
+    """What hosts that join a job have in common."""
+
+    secret: bytes = field(repr=False)
+    expires: float | None = None
+    """Seconds since the epoch, after which nobody joins by it."""
+
+    def prove(self, *parts: str) -> str:
+        """A proof that whoever says these parts knows the secret."""
+        return hmac.new(self.secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
+
+    def accepts(self, proof: str, *parts: str) -> bool:
+        """Whether a proof is right; takes as long for one that is almost right."""
+        return hmac.compare_digest(proof.encode(), self.prove(*parts).encode())
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether its time is over."""
+        return self.expires is not None and time.time() > self.expires
+
+
+def write_token(path: Path, hours: float | None = None) -> None:
+    """A new token in a new file that only its owner can read."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise SettingsError(
+            "a token is written to a new file", got=f"{path} ({error.strerror})", remedy="name another one"
+        ) from None
+    limit = "" if hours is None else f"{_EXPIRES}{int(time.time() + hours * 3600)}\n"
+    with os.fdopen(file, "w") as text:
+        text.write(f"{secrets.token_hex(32)}\n{limit}")
+
+
+def read_token(path: Path) -> Token:
+    """The token of a file; one that others could have read is none."""
+    make = f"make one with: manyhands token {path}, and copy it to every host"
+    try:
+        mode = path.stat().st_mode
+        words = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError("joining needs a file with a token", got=f"{path} ({error})", remedy=make) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(
+            "a token's file is its owner's alone",
+            got=f"{path} with mode {stat.S_IMODE(mode):o}",
+            remedy=f"run chmod 600 {path}, or make a new one if somebody may have read it",
+        )
+    if not words or len(words[0].strip()) < MIN_LENGTH:
+        raise SettingsError(f"a token has at least {MIN_LENGTH} characters", got=f"fewer in {path}", remedy=make)
+    limits = [word.removeprefix(_EXPIRES) for word in words[1:] if word.startswith(_EXPIRES)]
+    if limits and not limits[0].isdecimal():
+        raise SettingsError("a token expires at a number of seconds", got=repr(limits[0]), remedy=make)
+    token = Token(words[0].strip().encode(), float(limits[0]) if limits else None)
+    if token.is_expired:
+        raise SettingsError(
+            "a token must not be expired", got=str(path), remedy=make.replace("make one", "make a new one")
+        )
+    return token

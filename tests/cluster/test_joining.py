@@ -1,0 +1,246 @@
+"""Joining: tokens and their files, the handshake against those who should not get in, messages that make no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.cluster import Join, resolve, write_token
+from manyhands.cluster.joining.channel import MAX_MESSAGE, Channel, Nonsense, checked
+from manyhands.cluster.joining.desk import Desk
+from manyhands.cluster.joining.handshake import Facts, introduce
+from manyhands.cluster.joining.token import Token, read_token
+from manyhands.cluster.network import listen
+from manyhands.core import SettingsError
+
+SECRET = Token(b"a" * 40)
+
+
+def facts(host: str = "host2", **changes: Any) -> Facts:
+    return replace(Facts.here(resolve("cpu")[0], "work"), host=host, **changes)
+
+
+class Waiting:
+    """A desk that somebody attends, in a thread."""
+
+    def __init__(self, token: Token = SECRET, num_hosts: int = 2, seconds: float = 20.0) -> None:
+        self._seconds = seconds
+        self.said: list[str] = []
+        listener = listen("127.0.0.1")
+        self.port = listener.getsockname()[1]
+        self.desk = Desk(listener, token, lambda: facts("host1"), num_hosts, self.said.append)
+        self._thread = threading.Thread(target=self._attend)
+        self._thread.start()
+
+    def _attend(self) -> None:
+        with contextlib.suppress(SettingsError):
+            self.desk.gather(self._seconds)
+
+    def connect(self) -> Channel:
+        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5))
+
+    def join(self, mine: Facts, token: Token = SECRET) -> Channel:
+        channel = self.connect()
+        try:
+            introduce(channel, token, mine)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def close(self) -> None:
+        channels = []
+        while self._thread.is_alive():
+            channels.append(self.join(facts(f"last{len(channels)}")))
+            self._thread.join(0.2)
+        self.desk.close("")
+        for channel in channels:
+            channel.close()
+
+
+@pytest.fixture
+def waiting() -> Iterator[Callable[..., Waiting]]:
+    made: list[Waiting] = []
+
+    def make(**options: Any) -> Waiting:
+        made.append(Waiting(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_token_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    write_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_token(path).secret) == 64
+    assert "a" * 10 not in repr(read_token(path))
+    with pytest.raises(SettingsError, match="new file"):
+        write_token(path)
+    path.chmod(0o640)
+    with pytest.raises(SettingsError, match="mode 640; run chmod 600"):
+        read_token(path)
+    with pytest.raises(SettingsError, match="manyhands token"):
+        read_token(tmp_path / "missing")
+    short = tmp_path / "short"
+    short.write_text("1234\n")
+    short.chmod(0o600)
+    with pytest.raises(SettingsError, match="at least 32 characters"):
+        read_token(short)
+    old = tmp_path / "old"
+    write_token(old, hours=-1)
+    with pytest.raises(SettingsError, match="must not be expired"):
+        read_token(old)
+
+
+def test_a_host_with_the_token_gets_in_and_messages_are_sealed(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.join(facts())
+    while not desk.desk.present:
+        time.sleep(0.01)
+    there = desk.desk.present[0]
+    there.channel.send("begin", devices=[])
+    assert channel.wait_for("begin", seconds=5)["devices"] == []
+    # Somebody in between who sends something of his own, or the same again, is not believed.
+    channel._socket.sendall(channel._socket.getsockname()[0].encode() * 20)
+    with pytest.raises(Nonsense, match="bytes"):
+        _read(there.channel)
+    channel.close()
+
+
+def _read(channel: Channel) -> None:
+    for _ in range(20):
+        list(channel.receive())
+
+
+@pytest.mark.parametrize("kind", ["wrong", "none", "expired"])
+def test_without_the_token_nobody_gets_in(waiting: Callable[..., Waiting], kind: str) -> None:
+    token = Token(SECRET.secret, time.time() - 1) if kind == "expired" else SECRET
+    desk = Waiting(token=token, seconds=1.0) if kind == "expired" else waiting()
+    try:
+        given = {"wrong": Token(b"b" * 40), "none": Token(b""), "expired": SECRET}[kind]
+        with pytest.raises(SettingsError, match="its token is not that of this job, or is expired"):
+            desk.join(facts(), given)
+        assert not desk.desk.present
+    finally:
+        if kind == "expired":
+            desk._thread.join()
+            desk.desk.close("")
+
+
+def test_what_was_overheard_lets_nobody_in(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(num_hosts=3)
+    first = desk.connect()
+    nonce = first.wait_for("hello", seconds=5)["nonce"]
+    said = asdict(facts())
+    proof = SECRET.prove("join", nonce, "x", json.dumps(said, sort_keys=True))
+    first.send("join", nonce="x", facts=said, proof=proof)
+    assert first.wait_for("welcome", "refused", seconds=5)["kind"] == "welcome"
+    again = desk.connect()
+    assert again.wait_for("hello", seconds=5)["nonce"] != nonce
+    again.send("join", nonce="x", facts=said, proof=proof)
+    assert again.wait_for("welcome", "refused", seconds=5)["kind"] == "refused"
+    first.close()
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch": "1.0"}, "host2 has torch 1.0 and host1 has .*: install the same on both"),
+        ({"manyhands": "9.9"}, "host2 has manyhands 9.9"),
+        ({"python": "3.9.1"}, "host2 has python 3.9"),
+        ({"time": time.time() + 3600}, "the clock of host2 is 3[56].. s ahead of that of host1: set it by NTP"),
+        ({"work": "another"}, "host2 was started to do something else"),
+        ({"host": "host1"}, "a host called host1 is in already"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_told_why(waiting: Callable[..., Waiting], changes: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        waiting().join(replace(facts(), **changes))
+
+
+def test_more_hosts_than_asked_for_are_refused(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.join(facts())
+    desk._thread.join()
+    # Nobody attends the desk any more, so look at its answer by hand.
+    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._take_in()])
+    taker.start()
+    with pytest.raises(SettingsError, match="all 2 hosts are in"):
+        desk.join(facts("host3"))
+    taker.join()
+    channel.close()
+
+
+def test_strangers_do_not_hold_the_desk_up(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    silent = desk.connect()
+    rude = socket.create_connection(("127.0.0.1", desk.port))
+    rude.sendall(b"\xff" * 100)
+    channel = desk.join(facts())
+    channel.close()
+    silent.close()
+    rude.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]", b"{", b'{"kind": "unknown"}', b'{"kind": "start"}', b'{"kind": "beat", "more": 1}', b"[" * 100_000,
+        b'{"kind": "start", "slot": true, "summons": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
+    ],
+)  # fmt: skip
+def test_a_message_of_no_known_shape_is_nonsense(body: bytes) -> None:
+    with pytest.raises(Nonsense):
+        checked(body)
+
+
+def test_a_message_has_a_size() -> None:
+    ours, theirs = _pair()
+    here, there = Channel(ours), Channel(theirs)
+    assert not here.send("refused", reason="x" * (MAX_MESSAGE + 1))
+    ours.sendall((MAX_MESSAGE + 1).to_bytes(4, "big") + bytes(64))
+    with pytest.raises(Nonsense, match="are allowed"):
+        list(there.receive())
+    here.close()
+    there.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    with listen("127.0.0.1") as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    write_token(tmp_path / "token")
+    for address in ("host1", "host1:x", ":7777", "host1:99999"):
+        with pytest.raises(SettingsError, match="HOST:PORT"):
+            Join(address=address, hosts=2, token_file="token")
+    with pytest.raises(SettingsError, match="at least 1"):
+        Join(address="host1:7777", hosts=0, token_file="token")
+    nowhere = Join(address="no-such-host.invalid:7777", hosts=2, token_file=str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="must have an address"):
+        nowhere.gather(None, 1.0, print)
+    with listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        held = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"))
+        with pytest.raises(SettingsError, match=f"port {port} of 127.0.0.1 must be free"):
+            held.gather(None, 1.0, print)
+    alone = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="2 hosts must join within 0 s, but got 1"):
+        alone.gather(None, 0.1, print)
+    assert os.environ.get("MANYHANDS_TOKEN") is None
