@@ -43,6 +43,17 @@ def only_run(folder: Path) -> Run:
     return Run(path)
 
 
+def test_two_towers(tmp_path: Path) -> None:
+    """Each tower on a device of its own gives the losses of one device."""
+    plain = run_python(tmp_path, str(EXAMPLES / "two_towers_torch.py"))
+    said = run_python(tmp_path, str(EXAMPLES / "two_towers_manyhands.py"))
+    assert "to 2 on cpu#0: " in said
+    assert printed(plain, "loss")[-1] > 1.0
+    placed = only_run(tmp_path)
+    run_command(tmp_path / "runs", "fit", str(EXAMPLES / "two_towers_manyhands.py"), "--on", "cpu", "--epochs", "1")
+    torch.testing.assert_close(placed.losses, only_run(tmp_path / "runs").losses, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "epochs", "loss"),
     [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic")],

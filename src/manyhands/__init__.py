@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TensorParallel,
         mean,
     )
+    from .cuts import cut
     from .data import bucketed, files
     from .plans import plan
     from .serving import Client
@@ -44,6 +45,7 @@ __all__ = [
     "hand",
     "plan",
     "check",
+    "cut",
     "evaluate",
     "explain",
     "predict",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "cuts": ["cut"],
     "core": [
         "Task",
         "mean",

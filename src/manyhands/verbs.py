@@ -191,6 +191,7 @@ def fit(
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
     notices += said
     require_loss(spec, made.loss is not None)
+    training.check_pieces(made, spec, devices)
     _check_data(made, steps)
     if spec.servers:
         training.check_served(made)
@@ -287,6 +288,7 @@ def check(
     made = as_task(task, params)
     spec, devices, _ = settle(strategy, on)
     require_loss(spec, made.loss is not None)
+    training.check_pieces(made, spec, devices)
     _check_data(made, None)
     with _own_randomness():
         whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))

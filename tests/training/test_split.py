@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import random
+import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
+from manyhands.core import RunError
 from manyhands.store import CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
-from tests.strategies.networks import task
+from tests.strategies.networks import Scribble, task
 
 from .test_equality import keep
+from .test_sharded import hugging_face
 
 Case = tuple[str, mh.StrategySpec]
 TOWERS = {"tower_a.*": "cpu:0", "tower_b.*": 1}
@@ -84,3 +92,164 @@ def test_a_network_that_is_cut_equals_one_device(
         assert list(found_weights) == list(weights)
         for key, value in weights.items() if spec.precision == "fp64" else ():
             torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=f"{label}: {key}")
+
+
+def resumed(world: World, layouts: dict[str, mh.StrategySpec], folder: Path) -> dict[str, Any]:
+    """Trains a few steps under each layout, and goes on from there under every one; the weights of each pair."""
+    made = task("deep", rows=16).replace(ema=0.9)
+    results: dict[str, Any] = {}
+
+    def run(spec: mh.StrategySpec, where: Path, **settings: Any) -> None:
+        alone = spec.num_devices == 1
+        if world.is_first or not alone:
+            train(NullWorld() if alone else world, Job(task=made, spec=spec, folder=where, **settings))
+        world.barrier()
+
+    for first, spec in layouts.items():
+        run(spec, folder / first, steps=1)
+    for first in layouts:
+        for then, spec in layouts.items():
+            where = folder / f"{first}-{then}"
+            if world.is_first:
+                shutil.copytree(folder / first, where)
+            world.barrier()
+            run(spec, where, epochs=2, resume=True)
+            if world.is_first:
+                saved = CheckpointStore(where / CHECKPOINTS).load()
+                results[f"{first} to {then}"] = {**saved.model, **{f"ema {n}": t for n, t in saved.averages.items()}}
+    return results
+
+
+def test_a_checkpoint_of_any_layout_goes_on_under_every_other(run_ranks: Any, tmp_path: Path) -> None:
+    layouts = {
+        "single": mh.Single(precision="fp64"),
+        "mirrored": mh.Mirrored(2, precision="fp64"),
+        "sharded": mh.Sharded(2, precision="fp64"),
+        "tensor": mh.TensorParallel(2, precision="fp64"),
+        "pipeline": mh.Pipeline(2, microbatches=2, precision="fp64"),
+        "placed": mh.Placed({"blocks.0": 0, "blocks.1": 1, "head": 1}, precision="fp64"),
+    }
+    results = run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 2)[0]
+    assert len(results) == len(layouts) ** 2
+    whole = results["single to single"]
+    for pair, weights in results.items():
+        for name, value in whole.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9, msg=f"{pair}: {name}")
+
+
+def test_validation_predictions_averages_and_marks(tmp_path: Path) -> None:
+    def marked() -> nn.Module:
+        with mh.on("cpu:1"):
+            first = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.BatchNorm1d(16))
+        with mh.on(0):
+            return nn.Sequential(first, nn.Linear(16, 5))
+
+    made = task("deep", rows=24).replace(
+        model=marked,
+        ema=0.8,
+        not_finite="skip",
+        metrics={"top": lambda out, batch: (out.argmax(1) == batch[1]).double().mean()},
+    )
+    made = made.replace(valid=made.data)
+    settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60, "epochs": 2}
+    alone = mh.fit(made, mh.Single(precision="fp64"), on="cpu", **settings)
+    cut = mh.fit(made, mh.Placed(precision="fp64"), on="cpu*2", **settings)
+    assert cut.metrics == pytest.approx(alone.metrics, rel=1e-9)
+    np.testing.assert_allclose(cut.losses, alone.losses, rtol=1e-9)
+    for averaged in (True, False):
+        for key, value in alone.state_dict(averaged=averaged).items():
+            torch.testing.assert_close(cut.state_dict(averaged=averaged)[key], value, rtol=0, atol=1e-9, msg=key)
+    rows = made.data[0]
+    torch.testing.assert_close(
+        mh.predict(cut, rows, mh.Pipeline(2), on="cpu*2"), mh.predict(alone, rows), rtol=0, atol=1e-9
+    )
+    assert mh.evaluate(cut, None, mh.Placed(devices=2), on="cpu*2") == pytest.approx(mh.evaluate(alone), rel=1e-9)
+    assert mh.check(made, mh.Placed(), on="cpu*2")
+
+
+def scribbled(world: World, seeds: list[int]) -> list[str]:
+    """Random networks with random homes: gradients of a step against the whole network's; what differs."""
+    from manyhands.graph import Call
+    from manyhands.strategies.placed import PlacedReplica
+    from manyhands.strategies.placement import Calling, Placement
+
+    wrong = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        model = Scribble(seed).double()
+        x = torch.randn(3, 4, dtype=torch.float64)
+        sum(out.square().sum() for out in model(x)).backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        spec = mh.Placed(devices=world.size, precision="fp64")
+        call = Call.of([x], {})
+        placement = Placement(
+            model, spec, world.size, world.device, contextlib.nullcontext, Calling(call, False, tuple(range(3)))
+        )
+        placement.settle(lambda works, draw=draw: [draw.randrange(world.size) for _ in works.units])
+        placement.drop(world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = PlacedReplica(spec, world, model, {"": optimizer}, placement)
+        loss = replica.loss(lambda net, batch: sum(out.square().sum() for out in net(batch)), x)
+        replica.backward(loss, "", last=True)
+        replica.finish("", None)
+        mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in replica.gathered(mine).items():
+            wanted = expected.pop(name)
+            if wanted is None or not torch.allclose(gradient, wanted, rtol=0, atol=1e-12):
+                wrong.append(f"seed {seed}: {name}")
+        wrong += [f"seed {seed}: nothing for {name}" for name, value in expected.items() if value is not None]
+        replica.close()
+    return wrong
+
+
+def test_random_networks_with_random_homes_never_wait_for_each_other(run_ranks: Any) -> None:
+    assert run_ranks(partial(scribbled, seeds=list(range(12))), 3) == [[]] * 3
+
+
+def test_a_rank_that_dies_inside_a_microbatch_costs_no_step(tmp_path: Path) -> None:
+    made = task("deep", rows=16)
+    settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "timeout": 60}
+    spec = mh.Pipeline(2, microbatches=2, precision="fp64")
+    alone = mh.fit(made, mh.Single(precision="fp64"), on="cpu", epochs=2, **settings)
+    mark = tmp_path / "died"
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        value = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        if model.training and value.requires_grad and not mark.exists() and os.environ.get("MH_STEP") == "2":
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    class Count(mh.Callback):
+        def on_step(self, hand: mh.Hand) -> None:
+            os.environ["MH_STEP"] = str(hand.num_steps)
+
+    dying = made.replace(loss=loss)
+    with contextlib.suppress(RunError):
+        mh.fit(dying, spec, on="cpu*2", epochs=2, name="cut", callbacks=[Count()], save_every=1, **settings)
+    assert mark.exists()
+    run = mh.fit(dying, spec, on="cpu*2", epochs=2, name="cut", resume=True, **settings)
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(run.state_dict()[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def test_hugging_face_networks_go_through_a_pipeline_unchanged(run_ranks: Any, tmp_path: Path) -> None:
+    results = run_ranks(partial(in_a_pipeline, folder=tmp_path / "cut"), 2)[0]
+    for name, made in hugging_face().items():
+        losses = losses_of(NullWorld(), made, mh.Single(), tmp_path / "whole" / name)
+        np.testing.assert_allclose(results[name], losses, rtol=1e-5, err_msg=name)
+
+
+def in_a_pipeline(world: World, folder: Path) -> dict[str, Any]:
+    spec = mh.Pipeline(2, microbatches=2)
+    return {name: losses_of(world, made, spec, folder / name) for name, made in hugging_face().items()}
+
+
+def losses_of(world: World, made: mh.Task, spec: mh.StrategySpec, where: Path) -> list[float]:
+    losses: dict[str, list[float]] = {}
+    world.line.taps[:] = [partial(keep, into=losses)]
+    train(world, Job(task=made, spec=spec, folder=where, steps=2))
+    world.barrier()
+    return losses["loss"]

@@ -110,8 +110,28 @@ def works_of(traced: Traced, facts: Facts) -> Works:
         if node in placed:
             groups[together.find(node)].append(node)
     made = [Unit(members, traced.paths[members[-1].name]) for members in groups.values()]
-    works = Works(traced, facts, made, {n.name: index for index, unit in enumerate(made) for n in unit.nodes})
-    return _sorted(works, {index: order[unit.nodes[0]] for index, unit in enumerate(made)})
+    works = _needed(Works(traced, facts, made, _places(made)))
+    return _sorted(works, {index: order[unit.nodes[0]] for index, unit in enumerate(works.units)})
+
+
+def _places(units: Sequence[Unit]) -> dict[str, int]:
+    return {node.name: index for index, unit in enumerate(units) for node in unit.nodes}
+
+
+def _needed(works: Works) -> Works:
+    """Without units that lead to nothing: neither to what is returned nor to a buffer."""
+    kept: set[int] = set()
+    todo = [works.unit_of[name] for name in works.output_needs]
+    for index, unit in enumerate(works.units):
+        if any(target.name in works.traced.buffers for node in unit.nodes for target in mutated(node)):
+            todo.append(index)
+    while todo:
+        index = todo.pop()
+        if index not in kept:
+            kept.add(index)
+            todo += [works.unit_of[name] for name in works.needs(works.units[index].nodes)]
+    units = [unit for index, unit in enumerate(works.units) if index in kept]
+    return Works(works.traced, works.facts, units, _places(units))
 
 
 def _placed(traced: Traced, facts: Facts, nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -173,7 +193,7 @@ def _together(traced: Traced, nodes: Sequence[fx.Node], placed: set[fx.Node]) ->
             last = max(order[n] for n in nodes if any(t in seen for t in mutated(n)))
             readers = [user for n in seen for user in n.users if user in order and order[user] <= last]
             together.join([*(n for n in seen if n in order), node, *readers])
-        if mutated(node) and not node.users:
+        if not node.users and any(target.name in traced.buffers for target in mutated(node)):
             # A counter belongs to the layer that counts.
             path = traced.paths[node.name]
             near = [n for n in nodes[order[node] + 1 :] if n in placed and traced.paths[n.name] == path]

@@ -7,6 +7,7 @@ from .batch_stats import BatchStats
 from .embedding import Embedding, declaring
 from .marks import on
 from .mirrored import MirroredReplica
+from .outline import Outline, check_cut, outline
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica
 from .realise import MAIN, Probe, lay_out, optimizers_of, realise, require_built, require_loss
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = [
     "on",
     "PipelineReplica",
+    "Outline",
+    "outline",
+    "check_cut",
     "realise",
     "is_undecided",
     "choice_for",

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..cluster import World, place_of
 from ..core import StrategyError, StrategySpec
 from ..graph import Call, Piece, Works, crossings, in_stages
-from .homes import balanced, measured, parameters_of
+from .homes import balanced, parameters_of
 from .marks import marks_of
 from .placed import Elsewhere, PlacedReplica, autocast_of
 from .placement import Cut, Placement, calling, placed_homes, require_cuttable
@@ -58,7 +58,7 @@ def place(
     if spec.place:
         placement.settle(placed_homes(placement, _patterns(spec, model, inner), world))
     else:
-        placement.settle(lambda works: _homes_of_stages(placement, works, world))
+        placement.settle(lambda works: homes_of_stages(placement, works, world))
     placement.drop(inner.rank)
     return placement
 
@@ -113,15 +113,14 @@ def _shape_of(works: Works) -> list[tuple[str, ...]]:
     return [tuple(str(node.target) for node in unit.nodes) for unit in works.units]
 
 
-def _homes_of_stages(placement: Placement, works: Works, world: World) -> list[int]:
+def homes_of_stages(placement: Placement, works: Works, world: World, *, measures: bool = True) -> list[int]:
     """Balanced stages by what the first rank measured, the same on all of them."""
     assert isinstance(placement, StagedPlacement)
-    stages: list[int] = []
-    if world.is_first:
-        tensors = {**dict(placement.model.named_parameters()), **dict(placement.model.named_buffers())}
-        placement.seconds = measured(works, placement.calling.call, tensors, placement.scope())
-        stages = balanced(works, placement.seconds, placement.num_stages)
-    placement.stages, placement.seconds = world.gather_objects((stages, placement.seconds))[0]
+    if measures:
+        placement.measure(works, world)
+    else:
+        placement.seconds = [1.0] * len(works.units)
+    placement.stages = balanced(works, placement.seconds, placement.num_stages)
     return [stage % placement.num_ranks for stage in placement.stages]
 
 

@@ -50,28 +50,44 @@ class Calling:
     call: Call
     counts: bool
     """Whether it brings a count of its own, as `mh.mean` does."""
-    used: tuple[int, ...]
-    """Which of the tensors that the network returns it looks at."""
+    used: tuple[int, ...] | None
+    """Which of the tensors that the network returns it looks at; None where that is not known."""
 
 
 def calling(
-    model: nn.Module, probe: Callable[[nn.Module, Callable[[Any], Any]], Any], scope: AbstractContextManager[object]
+    model: nn.Module,
+    probe: Callable[[nn.Module, Callable[[Any], Any]], Any],
+    scope: AbstractContextManager[object],
+    *,
+    computes: bool = True,
 ) -> Calling:
-    """Computes a loss on a few samples, in the mode that the network is in; nothing of the network changes."""
+    """Computes a loss on a few samples, in the mode that the network is in; nothing of the network changes.
+
+    With `computes` off the network itself, which then needs no values, is only called and not computed.
+    """
     calls: list[Call] = []
     looks = _Looks()
     own = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append(Call.of(args, kwargs))
+        if not computes:
+            raise _Seen
         return looks.over(own(*args, **kwargs))
 
-    device = next(iter(model.parameters()), torch.empty(0)).device
+    device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
     states, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.forward = forward
     try:
         with torch.no_grad(), scope:
             value = probe(model, lambda batch: batch)
+    except _Seen:
+        return Calling(calls[0], False, None)
+    except RuntimeError as error:
+        if not computes and "meta" in str(error):
+            # A part of the network was called by itself, and has no values.
+            raise one_call(0) from None
+        raise
     finally:
         looks.close()
         del model.forward
@@ -81,6 +97,10 @@ def calling(
     if len(calls) != 1:
         raise one_call(len(calls))
     return Calling(calls[0], isinstance(value, Mean), tuple(sorted(looks.seen)))
+
+
+class _Seen(Exception):
+    """The network was called, and that was all that was asked."""
 
 
 def one_call(count: int) -> TaskError:
@@ -253,6 +273,12 @@ class Placement:
         needed = [node.name for node in chosen if node.name in works.unit_of] + works.needs(loose)
         return [node.name for node in chosen], list(dict.fromkeys(needed))
 
+    def measure(self, works: Works, world: World) -> None:
+        """What the units of the first call cost, as the first rank sees it while it has all of the network."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        seconds = measured(works, self.calling.call, tensors, self.scope()) if world.is_first else []
+        self.seconds = world.gather_objects(seconds)[0]
+
     # -- running ---------------------------------------------------------------------------------------------------
 
     def relay(self, cut: Cut, world: World, clock: Clock, substitute: Callable[[fx.Node], Any]) -> Relay:
@@ -328,7 +354,9 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
 # -- homes -------------------------------------------------------------------------------------------------------------
 
 
-def placed_homes(placement: Placement, patterns: Mapping[str, int], world: World) -> Callable[[Works], list[int]]:
+def placed_homes(
+    placement: Placement, patterns: Mapping[str, int], world: World, *, measures: bool = True
+) -> Callable[[Works], list[int]]:
     """Homes by a map; without one, automatic ones, by what the first rank measured."""
     if patterns:
         placement.named = check_map(module_names(placement.model), patterns)
@@ -336,9 +364,10 @@ def placed_homes(placement: Placement, patterns: Mapping[str, int], world: World
         return lambda works: by_map(works, placement.named, placement.rest, {})
 
     def found(works: Works) -> list[int]:
-        tensors = {**dict(placement.model.named_parameters()), **dict(placement.model.named_buffers())}
-        seconds = measured(works, placement.calling.call, tensors, placement.scope()) if world.is_first else []
-        placement.seconds = world.gather_objects(seconds)[0]
+        if measures:
+            placement.measure(works, world)
+        else:
+            placement.seconds = [1.0] * len(works.units)
         weights = {name: p.numel() * p.element_size() for name, p in placement.model.named_parameters()}
         return automatic(works, placement.seconds, weights, placement.num_ranks)
 

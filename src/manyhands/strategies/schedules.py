@@ -45,7 +45,7 @@ def merged(schedule: str, num_ranks: int, num_micros: int) -> list[Action]:
     """All actions of a step in one order in which each comes after what it needs.
 
     >>> [f"{a.kind}{a.stage}{a.micro}" for a in merged("1f1b", 2, 2)]
-    ['F00', 'F01', 'F10', 'B10', 'F11', 'B00', 'B11', 'B01']
+    ['F00', 'F01', 'F10', 'B10', 'B00', 'F11', 'B11', 'B01']
     """
     orders = per_rank(schedule, num_ranks, num_micros)
     num_stages = num_ranks * stages_per_rank(schedule)

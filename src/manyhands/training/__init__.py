@@ -3,6 +3,7 @@
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
+from .cuts import check_pieces, outline_of
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain
 from .hand import Hand, hand, holding, joined_world
@@ -40,6 +41,8 @@ __all__ = [
     "answers",
     "Callback",
     "check_callbacks",
+    "check_pieces",
+    "outline_of",
     "check_metrics",
     "Averages",
     "Patience",

@@ -1,0 +1,62 @@
+"""Cuts: a task's network cut in pieces, looked at before any process is started."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cluster import Device
+from ..core import StrategySpec, Task, random_state, restore_random_state
+from ..data import Feed, as_source, check_source
+from ..strategies import Outline, check_cut, outline
+from .explain import without_values
+
+NUM_ROWS = 4
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+
+
+def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> None:
+    """Refuses a way of cutting a task's network that cannot be; does nothing where the network stays whole."""
+    if spec.stages == 1:
+        return
+    model = without_values(task) or _built(task)
+    check_cut(spec, _as_wide(model, spec), devices, _probe(task, spec, NUM_ROWS))
+
+
+def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Outline:
+    """How a task's network is cut, with the costs of its parts as this machine measures them."""
+    rows = (task.batch_size or 32) // (spec.num_parts * spec.accumulate * spec.microbatches)
+    probe = _probe(task, spec, max(NUM_ROWS, min(64, rows)))
+    assert probe is not None, "a task with a loss and data"
+    return outline(spec, _as_wide(_built(task), spec), devices, probe)
+
+
+def _built(task: Task) -> nn.Module:
+    device = torch.device("cpu")
+    states = random_state(device)
+    try:
+        return task.model()
+    finally:
+        restore_random_state(states, device)
+
+
+def _as_wide(model: nn.Module, spec: StrategySpec) -> nn.Module:
+    return model.to(torch.float64) if spec.precision == "fp64" else model
+
+
+def _probe(task: Task, spec: StrategySpec, rows: int) -> Probe | None:
+    """The loss of a few samples; None where a function makes the data, which runs in the ranks."""
+    compute = task.loss
+    if compute is None or inspect.isfunction(task.data):
+        return None
+    source = as_source(task.data, collate=task.collate)
+    wide = torch.float64 if spec.precision == "fp64" else None
+    feed = Feed(source, batch_size=check_source(source, task.batch_size), shuffle=False, dtype=wide)
+    with contextlib.closing(feed):
+        batch = feed.peek(rows)
+    return lambda model, fake: compute(model, fake(batch))

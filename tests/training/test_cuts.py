@@ -1,0 +1,90 @@
+"""Cuts that cannot be made are refused before anything starts; those that can are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import DeviceError, StrategyError, TaskError
+from tests.strategies.networks import task
+from tests.training.problems import problem
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+def refused(made: mh.Task, spec: mh.StrategySpec | str, on: str = "cpu*2") -> str:
+    """What is said, and by whom: an error of a rank would name it."""
+    with pytest.raises((StrategyError, TaskError, DeviceError)) as caught:
+        mh.fit(made, spec, on=on, progress=False)
+    assert caught.value.__cause__ is None or "rank" not in str(caught.value.__cause__)
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
+    deep = task("deep")
+    assert "'tower.*', where the parts are first, blocks" in refused(deep, mh.Placed({"tower.*": 0, "head": 1}))
+    said = refused(deep, mh.Placed({"blocks.*": 0, "blocks.1": 1}))
+    assert "runs on one device, but got blocks.1 on two, by 'blocks.*' and 'blocks.1'" in said
+    assert "are cpu#0, cpu#1, but got '2'" in refused(deep, mh.Placed({"blocks.0": 0, "blocks.1": 2}))
+    assert "but got 'cuda:0'" in refused(deep, mh.Placed({"blocks.0": "cuda:0", "blocks.1": 1}))
+    assert "a pipeline of 4 stages needs at least 4 layers to put into them, but got 3" in refused(
+        task("mlp"), mh.Pipeline(4), on="cpu*4"
+    )
+    said = refused(deep.replace(model=Branching), mh.Placed({"layer": 1, "*": 0}))
+    assert "may not depend on values" in said
+    assert "test_cuts.py" in said
+    assert "if y.sum() > 0" in said
+    twice = deep.replace(loss=lambda model, batch: (model.first(batch[0])).mean())
+    assert "calls model(...) exactly once, but got 0 calls" in refused(twice, mh.Pipeline(2))
+    assert "a task with loss=" in refused(problem("gan"), mh.Pipeline(2))
+    assert "needs 4 devices, but got 3" in refused(deep, mh.Pipeline(2, replicas=2), on="cpu*3")
+    assert "a multiple of 2 devices, but got 3" in refused(deep, mh.Pipeline(2, replicas=None), on="cpu*3")
+    assert "not yet with shards" in refused(deep, "stages=2,shards=2", on="cpu*4")
+    with pytest.raises(StrategyError, match="schedule must be one of"):
+        mh.Pipeline(2, schedule="best")
+    with pytest.raises(StrategyError, match="takes a batch as a whole"):
+        mh.StrategySpec(stages=2, place="auto", microbatches=2)
+
+
+def test_a_second_call_is_an_error_where_the_loss_is_computed() -> None:
+    made = task("deep").replace(loss=lambda model, batch: (model(batch[0]) + model(batch[0])).square().mean())
+    with pytest.raises(TaskError, match=r"exactly once, but got 2 calls"):
+        mh.fit(made, mh.Pipeline(2), on="cpu*2", progress=False)
+
+
+def test_the_cut_is_shown_as_text_and_as_a_picture(tmp_path: Path, capsys: Any) -> None:
+    found = mh.cut(task("towers"), mh.Placed({"tower_a": 0, "tower_b": 1}), on="cpu*2")
+    found.show()
+    said = capsys.readouterr().out
+    assert "2 devices" in said
+    assert "cpu#1  tower_b" in said
+    for name in ("cut.svg", "cut.html"):
+        found.show(tmp_path / name)
+        assert "tower_a" in (tmp_path / name).read_text()
+    staged = mh.cut(task("deep"), mh.Pipeline(2, schedule="interleaved"), on="cpu*2")
+    assert [box.rank for box in staged.boxes] == [0, 1, 0, 1]
+    assert all(box.seconds > 0 for box in staged.boxes)
+
+
+def test_the_spec_reads_as_text() -> None:
+    spec = mh.StrategySpec.parse("pp=4,microbatches=16,schedule=gpipe,dp=2")
+    assert spec == mh.Pipeline(4, microbatches=16, schedule="gpipe", replicas=2)
+    placed = mh.Placed({"a.*": "cuda:0", "b": "host2/cuda:1"}, replicas=2)
+    assert mh.StrategySpec.parse(str(placed)) == placed
+    assert str(mh.Placed()) == "stages=all,place=auto"
+    assert mh.StrategySpec.parse("placed").with_devices(3).stages == 3
+    assert (mh.Pipeline(2) * mh.Mirrored(3)).num_devices == 6
