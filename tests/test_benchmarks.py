@@ -50,3 +50,18 @@ def test_quick_feed() -> None:
     assert bars == {"feed_over_dataloader": {"at_least": 1.0}, "wait_share": {"at_most": 0.05}}
     assert {row["name"] for row in result["rows"]} >= {"feed", "dataloader", "waiting"}
     assert json.loads((ROOT / "benchmarks" / "results" / "feed.quick.json").read_text()) == result
+
+
+def test_quick_memory() -> None:
+    command = [sys.executable, "-m", "benchmarks.memory", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    checks = result["checks"]
+    assert checks["sharded4_state_ratio"]["at_most"] == 0.30
+    assert checks["sharded4_state_ratio"]["value"] <= 0.30
+    assert checks["recompute_activation_ratio"]["at_most"] == 0.34
+    assert checks["recompute_activation_ratio"]["value"] <= 0.34
+    assert checks["recompute_time_ratio"]["at_most"] == 1.4
+    # Besides the parameters themselves AdamW counts its steps.
+    assert abs(result["notes"]["sharded_bytes"] - result["notes"]["sharded_formula_bytes"]) < 1000

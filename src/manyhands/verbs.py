@@ -139,6 +139,7 @@ def fit(
     timeout: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
     memory: str | int | None = None,
+    fit_in: str | int | None = None,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
@@ -157,7 +158,8 @@ def fit(
     - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
-    - `memory`: what each replica may take on its device at most, such as "8GiB".
+    - `memory`: what each replica may take on its device at most, such as "8GiB";
+    - `fit_in`: chooses the least costly recompute, accumulate and sharding with which a step fits, such as "24GiB".
 
     Ctrl-C ends the run after the current step and returns it.
 
@@ -190,6 +192,9 @@ def fit(
     strategy, said = _planned(strategy, made, on)
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
     notices += said
+    if fit_in is not None:
+        spec, chosen = _fitted(made, spec, training.parse_bytes(fit_in), len(devices))
+        notices += chosen
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, steps)
@@ -378,6 +383,18 @@ def explain(
         spec = settle(spec, on)[0]
     require_loss(spec, made.loss is not None)
     return training.explain(made, spec)[0]
+
+
+def _fitted(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tuple[StrategySpec, list[str]]:
+    """The least costly spec that fits; nothing is chosen for steps of one's own or other ways of splitting."""
+    if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
+        raise StrategyError(
+            "fit_in chooses for a task with loss=, on replicas or shards",
+            got=f"{spec}",
+            remedy="leave fit_in away, and set recompute, accumulate and sharding",
+        )
+    with _own_randomness():
+        return training.fit_in(task, spec, memory, num_devices)
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:

@@ -38,6 +38,7 @@ class FitSettings(HostsSettings):
     log_to: str = ""
     deterministic: bool = False
     memory: str | None = None
+    fit_in: str | None = None
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -66,6 +67,10 @@ Deterministic = Annotated[
     typer.Option(
         "--deterministic/--no-deterministic", help="Random numbers, dropout's too, the same on any number of devices."
     ),
+]
+FitIn = Annotated[
+    str | None,
+    typer.Option(help="Choose recompute, accumulate and sharding so that a step fits, such as 24GiB."),
 ]
 Memory = Annotated[
     str | None, typer.Option(help="What each replica may take on its device at most, such as 8GiB.", show_default=False)
@@ -110,6 +115,7 @@ def fit(
     log_to: LogTo = None,
     deterministic: Deterministic = None,
     memory: Memory = None,
+    fit_in: FitIn = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -124,6 +130,7 @@ def fit(
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
+        "fit_in": fit_in,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -248,7 +255,8 @@ def _next_command(
         "join": given["join"], "token-file": given["token_file"], "epochs": times * settings.epochs,
         "steps": steps, "folder": given["folder"],
         "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
-        "log-to": given["log_to"], "memory": given["memory"], "name": run.name,
+        "log-to": given["log_to"], "memory": given["memory"], "fit-in": given["fit_in"],
+        "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     flags = ["--deterministic"] if given["deterministic"] else []

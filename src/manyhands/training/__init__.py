@@ -6,6 +6,7 @@ from .check import StepRecord, Verdict, compare, one_step
 from .cuts import check_pieces, outline_of
 from .evaluation import evaluate, predict
 from .explain import can_explain, explain
+from .fitting import fit_in
 from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, parse_bytes
@@ -37,6 +38,7 @@ __all__ = [
     "evaluate",
     "predict",
     "explain",
+    "fit_in",
     "can_explain",
     "answers",
     "Callback",

@@ -27,10 +27,10 @@ def explain(task: Task, spec: StrategySpec) -> tuple[Table, Layout | None]:
         model = model.to(torch.float64)
     layout, rows = None, 0.0
     if spec.tensor > 1:
-        batch, size = _few(task, spec)
+        batch, size = few_samples(task, spec)
         layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
         rows = size / max(1, first_dim(batch)) / spec.num_parts
-    return table_of(model, spec, layout=layout, slots=_slots(task, model), rows=rows), layout
+    return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
 
 
 def can_explain(task: Task) -> bool:
@@ -50,12 +50,12 @@ def without_values(task: Task) -> nn.Module | None:
         restore_random_state(states, torch.device("cpu"))
 
 
-def _few(task: Task, spec: StrategySpec) -> tuple[Any, int]:
+def few_samples(task: Task, spec: StrategySpec, count: int = NUM_FOLLOWED) -> tuple[Any, int]:
     """A few samples, and how many a batch has."""
     source = as_source(task.data, collate=task.collate)
     size = check_source(source, task.batch_size)
-    window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=min(NUM_FOLLOWED, size)))
-    batch = window.fetch(window.ids[:NUM_FOLLOWED])
+    window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=min(count, size)))
+    batch = window.fetch(window.ids[:count])
     if spec.precision == "fp64":
         batch = _wide(batch)
     return batch, size
@@ -83,7 +83,7 @@ def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
         world.close()
 
 
-def _slots(task: Task, model: nn.Module) -> float:
+def slots_of(task: Task, model: nn.Module) -> float:
     """Bytes of optimizer state for a byte of parameters."""
     made = task.optimizer(model)
     optimizers = optimizers_of(model, made).values()

@@ -1,0 +1,145 @@
+"""Fitting: the least costly way of taking a step within so much memory of each device, found before anything runs.
+
+Forward and backward are followed with torch's fake tensors, which know their sizes only; so what a network too large
+for this machine would hold can be told here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
+from ..data import map_leaves
+from ..graph import Life, largest_sum, lives
+from ..strategies import keep_all, recompute, size_text, table_of
+from .explain import few_samples, slots_of, without_values
+
+SLOWER = {"": 1.0, "selective": 1.1, "blocks": 1.33}
+"""What computing again costs, as a share of a step."""
+SHARDED = 1.15
+"""What it costs that parameters travel, besides the sums that replicas exchange anyway."""
+ROOM = 0.9
+"""The share of the memory that is planned for; the allocator and what is not a tensor need the rest."""
+NUM_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way of taking steps, what it takes of a device, and its time as a multiple of the plain one's."""
+
+    spec: StrategySpec
+    bytes: int
+    cost: float
+
+
+def fit_in(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tuple[StrategySpec, list[str]]:
+    """The least costly spec that fits into so much memory of each device, and what to say about it.
+
+    What a person has set stays as it is; recompute, accumulate and, on several devices, sharding are chosen.
+    """
+    model = without_values(task) or task.model()
+    if spec.precision == "fp64":
+        model = model.to(torch.float64)
+    choices = sorted(_choices(task, model, spec, num_devices), key=lambda choice: choice.cost)
+    best = next((choice for choice in choices if choice.bytes <= ROOM * memory), None)
+    if best is None:
+        least = min(choices, key=lambda choice: choice.bytes)
+        raise OutOfMemory(
+            f"nothing fits into {size_text(memory)}: the least is {least.spec} with about {size_text(least.bytes)} a "
+            "device; use more devices, a smaller batch or network, or precision=bf16"
+        )
+    taken = f"about {size_text(best.bytes)} of {size_text(memory)} on each device"
+    plain = choices[0]
+    if best is plain:
+        return best.spec, [f"{best.spec} takes {taken}"]
+    return best.spec, [f"{best.spec} takes {taken}; {plain.spec} would take {size_text(plain.bytes)}"]
+
+
+def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int) -> Iterator[Choice]:
+    """Every combination of what is not set, with what it takes."""
+    slots = slots_of(task, model)
+    batch, size = few_samples(task, spec, 2 * NUM_ROWS)
+    for what in [spec.recompute] if spec.recompute else list(SLOWER):
+        try:
+            small, large = (_followed(task, model, batch, n, what) for n in (NUM_ROWS, 2 * NUM_ROWS))
+        except StrategyError:
+            continue  # there are no blocks to compute again
+        for placed in _placed(spec, num_devices):
+            table = table_of(model, placed, slots=slots)
+            copies = 2 if placed.num_parts > 1 and placed.shards == 1 else 1
+            fixed = table.parameters + copies * table.gradients + table.optimizer
+            rows = -(-size // placed.num_parts)
+            for accumulate in _accumulations(spec, rows):
+                peak = largest_sum(NUM_ROWS, small, 2 * NUM_ROWS, large, -(-rows // accumulate))
+                largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+                made = dataclasses.replace(placed, recompute=what, accumulate=accumulate)
+                cost = SLOWER.get(what, 1.33) * (1 + 0.01 * (accumulate - 1)) * (1.0 if placed.shards == 1 else SHARDED)
+                yield Choice(made, fixed + peak + largest, cost)
+
+
+def _placed(spec: StrategySpec, num_devices: int) -> Iterator[StrategySpec]:
+    """The spec on these devices, and with its replicas as shards."""
+    definite = spec.with_devices(num_devices)
+    yield definite
+    replicas = definite.axes.get("replicas", 1)
+    if replicas > 1 and definite.shards == 1:
+        yield dataclasses.replace(definite, replicas=1, shards=replicas)
+
+
+def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
+    """Numbers of micro-batches: what is set, or powers of two as far as there are rows."""
+    if spec.accumulate > 1:
+        return [spec.accumulate]
+    return [2**power for power in range(rows.bit_length()) if 2**power <= rows]
+
+
+def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str) -> list[Life]:
+    """Everything that a forward and a backward of so many rows make, computed again as `what` says."""
+    assert task.loss is not None
+    loss = task.loss
+    was_training = model.training
+    model.train()
+    recompute(model, what, own_randomness=False)
+    try:
+        with _pretended(model) as fake:
+            part = map_leaves(lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+            def forward() -> torch.Tensor:
+                value = loss(model, fake(part))
+                return value.total if isinstance(value, Mean) else value
+
+            return lives(model, forward)
+    finally:
+        keep_all(model)
+        model.train(was_training)
+
+
+@contextmanager
+def _pretended(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
+    """The network with fake tensors for its own."""
+    owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
+    held = [(own, dict(own)) for own in owners]
+    made: dict[int, Any] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        try:
+            for own, before in held:
+                for name, tensor in before.items():
+                    if tensor is not None:
+                        if id(tensor) not in made:
+                            made[id(tensor)] = torch.empty_like(tensor, device="cpu")
+                            made[id(tensor)].requires_grad_(tensor.requires_grad)
+                        own[name] = made[id(tensor)]
+            yield lambda data: map_leaves(
+                lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, data
+            )
+        finally:
+            for own, before in held:
+                own.update(before)

@@ -1,0 +1,48 @@
+"""fit_in chooses the least costly way that fits, and what it foresees is what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.memory import task as gpt
+
+import manyhands as mh
+from manyhands.core import OutOfMemory, StrategyError
+from manyhands.training import fit_in
+
+from .problems import problem
+
+MIB = 1 << 20
+
+
+def test_what_fits_as_it_is_stays_as_it_is() -> None:
+    spec, (text,) = fit_in(gpt(128, 4, 16), mh.Single(), 1 << 30, 1)
+    assert spec == mh.Single()
+    assert "of 1.0 GiB on each device" in text
+
+
+def test_less_memory_costs_more_and_more() -> None:
+    task = gpt(128, 4, 16)
+    chosen = [fit_in(task, mh.Mirrored(), size * MIB, 2)[0] for size in (400, 60, 34, 24)]
+    assert chosen[0] == mh.Mirrored(2)
+    assert chosen[1].accumulate > 1
+    assert chosen[1].shards == 1
+    assert chosen[3].shards == 2, "two replicas of the optimizer's state are too much"
+    with pytest.raises(OutOfMemory, match="nothing fits into 16.0 MiB: the least is"):
+        fit_in(task, mh.Mirrored(), 16 * MIB, 1)
+
+
+def test_settings_of_a_person_stay() -> None:
+    spec, _ = fit_in(gpt(128, 4, 16), mh.Single(recompute="blocks", accumulate=2), 60 * MIB, 1)
+    assert (spec.recompute, spec.accumulate) == ("blocks", 2)
+
+
+def test_a_run_that_is_fitted_trains_and_tells(tmp_path: Path) -> None:
+    task = gpt(64, 2, 8, 32)
+    whole = mh.fit(task, mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
+    run = mh.fit(task, mh.Mirrored(), on="cpu*2", epochs=2, fit_in="16MiB", folder=tmp_path, progress=False)
+    assert run.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert "on each device" in (run.path / "events.jsonl").read_text()
+    with pytest.raises(StrategyError, match="fit_in chooses for a task with loss="):
+        mh.fit(problem("gan"), mh.Single(), on="cpu", fit_in="1GiB", folder=tmp_path, progress=False)
