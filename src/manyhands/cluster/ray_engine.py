@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -28,9 +28,11 @@ from .conductor import Conductor, End, Here, Place
 from .devices import Device
 from .engine import Engine, Job
 from .network import LOOPBACK
-from .ray_host import News, RayHost
 from .summons import Summons
 from .world import DEFAULT_TIMEOUT, World
+
+if TYPE_CHECKING:
+    from .ray_host import News
 
 NEWS_SECONDS = 1.0
 READY_SECONDS = 60.0
@@ -94,7 +96,7 @@ class RayEngine(Engine):
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SettingsError(
                 f"on={self._address!r} needs a Ray cluster that answers",
-                got=str(error).splitlines()[0],
+                got=_brief(error),
                 remedy="start one with ray start --head, or correct the address",
             ) from None
         return ray
@@ -172,7 +174,8 @@ class RayJob(Conductor):
         """An actor in a bundle, which Ray starts when there is room for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # Commands are obeyed in their order, beside the call that waits for news.
+        from .ray_host import RayHost
+
         made = self._ray.remote(concurrency_groups={"commands": 1, "news": 1})(RayHost)
         placed = made.options(
             num_cpus=num_devices if kind == "cpu" else 1,
@@ -183,9 +186,7 @@ class RayJob(Conductor):
 
     def prepare(self, actor: Any, devices: Sequence[Device]) -> Any:
         """Tells an actor what its ranks are to do."""
-        return actor.prepare.options(concurrency_group="commands").remote(
-            self._work, devices, self._timeout, self._recovers
-        )
+        return actor.prepare.remote(self._work, devices, self._timeout, self._recovers)
 
 
 class _RayPlace(Place):
@@ -252,7 +253,7 @@ class _RayPlace(Place):
     def _do(self, *values: Any) -> None:
         if self.actor is not None:
             with contextlib.suppress(Exception):
-                self.actor.do.options(concurrency_group="commands").remote(*values)
+                self.actor.do.remote(*values)
 
     # -- on the thread that listens -------------------------------------------------------------------------------
 
@@ -296,7 +297,7 @@ class _RayPlace(Place):
         ray = self._job.ray
         while True:
             try:
-                news = ray.get(self.actor.news.options(concurrency_group="news").remote(NEWS_SECONDS))
+                news = ray.get(self.actor.news.remote(NEWS_SECONDS))
             except Exception as error:
                 return f"is gone: {_brief(error)}"
             for one in news:
@@ -440,4 +441,6 @@ def _require_alike(host: str, facts: dict[str, Any]) -> None:
 
 
 def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+    """The first and the last line of what Ray says: what failed, and why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(dict.fromkeys([type(error).__name__ + ":", *lines[:1], *lines[-1:]]))

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import cloudpickle
+import ray
 import torch
 
 from ..core import Event
@@ -30,7 +31,7 @@ News = tuple[str, int, Any]
 
 
 class RayHost(Hearer):
-    """The ranks of one host. Its methods are called through Ray, each in a thread of its own."""
+    """The ranks of one host. Commands are obeyed in their order, beside the call that waits for news."""
 
     def __init__(self, path: Sequence[str], folder: str, preload: Sequence[str]) -> None:
         sys.path[:] = [*sys.path, *(entry for entry in path if entry not in sys.path and os.path.exists(entry))]
@@ -51,8 +52,6 @@ class RayHost(Hearer):
 
     def facts(self) -> dict[str, Any]:
         """Who this is, and what it runs."""
-        import ray
-
         return {
             "host": this_host(),
             "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
@@ -62,6 +61,7 @@ class RayHost(Hearer):
             "python": ".".join(map(str, sys.version_info[:2])),
         }
 
+    @ray.method(concurrency_group="commands")
     def prepare(self, work: bytes, devices: Sequence[Device], timeout: float, recovers: bool) -> None:
         """Takes what the ranks are to do, pickled."""
         parcel = pack(Assignment.here(cloudpickle.loads(work), devices, timeout, recovers))
@@ -78,11 +78,13 @@ class RayHost(Hearer):
         self._store = serve_store(listener)
         return port
 
+    @ray.method(concurrency_group="commands")
     def do(self, what: str, *values: Any) -> None:
         """Starts, tells or kills a rank."""
         self._commands.append(lambda: self._act(what, *values))
         self._wake.send(b".")
 
+    @ray.method(concurrency_group="news")
     def news(self, seconds: float) -> list[News]:
         """What was heard since the last time; waits a little where that is nothing."""
         with self._heard:
