@@ -152,3 +152,25 @@ def test_four_hosts_through_everything(servers: Callable[[int], Servers], calm: 
     assert_same(job, calm)
     assert {entry["source"].split(" rank")[0] for entry in job.events("recovered")} == {"the memory of"}
     assert len(mh.Run(job.folder / "runs" / "run").losses) == STEPS
+
+
+@pytest.mark.timeout(180)
+def test_the_others_hold_their_state_while_the_first_host_is_gone(
+    servers: Callable[[int], Servers], calm: mh.Run
+) -> None:
+    job = servers(2)
+    for index in range(2):
+        job.start(index)
+    job.until(lambda: job.step > 5, 90)
+    family = psutil.Process(job.programs[0].pid).children(recursive=True)
+    job.programs[0].kill()
+    job.programs[0].wait()
+    psutil.wait_procs(family, timeout=10)
+    step = job.step
+    job.start(0, "--resume")
+    job.until(lambda: job.events("recovered"), 60)
+    went_on = job.events("recovered")[0]
+    assert went_on["source"] == "the memory of rank 1"
+    assert went_on["step"] >= step, "the last checkpoint is of step 50 or none"
+    job.end()
+    assert_same(job, calm)

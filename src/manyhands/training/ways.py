@@ -57,8 +57,9 @@ class Ways:
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only that is compiled: a last, smaller one would be compiled all over."""
-        # What is chosen by time may differ from run to run by a rounding.
-        self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic
+        # What is chosen by time may differ by a rounding from run to run; and a run that lost ranks has lost time too.
+        is_first = hand.world.seat.generation == 0
+        self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
 

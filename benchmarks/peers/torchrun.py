@@ -1,0 +1,140 @@
+"""torchrun as a peer in recovery: DDP, a checkpoint every ten steps, one of two workers killed once per trial."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+DEFAULT: dict[str, str] = {}
+BEST = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it the store of the first attempt is used again by the next, with what is left in it."""
+LIMIT = 30.0
+SAVE_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one kill."""
+
+    recovered: bool
+    seconds: float = LIMIT
+    steps_lost: int = 0
+
+
+def trials(settings: dict[str, str], count: int) -> list[Trial]:
+    """One job per kill."""
+    return [trial(settings, number) for number in range(count)]
+
+
+def trial(settings: dict[str, str], number: int) -> Trial:
+    """Starts a job, kills a worker, and waits for the next step."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "benchmarks.peers.torchrun", name,
+        ]  # fmt: skip
+        program = subprocess.Popen(
+            command, env={**os.environ, **settings}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            return _strike(program, folder, number)
+        finally:
+            family = psutil.Process(program.pid).children(recursive=True) if program.poll() is None else []
+            for process in [program, *family]:
+                try:
+                    process.kill()
+                except (psutil.NoSuchProcess, ProcessLookupError):
+                    continue
+            program.wait()
+
+
+def _strike(program: subprocess.Popen[bytes], folder: Path, number: int) -> Trial:
+    wanted = 12 + number % 7
+    if not _wait(program, lambda: len(_steps(folder)) >= wanted, 60.0):
+        return Trial(False)
+    workers = [child for child in psutil.Process(program.pid).children() if _is_worker(child)]
+    reached = max(step for step, _ in _steps(folder))
+    at = time.time()
+    workers[number % len(workers)].send_signal(signal.SIGKILL)
+    if not _wait(program, lambda: any(when > at + 0.05 for _, when in _after(folder, at)), LIMIT):
+        return Trial(False)
+    step, when = _after(folder, at)[0]
+    return Trial(True, when - at, max(0, reached - step + 1))
+
+
+def _after(folder: Path, at: float) -> list[tuple[int, float]]:
+    """Steps of processes that were started after the kill."""
+    found = [(path, _read(path)) for path in folder.glob("steps-*")]
+    return sorted(
+        (pair for _, steps in found if steps and steps[0][1] > at for pair in steps), key=lambda pair: pair[1]
+    )
+
+
+def _steps(folder: Path) -> list[tuple[int, float]]:
+    return [pair for path in folder.glob("steps-*") for pair in _read(path)]
+
+
+def _read(path: Path) -> list[tuple[int, float]]:
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return [(int(line[0]), float(line[1])) for line in lines if len(line) == 2]
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    return "benchmarks.peers.torchrun" in process.cmdline()
+
+
+def _wait(program: subprocess.Popen[bytes], what: object, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and program.poll() is None:
+        if what():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def work(folder: Path) -> None:
+    """A worker: goes on from the last checkpoint, and writes when it takes a step."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ..kills import BATCH, net, task
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    saved, step = folder / "checkpoint.pt", 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    inputs, labels = task().data
+    half = BATCH // 2
+    while True:
+        start = (step * BATCH + dist.get_rank() * half) % (len(inputs) - half)
+        loss = torch.nn.functional.cross_entropy(model(inputs[start : start + half]), labels[start : start + half])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        with (folder / f"steps-{os.getpid()}").open("a") as file:
+            file.write(f"{step} {time.time():.4f}\n")
+        if step % SAVE_EVERY == 0 and dist.get_rank() == 0:
+            waiting = saved.with_suffix(".tmp")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, waiting)
+            waiting.rename(saved)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

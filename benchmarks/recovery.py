@@ -1,0 +1,194 @@
+"""Recovery: kills in a row, how soon steps go on and how many are lost; goodput under a kill a minute; torchrun beside.
+
+`python -m benchmarks.recovery [--quick]`. Two ranks train on this machine; one of them, drawn by lot, is killed with
+SIGKILL again and again. torchrun does the same work with DDP and a checkpoint every ten steps, with its default and
+with its best known settings; a trial that does not step again within half a minute counts as not recovered.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import psutil
+import torch
+
+import manyhands as mh
+from manyhands.core import read_events
+
+from .kills import Clock, task
+from .peers.torchrun import BEST, DEFAULT, LIMIT, Trial, trials
+from .report import Check, Report, arguments
+
+KILLS = 20
+GOODPUT_SECONDS = 630.0
+KILL_EVERY = 60.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What came of one kill."""
+
+    seconds: float
+    """Until the next step was taken."""
+    steps_lost: int
+
+
+class Killer:
+    """Kills a rank, waits until training goes on, and so on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lot = folder, random.Random(0)
+        self.times: list[float] = []
+
+    def strike(self) -> None:
+        """Kills one rank."""
+        program = psutil.Process()
+        ranks = [rank for zygote in program.children() for rank in zygote.children()]
+        victim = self.lot.choice(ranks)
+        self.times.append(time.time())
+        victim.send_signal(signal.SIGKILL)
+
+    def wait_for_steps(self, count: int, seconds: float = 60.0) -> bool:
+        """Waits until so many steps were taken since the last kill."""
+        since = self.times[-1] if self.times else 0.0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            steps = {step for step, at in self.steps() if at > since}
+            if len(steps) >= count:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def steps(self) -> list[tuple[int, float]]:
+        """Every step of every rank, and when."""
+        lines = [line.split() for path in self.folder.glob("steps-*") for line in path.read_text().splitlines()]
+        return sorted(((int(line[0]), float(line[1])) for line in lines if len(line) == 2), key=lambda pair: pair[1])
+
+    def outcomes(self, run: mh.Run) -> list[Kill]:
+        """By kill: from the clock of the ranks, and from what the log says they went on from."""
+        events = [entry for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "recovered"]
+        steps, found = self.steps(), []
+        for at in self.times:
+            went_on = next((entry for entry in events if entry["t"] > at), None)
+            if went_on is None:
+                continue
+            after = next((when for step, when in steps if when > went_on["t"] and step > went_on["step"]), None)
+            reached = max((step for step, when in steps if when <= at), default=0)
+            if after is not None:
+                found.append(Kill(after - at, max(0, reached - went_on["step"])))
+        return found
+
+
+def train(folder: Path, act: Any) -> tuple[mh.Run, Killer, float]:
+    """Trains while `act(killer)` does its worst in a thread; the seconds are those of the whole call."""
+    killer = Killer(folder)
+
+    def worst() -> None:
+        try:
+            act(killer)
+        finally:
+            (folder / "enough").touch()
+
+    thread = threading.Thread(target=worst)
+    thread.start()
+    began = time.perf_counter()
+    run = mh.fit(
+        task,
+        mh.Mirrored(2, capture="off"),
+        on="cpu*2",
+        epochs=1_000_000,
+        folder=folder,
+        progress=False,
+        callbacks=[Clock(folder)],
+    )
+    seconds = time.perf_counter() - began
+    thread.join()
+    return run, killer, seconds
+
+
+def kills(report: Report, count: int) -> list[Kill]:
+    """Kills in a row, a few steps apart."""
+
+    def act(killer: Killer) -> None:
+        for _ in range(count):
+            if not killer.wait_for_steps(killer.lot.randint(5, 25)):
+                return
+            killer.strike()
+        killer.wait_for_steps(5)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run, killer, _ = train(Path(folder), act)
+        found = killer.outcomes(run)
+    report.checks["recovered_of_20"] = Check(value=float(len(found)) * KILLS / count, at_least=KILLS)
+    report.checks["seconds_to_step"] = Check(value=max(kill.seconds for kill in found), at_most=10.0)
+    report.checks["steps_lost"] = Check(value=float(max(kill.steps_lost for kill in found)), at_most=1.0)
+    return found
+
+
+def goodput(report: Report) -> None:
+    """Steps at the pace of the undisturbed ones, as a share of the time that the run took."""
+
+    def act(killer: Killer) -> None:
+        killer.wait_for_steps(20)
+        end = time.monotonic() + GOODPUT_SECONDS
+        while time.monotonic() + KILL_EVERY < end:
+            time.sleep(killer.lot.uniform(0.7, 1.3) * KILL_EVERY)
+            killer.strike()
+        time.sleep(max(0.0, end - time.monotonic()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run, killer, _ = train(Path(folder), act)
+        first: dict[int, float] = {}
+        for step, at in killer.steps():
+            first.setdefault(step, at)
+        times = [first[step] for step in sorted(first)]
+        pace = median(later - earlier for earlier, later in pairwise(times))
+        wall = times[-1] - times[0]
+        report.notes |= {
+            "goodput_kills": len(killer.times), "goodput_seconds": round(wall, 1), "goodput_steps": len(times),
+            "goodput_recovered": len(killer.outcomes(run)),
+        }  # fmt: skip
+        report.checks["goodput"] = Check(value=min(1.0, pace * (len(times) - 1) / wall), at_least=0.9)
+
+
+def torchrun(report: Report, ours: list[Kill], count: int) -> None:
+    """The peer, kill by kill, with two sets of settings."""
+    times: dict[str, list[float]] = {"manyhands": [kill.seconds for kill in ours][:count]}
+    for name, settings in (("torchrun, best settings", BEST), ("torchrun, default", DEFAULT)):
+        found: list[Trial] = trials(settings, count)
+        times[name] = [trial.seconds if trial.recovered else LIMIT for trial in found]
+        label = "torchrun_recovered_of_20" if settings is DEFAULT else "torchrun_best_recovered_of_20"
+        report.checks[label] = Check(value=sum(trial.recovered for trial in found) * KILLS / count)
+        report.notes[f"{name}: most steps lost"] = max((t.steps_lost for t in found if t.recovered), default=0)
+    report.add("from a kill to the next step", times, "manyhands")
+
+
+def main() -> None:
+    """Measures all of it."""
+    quick = arguments(__doc__).quick
+    torch.set_num_threads(1)
+    report = Report("recovery", quick)
+    found = kills(report, 3 if quick else KILLS)
+    if quick:
+        report.add("from a kill to the next step", {"manyhands": [kill.seconds for kill in found]}, "manyhands")
+    else:
+        goodput(report)
+        report.save()
+        torchrun(report, found, KILLS)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
