@@ -89,6 +89,8 @@ class Hand:
         self._due: list[Key] = []
         self._heard_stop = False
         self._joined_at = -1
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when a step of a replica that drifts is taken, before it meets the others."""
         self.is_midway = False
         """Whether something was updated since a step was last known to be whole."""
         self.skips = False
@@ -440,6 +442,9 @@ class Hand:
     def meet(self) -> None:
         """Agrees with the other replicas where it is time; the losses since then become those of all."""
         due, self._due = self._due, []
+        if due and MAIN in self.optimizers:
+            # Whoever is lost in what follows, this replica's own step is taken.
+            self.on_taken()
         for key in due:
             self.replica.meet(key)
             noted = self._noted.pop(key, [])

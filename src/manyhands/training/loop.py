@@ -167,6 +167,7 @@ class TrainingLoop:
                 callback.on_start(self.hand)
             self.reporter.start(train_feed)
             self.marker.mark()
+            self.hand.on_taken = self.marker.mark
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             self.train(train_feed, valid_feed, stepper)
