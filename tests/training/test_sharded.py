@@ -42,6 +42,11 @@ SPECS = {
     "2 shards": (2, {"precision": "fp64"}),
     "3 shards, accumulated": (3, {"precision": "fp64", "accumulate": 3}),
     "2 by 2": (4, {"shards": 2, "replicas": 2, "precision": "fp64"}),
+    "optimizer": (2, {"sharding": "optimizer", "precision": "fp64"}),
+    "optimizer, 2 by 2, accumulated": (
+        4,
+        {"sharding": "optimizer", "shards": 2, "replicas": 2, "accumulate": 3, "precision": "fp64"},
+    ),
     "gradients": (2, {"sharding": "gradients", "precision": "fp64"}),
     "fp32": (2, {"precision": "fp32"}),
 }
@@ -59,6 +64,17 @@ def test_sharded_equals_one_device(
         if spec.precision == "fp64":
             for key, value in weights.items():
                 torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
+
+
+def test_several_optimizers_share_their_state_out(run_ranks: Any, tmp_path: Path) -> None:
+    only = {"gan": problem("gan", "adamw")}
+    spec = mh.Sharded(sharding="optimizer", precision="fp64")
+    losses, weights = trained(NullWorld(), only, mh.Single(precision="fp64"), tmp_path / "whole")["gan"]
+    found, found_weights = run_ranks(partial(trained, tasks=only, spec=spec, folder=tmp_path / "parts"), 2)[0]["gan"]
+    for key in ("critic", "generator"):
+        np.testing.assert_allclose(found[key], losses[key], rtol=1e-9)
+    for key, value in weights.items():
+        torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=key)
 
 
 def held(world: World) -> tuple[int, int]:
@@ -85,9 +101,17 @@ def test_a_checkpoint_goes_on_under_any_other_layout(tmp_path: Path) -> None:
         "mirrored": (mh.Mirrored(precision="fp64"), "cpu*2"),
         "sharded": (mh.Sharded(precision="fp64"), "cpu*2"),
         "hybrid": (mh.Sharded(2, replicas=2, precision="fp64"), "cpu*4"),
+        "optimizer": (mh.Sharded(sharding="optimizer", precision="fp64"), "cpu*2"),
     }
     whole = mh.fit(task, layouts["single"][0], on="cpu", epochs=2, name="whole", **settings)
-    for first, then in (("sharded", "single"), ("single", "sharded"), ("hybrid", "mirrored"), ("mirrored", "hybrid")):
+    for first, then in (
+        ("sharded", "single"),
+        ("single", "sharded"),
+        ("hybrid", "mirrored"),
+        ("mirrored", "hybrid"),
+        ("optimizer", "sharded"),
+        ("single", "optimizer"),
+    ):
         name = f"{first}-{then}"
         mh.fit(task, layouts[first][0], on=layouts[first][1], steps=3, name=name, **settings)
         run = mh.fit(task, layouts[then][0], on=layouts[then][1], epochs=2, name=name, resume=True, **settings)

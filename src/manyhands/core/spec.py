@@ -32,7 +32,7 @@ DATA_AXES = ("replicas", "shards")
 PRECISIONS = ("fp32", "bf16", "fp64")
 WAYS = ("column", "row", "vocabulary", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-SHARDINGS = ("full", "gradients")
+SHARDINGS = ("full", "gradients", "optimizer")
 CAPTURES = ("auto", "graph", "compile", "off")
 _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
 """What None stands for in a spec's text."""
@@ -51,8 +51,8 @@ class StrategySpec:
       devices for;
     - `tensor`, `context`, `expert`: axes of layers cut across devices, of long sequences and
       of experts; those that are not built yet are refused;
-    - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), or "gradients"
-      (parameters stay whole between forward and backward);
+    - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), "gradients" (the
+      same, but parameters stay whole between forward and backward) or "optimizer" (its state alone);
     - `layout`: where layers are not to be cut as they are found to: patterns of their names, each with "column", "row",
       "vocabulary" or "replicate", such as "*.mlp.*:replicate;head:column";
     - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "localsteps(16)" say; "allreduce" is
@@ -348,7 +348,8 @@ def Sharded(
 ) -> StrategySpec:
     """One network in parts: every rank holds a part of each parameter, gradient and optimizer state.
 
-    `sharding="gradients"` keeps whole parameters between forward and backward, which costs memory and saves traffic.
+    `sharding="gradients"` keeps whole parameters between forward and backward, which costs memory and saves traffic;
+    `sharding="optimizer"` keeps the network and its gradients whole on every rank, and cuts the optimizer's state.
     With `replicas` several such groups train side by side (shard inside a host, replicate across).
 
     >>> Sharded(4, replicas=2)

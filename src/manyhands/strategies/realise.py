@@ -55,6 +55,12 @@ def realise(
         placement = place(spec, world, model, probe, look)
         optimizers = optimizers_of(model, make_optimizer(model))
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement)
+    if spec.shards != 1 and world.size > 1 and spec.sharding == "optimizer":
+        from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
+
+        recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+        parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
+        return OptimizerShardedReplica(spec, world, model, parted, shadows)
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
         return _in_parts(spec, world, model, make_optimizer, probe, layout)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
@@ -119,6 +125,12 @@ def require_loss(spec: StrategySpec, has_loss: bool) -> None:
 
 def require_built(spec: StrategySpec) -> None:
     """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
+    if spec.sharding == "optimizer" and (spec.tensor > 1 or isinstance(make_policy(spec.sync), Local)):
+        raise StrategyError(
+            'sharding="optimizer" is for replicas that agree in every step, with whole layers',
+            got=str(spec),
+            remedy='use sharding="full", or leave tensor and the policy away',
+        )
     policy = make_policy(spec.sync)
     if (spec.shards != 1 or spec.tensor > 1 or spec.stages != 1) and isinstance(policy, Auto):
         raise StrategyError(

@@ -66,7 +66,7 @@ class ShardedReplica(Replica):
             raise StrategyError(
                 "a task with several optimizers cannot be sharded: its parts are called one by one",
                 got=", ".join(optimizers),
-                remedy="use mh.Mirrored()",
+                remedy='use sharding="optimizer", or mh.Mirrored()',
             )
         self._stats = stats
         self._policy = make_policy(spec.sync)
