@@ -74,6 +74,8 @@ class ShardedReplica(Replica):
         self._inner = [axis for axis in spec.axes if axis != "replicas"]
         self._course: Course | None = None
         self._course_of: tuple[str, ...] = ()
+        self._saved: State | None = None
+        """What a checkpoint knew of the policy, until gradients come for it."""
         self._agreement: Agreement | None = None
         if isinstance(self._policy, Local) and self._outer.size > 1:
             # The ranks of one group go on together; the groups go apart.
@@ -159,8 +161,9 @@ class ShardedReplica(Replica):
         if self._course is None or self._course_of != tuple(parts):
             made = Course(self._policy, self._outer, parts)
             made.measures = True
-            if self._course is not None:
-                made.take_over(self._course.state())
+            known = self._saved if self._course is None else self._course.state()
+            if known is not None:
+                made.take_over(known)
             self._course, self._course_of = made, tuple(parts)
         return self._course
 
@@ -172,11 +175,26 @@ class ShardedReplica(Replica):
 
     def policy_state(self) -> dict[str, Tensor]:
         if self._agreement is None:
-            return {}
+            return self._unsent()
         state = self._agreement.state()
         shared = {key: _global(held, self._parameter(key)) for key, held in state.shared.items()}
         whole = {key: self.whole(value, key.partition("/")[2]) for key, value in shared.items()}
         return State({}, whole, state.num_steps).tensors()
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """What the policy keeps of every replica, each parameter whole; the first rank alone has it in the end."""
+        if self._course is None or not self._policy.changes_mathematics or self._outer.size == 1:
+            return {}
+        state, kept = self._course.state(), {}
+        for name, part in state.feedback.items():
+            whole = self.whole(_global(part.contiguous(), self._named(name)), name)
+            stacked = self._outer.all_gather(whole)
+            if self.world.is_first:
+                kept[name] = stacked.cpu()
+        return State(kept, {}, state.num_steps).tensors()
+
+    def _named(self, name: str) -> nn.Parameter:
+        return next(group[name] for group in self.groups.values() if name in group)
 
     def _parameter(self, key: str) -> nn.Parameter:
         return next(iter(self.groups.values()))[key.partition("/")[2]]
@@ -192,7 +210,13 @@ class ShardedReplica(Replica):
             return ""
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return super().load_policy_state(saved)
-        return f"sync={self._policy} starts anew: what it keeps of parts of a network is in no checkpoint"
+        if not saved:
+            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+        state = State.of(saved).share(self._outer)
+        known = {name: held for name, held in state.feedback.items() if name in self.names.values()}
+        mine = {name: _local(self.part_for(held, self._named(name), name)) for name, held in known.items()}
+        self._saved = State(mine, {}, state.num_steps)
+        return ""
 
     def _gradients(self, key: str) -> Iterator[Tensor]:
         """This rank's parts of the gradients of one optimizer."""
