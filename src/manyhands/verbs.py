@@ -56,7 +56,7 @@ from .core import (
 )
 from .data import as_source, check_source, is_arrays
 from .store import CheckpointStore, Weights
-from .strategies import Table, require_built, require_loss
+from .strategies import Outline, Table, require_built, require_loss
 from .sync import carrying, make_policy
 from .training import (
     About,
@@ -359,8 +359,10 @@ def explain(
     *,
     on: On = None,
     params: Mapping[str, Any] | None = None,
-) -> Table:
+) -> Table | Outline:
     """Which layers go where, what each device holds and sends in a step; nothing is trained, no process is started.
+
+    Of a network that is cut in pieces it is the outline that `mh.cut` gives.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -382,6 +384,8 @@ def explain(
     if on is not None or spec.num_devices is None:
         spec = settle(spec, on)[0]
     require_loss(spec, made.loss is not None)
+    if spec.stages != 1:
+        return training.outline_of(made, *settle(spec, on)[:2])
     return training.explain(made, spec)[0]
 
 

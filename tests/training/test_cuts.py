@@ -75,6 +75,7 @@ def test_the_cut_is_shown_as_text_and_as_a_picture(tmp_path: Path, capsys: Any) 
     for name in ("cut.svg", "cut.html"):
         found.show(tmp_path / name)
         assert "tower_a" in (tmp_path / name).read_text()
+    assert str(mh.explain(task("towers"), mh.Placed({"tower_a": 0, "tower_b": 1}), on="cpu*2")) == str(found)
     staged = mh.cut(task("deep"), mh.Pipeline(2, schedule="interleaved"), on="cpu*2")
     assert [box.rank for box in staged.boxes] == [0, 1, 0, 1]
     assert all(box.seconds > 0 for box in staged.boxes)

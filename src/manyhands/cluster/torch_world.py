@@ -107,14 +107,17 @@ class _GroupWorld(World):
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        # Gloo sends from the host's memory and receives into it.
+        here = tensor if self.is_recordable or tensor.device.type == "cpu" else tensor.cpu()
         with self._naming("send"):
-            work = dist.isend(tensor, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
-            return _TorchPending(self, work, "send")
+            work = dist.isend(here, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
+            return _TorchPending(self, work, "send", (here, here))
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
         with self._naming("receive"):
-            work = dist.irecv(into, dist.get_global_rank(self._group, source), group=self._group, tag=tag)
-            return _TorchPending(self, work, "receive")
+            here = into if self.is_recordable or into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+            work = dist.irecv(here, dist.get_global_rank(self._group, source), group=self._group, tag=tag)
+            return _TorchPending(self, work, "receive", (into, here))
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -276,12 +279,19 @@ class _Many(Pending):
 
 
 class _TorchPending(Pending):
-    def __init__(self, world: _GroupWorld, work: Any, operation: str) -> None:
-        self._world, self._work, self._operation = world, work, operation
+    def __init__(
+        self, world: _GroupWorld, work: Any, operation: str, landing: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """`landing` is where a tensor belongs, and where it is while it travels, which must stay until then."""
+        self._world, self._work, self._operation, self._landing = world, work, operation, landing
 
     def wait(self) -> None:
         with self._world._naming(self._operation):
             self._work.wait()
+        if self._landing is not None:
+            into, here = self._landing
+            if into is not here:
+                into.copy_(here)
 
 
 def _brief(error: RuntimeError) -> str:

@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING
 
 from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
+from .drawing import Outline
 from .embedding import Embedding, declaring
 from .marks import on
 from .mirrored import MirroredReplica
-from .outline import Outline, check_cut, outline
+from .outline import check_cut, outline
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica
 from .realise import MAIN, Probe, lay_out, optimizers_of, realise, require_built, require_loss

@@ -270,8 +270,8 @@ class PipelineReplica(PlacedReplica):
     def hints(self) -> list[str]:
         norms = any(isinstance(layer, _BatchNorm) for layer in self.model.modules())
         if not norms or self.spec.microbatches == 1:
-            return []
-        return ["batch statistics are those of a microbatch: microbatches=1 keeps those of the batch"]
+            return super().hints()
+        return [*super().hints(), "batch statistics are those of a microbatch: microbatches=1 keeps those of the batch"]
 
     def remarks(self) -> list[str]:
         """The bubble that was seen, beside the formula's."""

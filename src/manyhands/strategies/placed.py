@@ -20,6 +20,7 @@ from ..core import Mean, StrategySpec
 from ..graph import Call, Clock
 from ..sync import Buckets, State, make_policy
 from .batch_stats import BatchStats
+from .drawing import drawn
 from .mirrored import hash_of
 from .placement import Cut, Loss, Placement, one_call
 from .relay import Flow, Relay
@@ -278,6 +279,12 @@ class PlacedReplica(Replica):
         for buffer in self.model.buffers():
             if not buffer.is_meta:
                 self.outer.broadcast(buffer)
+
+    def hints(self) -> list[str]:
+        """Which parts are where, and what crosses for the rows that were looked at."""
+        names = self.inner.gather_objects(str(self.inner.seat.device))
+        assert self.placement.first is not None
+        return [str(drawn(str(self.spec), self.placement.first, self.placement, names))]
 
     def differences(self) -> list[str]:
         """Compares what ranks of different replicas hold of the same stage."""
