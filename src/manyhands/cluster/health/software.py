@@ -13,7 +13,14 @@ from pathlib import Path
 
 from .finding import Finding, broken, slow
 
-_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "pynvml": "gpu", "pyarrow": "files"}
+_EXTRAS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "pynvml": "gpu",
+    "pyarrow": "files",
+    "ray": "ray",
+}
 """Packages that are used where they are there, and the extra that installs each."""
 
 
