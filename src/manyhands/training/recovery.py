@@ -55,10 +55,9 @@ class Marker:
     @property
     def _generators(self) -> list[torch.Generator]:
         device = self._hand.device
-        return [
-            torch.default_generator,
-            *([torch.cuda.default_generators[device.index or 0]] * (device.type == "cuda")),
-        ]
+        if device.type != "cuda":
+            return [torch.default_generator]
+        return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
     def mark(self) -> None:
         """A step is taken and counts."""
