@@ -65,3 +65,15 @@ def test_quick_memory() -> None:
     assert checks["recompute_time_ratio"]["at_most"] == 1.4
     # Besides the parameters themselves AdamW counts its steps.
     assert abs(result["notes"]["sharded_bytes"] - result["notes"]["sharded_formula_bytes"]) < 1000
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_quick_recovery() -> None:
+    command = [sys.executable, "-m", "benchmarks.recovery", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    bars = {"recovered_of_20": {"at_least": 20}, "seconds_to_step": {"at_most": 10.0}, "steps_lost": {"at_most": 1.0}}
+    assert {name: {k: v for k, v in check.items() if k != "value"} for name, check in result["checks"].items()} == bars
+    assert result["checks"]["recovered_of_20"]["value"] == 20
+    assert result["checks"]["steps_lost"]["value"] <= 1

@@ -7,6 +7,7 @@ with Hosts(3, rate="100mbit") as hosts:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -95,9 +96,7 @@ class Hosts(Sequence[Host]):
         names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self._hosts)
         for number, host in enumerate(self._hosts):
             _ip("netns", "add", host.namespace)
-            folder = _NAMES / host.namespace
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(names)
+            (_own_folder(host.namespace) / "hosts").write_text(names)
             port = f"port{number}"
             _ip("-n", host.namespace, "link", "add", "eth0", "type", "veth", "peer", port, "netns", self._switch)
             _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
@@ -147,8 +146,8 @@ class Hosts(Sequence[Host]):
         for namespace in (*(host.namespace for host in self._hosts), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
             shutil.rmtree(_NAMES / namespace, ignore_errors=True)
-        if _NAMES.is_dir() and not any(_NAMES.iterdir()):
-            _NAMES.rmdir()
+        with contextlib.suppress(OSError):
+            _NAMES.rmdir()  # only where it is empty
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -158,6 +157,14 @@ class Hosts(Sequence[Host]):
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
+
+
+def _own_folder(namespace: str) -> Path:
+    """Where a namespace's own files lie; another program may be taking the folder above away, because it is empty."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            (_NAMES / namespace).mkdir(parents=True)
+            return _NAMES / namespace
 
 
 def _ip(*words: str) -> None:
