@@ -56,7 +56,7 @@ def test_two_towers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "epochs", "loss"),
-    [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic")],
+    [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic"), ("recommender", 4, "loss")],
 )
 def test_pair(name: str, epochs: int, loss: str, tmp_path: Path) -> None:
     """Ours on one device behaves as plain PyTorch does, and on two devices it gives the losses of one."""

@@ -198,8 +198,13 @@ def fit(
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, steps)
+    place = training.place_here() if spec.servers else None
     if spec.servers:
         training.check_served(made)
+    if place is not None and not place.is_chief:
+        training.take_part(place, made, spec, devices[0], timeout)
+        # What follows in the program is for the chief, which has the run.
+        raise SystemExit(0)
     training.check_metrics(made, spec.num_parts)
     training.check_patience(training.as_patience(stop), made)
     source = training.as_weights(start_from, folder)
@@ -235,7 +240,7 @@ def fit(
         if table is not None:
             on_event(0, event("split", lines=table.lines(), **table.to_dict()))
         if spec.servers:
-            outcomes = [_serve(job, devices, timeout, on_event, view)]
+            outcomes = [_serve(job, devices, timeout, on_event, view, place)]
         else:
             train = functools.partial(training.train, job=job)
             apart = limit is not None and devices[0].kind == "cpu"
@@ -483,6 +488,9 @@ def settle(
     require_built(spec)
     if isinstance(on, Join):
         raise SettingsError("fit and launch work on many hosts", got=repr(on.address), remedy="use one of them")
+    place = training.place_here() if spec.servers and with_servers and current_world() is None else None
+    if place is not None and not isinstance(on, Team):
+        return place.fitted(spec), [resolve(on, 1)[0][0]] * place.num_workers, []
     world = None if isinstance(on, Team) else training.joined_world(on, timeout)
     if spec.servers and (world is not None or isinstance(on, Team) or not with_servers):
         raise StrategyError(
@@ -530,7 +538,12 @@ def _start(
 
 
 def _serve(
-    job: Job, devices: Sequence[Device], timeout: float, on_event: Callable[[int, Event], None], view: View
+    job: Job,
+    devices: Sequence[Device],
+    timeout: float,
+    on_event: Callable[[int, Event], None],
+    view: View,
+    place: training.Place | None,
 ) -> Outcome:
     """Trains with parameter servers: the chief is here, every server and worker is a job by itself."""
     line = DirectLine(lambda entry: on_event(0, entry))
@@ -545,7 +558,7 @@ def _serve(
             here,
             job,
             devices=devices,
-            start=lambda fn, device: _engine.start(fn, [device], timeout=timeout),
+            start=place or (lambda fn, device: _engine.start(fn, [device], timeout=timeout)),
             on_output=view.output,
             timeout=timeout,
         )

@@ -139,6 +139,23 @@ def test_batch_norm_counts_and_averages_its_buffers(tmp_path: Path) -> None:
     assert any("batch statistics" in entry["text"] for entry in events(run, "notice"))
 
 
+def test_what_nobody_trains_reaches_the_workers_too(tmp_path: Path) -> None:
+    """Frozen weights of a run that is gone on with, not those that a worker's own network begins with."""
+
+    def frozen() -> nn.Module:
+        model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
+        model[0].requires_grad_(False)
+        return model
+
+    task = problem("mlp").replace(model=frozen)
+    weights = {name: torch.full_like(value, 0.3) for name, value in frozen().state_dict().items()}
+    where: dict[str, Any] = {"folder": tmp_path, "start_from": weights, **QUIET}
+    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", name="one", **where)
+    spec = mh.ParameterServer(servers=2, workers=2, precision="fp64")
+    run = mh.fit(task, spec, on="cpu*2", name="ps", **where)
+    assert farthest(one, run) <= 1e-9
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -185,6 +202,8 @@ def test_what_servers_cannot_train_is_refused_before_anything_starts(tmp_path: P
         mh.fit(problem("mlp").replace(data=Stream(), shuffle=False), spec, steps=3, **where)
     with pytest.raises(StrategyError, match="worth at most 4 servers, but got 9"):
         mh.fit(problem("mlp"), mh.ParameterServer(servers=9, workers=2), **where)
+    with pytest.raises(StrategyError, match=r"0, a Embedding with sparse=True; use mh.Embedding"):
+        mh.fit(problem("mlp").replace(model=lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True))), spec, **where)
     with pytest.raises(StrategyError, match=r"train with mh.fit"):
         mh.launch(lambda hand: None, spec, on="cpu*2")
     assert not list(tmp_path.iterdir())

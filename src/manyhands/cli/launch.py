@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import typer
 from ..core import SettingsError, resolve_settings
 from .interrupts import Interrupts
 from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TokenFile, add_verb
-from .script import run_script
+from .script import run_main, run_script
 from .target import require_file
 
 Script = Annotated[
@@ -23,10 +25,22 @@ Args = Annotated[
 ]
 
 
+Role = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ROLE",
+        help="This process's part among parameter servers: [bold]chief[/], [bold]ps[/], [bold]worker[/] or "
+        "[bold]evaluator[/], in the cluster of TF_CONFIG.",
+        show_default=False,
+    ),
+]
+Index = Annotated[int, typer.Option(metavar="N", help="Which one of its role it is, from 0.")]
+
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
     "manyhands launch train.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
     "manyhands launch train.py --on cuda:0,1 --strategy mirrored,accumulate=2 -- --lr 0.1",
+    "manyhands launch train.py --role ps --index 0",
 )
 
 
@@ -43,12 +57,17 @@ def launch(
     hosts: Hosts = None,
     join: JoinAt = None,
     token_file: TokenFile = None,
+    role: Role = None,
+    index: Index = 0,
 ) -> None:
     """Run your own script on every device, each as one rank of the same job.
 
     In the script [bold]hand = mh.hand()[/] gives the rank, its part of the data and the collectives; the same script
     runs under plain Python as the only rank. Lines that a rank prints are marked with its number. With one device
     the script runs in this process, so a debugger works.
+
+    With --role the script, whose mh.fit trains with mh.ParameterServer, is run here as one member of the cluster that
+    TF_CONFIG describes; servers and workers end when the chief's fit does.
 
     Options that are not ours go to the script; put -- before those that share a name with ours.
     """
@@ -59,11 +78,28 @@ def launch(
     _require_compiles(path)
     from .. import verbs
 
+    if role is not None:
+        os.environ["TF_CONFIG"] = _with_task(os.environ.get("TF_CONFIG", ""), role, index)
+        run_main(str(path.resolve()), list(args or []))
+        return
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
     with Interrupts() as interrupts:
         verbs.launch(rank, settings.strategy, on=settings.place(path, *(args or [])))
     if interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
+
+
+def _with_task(config: str, role: str, index: int) -> str:
+    """TF_CONFIG with this process's own part in it."""
+    try:
+        cluster = json.loads(config)["cluster"]
+    except (ValueError, KeyError, TypeError):
+        raise SettingsError(
+            "--role names a part of the cluster in TF_CONFIG",
+            got=repr(config[:80]) if config else "no TF_CONFIG",
+            remedy='set it to {"cluster": {"chief": ["HOST:PORT"], "ps": [...], "worker": [...]}}',
+        ) from None
+    return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
 
 
 def _require_compiles(path: Path) -> None:

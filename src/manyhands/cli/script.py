@@ -31,8 +31,13 @@ class ScriptExit(RunError):
 
 def run_script(hand: Hand, script: str, args: Sequence[str]) -> None:
     """Runs a script as `__main__` in this rank; what it raises shows its own lines only."""
+    run_main(script, args, hand.world.size)
+
+
+def run_main(script: str, args: Sequence[str], num_ranks: int = 1) -> None:
+    """Runs a script as `__main__` in this process, one of so many ranks."""
     try:
-        with _as_main_program(script, args), _default_signals(hand.world.size):
+        with _as_main_program(script, args), _default_signals(num_ranks):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         _end(error.code)

@@ -10,8 +10,9 @@ from .leases import leased
 from .line import DirectLine, Line
 from .links import Link, Reach, reach
 from .local import LocalEngine
+from .network import resolve_host
 from .pretended import PretendedWorld
-from .resolvers import Cluster, Host, HostsFile, Resolver, Standing, understood
+from .resolvers import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, HostsFile, Resolver, Standing, understood
 from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
@@ -54,6 +55,11 @@ __all__ = [
     "understood",
     "Cluster",
     "Host",
+    "CHIEF",
+    "WORKER",
+    "SERVER",
+    "EVALUATOR",
+    "resolve_host",
     "Standing",
     "Resolver",
     "HostsFile",

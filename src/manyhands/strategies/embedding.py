@@ -85,6 +85,8 @@ class Embedding(nn.Embedding):
             return super().forward(input)
         assert self.source is not None, "a declared table has no rows of its own"
         ids, inverse = torch.unique(input, return_inverse=True)
+        if ids.numel() and not 0 <= int(ids[0]) <= int(ids[-1]) < self.num_embeddings:
+            raise IndexError(f"ids of {self.name} must lie in 0 to {self.num_embeddings - 1}, but got {ids[[0, -1]]}")
         return F.embedding(inverse, self.source.rows(self.name, ids, input.device))
 
     def _declare(self, rows: int, dim: int) -> None:

@@ -15,6 +15,7 @@ from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
+from .roles import Place, place_here, take_part
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
@@ -32,6 +33,9 @@ __all__ = [
     "train",
     "train_served",
     "check_served",
+    "Place",
+    "place_here",
+    "take_part",
     "check_schedule",
     "time_steps",
     "gradient_squares",

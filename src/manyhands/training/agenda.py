@@ -52,11 +52,11 @@ class Agenda(ABC):
         self._sizes: dict[int, int] = {}
         """By step: how many tickets its batch was cut into."""
 
-    def take(self, limit: int) -> Ticket | None:
-        """The next ticket of a step before `limit`; None where there is none now."""
-        if not self._waiting or not self.may_take(self._waiting[0]):
+    def take(self, limit: int, *, again: bool = False) -> Ticket | None:
+        """The next ticket of a step before `limit`, for a worker that has done one of the open step `again` or not."""
+        if not self._waiting or not self.may_take(self._waiting[0], again):
             self._cut(limit)
-        if not self._waiting or not self.may_take(self._waiting[0]):
+        if not self._waiting or not self.may_take(self._waiting[0], again):
             return None
         ticket = heapq.heappop(self._waiting)
         self.out[ticket.number] = ticket
@@ -67,8 +67,8 @@ class Agenda(ABC):
         return ticket
 
     @abstractmethod
-    def may_take(self, ticket: Ticket) -> bool:
-        """Whether a ticket may be worked on now."""
+    def may_take(self, ticket: Ticket, again: bool) -> bool:
+        """Whether a ticket may be worked on now, by a worker that has done one of the open step or not."""
 
     @abstractmethod
     def may_cut(self, step: int) -> bool:
@@ -137,7 +137,7 @@ class InOrder(Agenda):
         super().__init__(windows, step, number, parts, accumulate)
         self._ahead = ahead
 
-    def may_take(self, ticket: Ticket) -> bool:
+    def may_take(self, ticket: Ticket, again: bool) -> bool:
         return ticket.step <= self.step + self._ahead
 
     def may_cut(self, step: int) -> bool:
@@ -158,8 +158,9 @@ class FirstCome(Agenda):
         self._begun = 0
         """Tickets that were handed out for the open step."""
 
-    def may_take(self, ticket: Ticket) -> bool:
-        return self._begun < self._needed + self._backup
+    def may_take(self, ticket: Ticket, again: bool) -> bool:
+        # Whoever is done early must be free when the next step opens, not busy with what will come too late.
+        return self._begun < self._needed + (0 if again else self._backup)
 
     def may_cut(self, step: int) -> bool:
         # One batch ahead, so that backup workers have something to do.
@@ -193,7 +194,7 @@ class FirstCome(Agenda):
 class Free(Agenda):
     """Every ticket is a batch, and a step by itself, in whatever order they come."""
 
-    def may_take(self, ticket: Ticket) -> bool:
+    def may_take(self, ticket: Ticket, again: bool) -> bool:
         return True
 
     def may_cut(self, step: int) -> bool:

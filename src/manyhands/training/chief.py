@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import zmq
 
-from ..cluster import Device, Job, Line
+from ..cluster import Device, Job, Line, resolve_host
 from ..core import Event, PeerLost, RunError, WorkerFailed, event
 from ..data import Ids
 from ..strategies import MAIN, served
@@ -24,6 +25,7 @@ from .agenda import Agenda, FirstCome, Free, InOrder, Ticket
 from .gathered import load_frames, take_state
 from .hand import Hand
 from .loop import Job as TrainingJob
+from .roles import Place
 from .worker import Membership, clip_factor, shares_of
 
 Start = Callable[[Callable[[Any], Any], Device], Job]
@@ -34,6 +36,10 @@ GRACE = 1.0
 """Seconds that members have to end by themselves."""
 MAX_RESTARTS = 3
 """Members that may die one after another without a step in between."""
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class ServerLost(RunError):
@@ -55,6 +61,8 @@ class _Member:
     address: str = ""
     ticket: int | None = None
     is_asking: bool = False
+    step: int = -1
+    """The last step that it has done a part of."""
     since: float = 0.0
 
 
@@ -78,6 +86,10 @@ class Tale:
     lost_servers: int = 0
     applied: int = 0
     """Gradients in closed steps."""
+    ledger: list[int] = field(default_factory=list)
+    """By server: gradients that it has applied since it was filled, each of them once."""
+    bytes: list[int] = field(default_factory=list)
+    """By server: what came from workers and went to them, in shared memory or not."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -87,6 +99,8 @@ class Tale:
             "lost_workers": self.lost_workers,
             "lost_servers": self.lost_servers,
             "applied": self.applied,
+            "ledger": self.ledger,
+            "bytes": self.bytes,
         }
 
 
@@ -94,15 +108,24 @@ class Chief:
     """Keeps servers and workers together."""
 
     def __init__(
-        self, hand: Hand, job: TrainingJob, devices: Sequence[Device], start: Start, line: Line, timeout: float
+        self,
+        hand: Hand,
+        job: TrainingJob,
+        devices: Sequence[Device],
+        start: Start | Place,
+        line: Line,
+        timeout: float,
     ) -> None:
         self.hand, self.task, self.spec = hand, job.task, job.spec
         self.shares = shares_of(hand)
         self.tale = Tale()
         self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
-        self._token = served.new_token()
+        self._is_placed = isinstance(start, Place)
+        """Whether somebody else starts servers and workers, and starts them again."""
+        self._token = start.token if isinstance(start, Place) else served.new_token()
         self._context = served.new_context()
-        self._listener = served.Listener(self._context, self._token)
+        listens = (resolve_host(start.chief.name), start.chief.port) if isinstance(start, Place) else ("127.0.0.1", 0)
+        self._listener = served.Listener(self._context, self._token, *listens)
         self._poller = zmq.Poller()
         self._poller.register(self._listener.socket, zmq.POLLIN)
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -120,6 +143,8 @@ class Chief:
         self._next_ticket = 0
         self._answers: dict[int, tuple[Any, list[Any]]] = {}
         self._skips: dict[int, bool] = {}
+        self._num_entered = 0
+        """Gradients in closed steps since the servers were filled; each of them must have applied just these."""
         self._client: served.Client | None = None
         self._is_ending = False
         self.on_output: Callable[[int, str, str], None] = lambda rank, text, stream: None
@@ -131,7 +156,7 @@ class Chief:
         """Starts servers and workers, and gives the servers what the hand's network holds."""
         for number in range(self.spec.servers):
             self._servers.append(self._begin("server", number, number))
-        for place in range(len(self._devices)):
+        for place in range(0 if self._is_placed else len(self._devices)):
             self._begin_worker(place)
         self.publish()
         self._client = served.Client(self.hand.model, self.shares, -1, None, self._token, self._timeout)
@@ -141,8 +166,14 @@ class Chief:
     def _begin(self, role: str, number: int, place: int) -> _Member:
         device = Device("cpu") if role == "server" else self._devices[place]
         member = _Member(role, number, device, place)
+        if isinstance(self._start, Place):
+            return member
+        # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
+        task = self.task.replace(valid=None, metrics={})
+        if role == "server":
+            task = task.replace(data=(torch.zeros(1, 1),), collate=None, batch_size=1)
         work = Membership(
-            task=self.task,
+            task=task,
             spec=self.spec,
             role=role,
             number=number,
@@ -222,6 +253,7 @@ class Chief:
         self._is_open = False
         self._term += 1
         self._agenda = None
+        self._next_ticket = self._num_entered = 0
         self._turn(lambda: all(server.peer is not None for server in self._servers), "servers to join")
         for number, server in enumerate(self._servers):
             load, frames = load_frames(self.hand, self.shares[number], number, self.spec.servers, self._term)
@@ -243,6 +275,14 @@ class Chief:
         for server in self._servers:
             self._send(server, served.Save(self.hand.num_steps))
         answers = self._gather(served.State, "servers to give their values")
+        for number, (state, _) in enumerate(answers):
+            if state.applied != self._num_entered:
+                raise RunError(
+                    f"server {number} has applied {state.applied} gradients since it was filled, but closed steps have "
+                    f"{self._num_entered}: its values cannot be trusted, the last checkpoint can"
+                )
+        self.tale.ledger = [state.applied for state, _ in answers]
+        self.tale.bytes = [state.wire for state, _ in answers]
         take_state(self.hand, self.shares, answers)
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -283,6 +323,7 @@ class Chief:
         self._failures = 0
         tickets = closed[0]
         self.tale.applied += len(tickets)
+        self._num_entered += len(tickets)
         self.tale.staleness.update(ticket.staleness for ticket in tickets)
         total, count = sum(t.total for t in tickets), sum(t.count for t in tickets)
         is_taken = not any(self._skips.pop(ticket.number, False) for ticket in tickets)
@@ -320,6 +361,7 @@ class Chief:
             self._hear_news()
             if is_done():
                 return
+            self._look_for_silence()
             self._hand_out()
             self._poller.poll(int(1000 * TICK))
             while (got := self._listener.receive()) is not None:
@@ -348,12 +390,48 @@ class Chief:
     def _welcome(self, peer: bytes, message: served.Join) -> None:
         members = {m.number: m for m in self._servers} if message.role == "server" else self._workers
         member = members.get(message.number)
+        if self._is_placed:
+            member = self._expect(message, member)
         if member is None:
             return
         member.peer, member.address = peer, message.address
         self._peers[peer] = member
         if message.role == "worker" and self._is_open:
             self._send(member, self._crew())
+
+    def _expect(self, message: served.Join, before: _Member | None) -> _Member | None:
+        """A member that somebody else has started, maybe in place of one that is gone."""
+        if message.role == "server":
+            if before is not None and before.peer is not None:
+                self._peers.pop(before.peer)
+                before.peer = None
+                self.tale.lost_servers += 1
+                self._news.put(lambda: _raise(ServerLost(f"server {message.number} was started anew")))
+            return before
+        if before is not None:
+            self._release(before)
+        if 0 <= message.number < len(self._devices):
+            self._workers[message.number] = _Member("worker", message.number, Device("cpu"), message.number)
+        return self._workers.get(message.number)
+
+    def _release(self, worker: _Member) -> None:
+        """Takes back what a worker has that is gone."""
+        self.tale.lost_workers += 1
+        self._say(f"worker {worker.number} is gone: its samples are handed out again")
+        self._peers.pop(worker.peer or b"", None)
+        del self._workers[worker.number]
+        if worker.ticket is not None and self._agenda is not None:
+            self._agenda.give_back(worker.ticket)
+
+    def _look_for_silence(self) -> None:
+        """A worker that takes too long is taken for gone: it may be frozen, or its host may be."""
+        now = time.monotonic()
+        for worker in [w for w in self._workers.values() if w.ticket is not None and w.since < now - self._timeout]:
+            if worker.job is None:
+                self._release(worker)
+            else:
+                worker.job.kill()
+                worker.since = now
 
     def _receive(self, worker: _Member, message: served.Delivered) -> None:
         worker.ticket, worker.is_asking = None, True
@@ -362,6 +440,7 @@ class Chief:
         if ticket is None:
             # The servers keep its gradient until the next one with the same ticket takes its place.
             return
+        worker.step = ticket.step
         ticket.total, ticket.count, ticket.weight = message.total, message.count, message.weight
         ticket.staleness = message.staleness
         if message.skipped:
@@ -376,9 +455,9 @@ class Chief:
         for worker in self._workers.values():
             if not worker.is_asking or worker.peer is None:
                 continue
-            ticket = agenda.take(limit)
+            ticket = agenda.take(limit, again=worker.step == agenda.step)
             if ticket is None:
-                return
+                continue
             worker.ticket, worker.is_asking, worker.since = ticket.number, False, time.monotonic()
             oldest = 0 if self.spec.staleness is None else max(0, ticket.step - self.spec.staleness)
             rates = self.rates if self.spec.staleness is None else []
@@ -406,8 +485,8 @@ class Chief:
                 self._send(member, served.End())
         deadline = time.monotonic() + GRACE
         for member in members:
-            assert member.thread is not None
-            assert member.job is not None
+            if member.thread is None or member.job is None:
+                continue
             member.thread.join(max(0.0, deadline - time.monotonic()))
             if member.thread.is_alive():
                 member.job.kill()

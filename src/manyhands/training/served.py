@@ -22,14 +22,18 @@ from .stepping import Stepper
 
 if TYPE_CHECKING:
     from .chief import Chief, Start
+    from .roles import Place
 
 Output = Callable[[int, str, str], None]
 
 
 def train_served(
-    world: World, job: Job, *, devices: Sequence[Device], start: Start, on_output: Output, timeout: float
+    world: World, job: Job, *, devices: Sequence[Device], start: Start | Place, on_output: Output, timeout: float
 ) -> Outcome:
-    """Trains with parameter servers; this process is the chief, and the devices are the workers'."""
+    """Trains with parameter servers; this process is the chief, and the devices are the workers'.
+
+    `start` starts a member, or says where in a cluster this process stands whose members somebody else starts.
+    """
     hand = Hand(world, alone(job.spec))
     loop = ServedLoop(hand, job, devices, start, on_output, timeout)
     try:
@@ -67,6 +71,16 @@ def check_served(task: Task) -> None:
         )
 
 
+def _require_dense(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise StrategyError(
+                "gradients of plain layers travel dense to parameter servers",
+                got=f"{name}, a {type(layer).__name__} with sparse=True",
+                remedy="use mh.Embedding(rows, dim), of which only touched rows travel, or sparse=False",
+            )
+
+
 def _require_transport() -> None:
     try:
         import msgspec  # noqa: F401
@@ -81,7 +95,7 @@ class ServedLoop(TrainingLoop):
     """The training loop, with a chief in place of the step."""
 
     def __init__(
-        self, hand: Hand, job: Job, devices: Sequence[Device], start: Start, on_output: Output, timeout: float
+        self, hand: Hand, job: Job, devices: Sequence[Device], start: Start | Place, on_output: Output, timeout: float
     ) -> None:
         super().__init__(hand, job, Kept())
         self._devices, self._start, self._on_output, self._timeout = devices, start, on_output, timeout
@@ -108,6 +122,7 @@ class ServedLoop(TrainingLoop):
                 got=f"{len(self.hand.optimizers)} by name",
                 remedy="return one optimizer with several parameter groups",
             )
+        _require_dense(self.hand.model)
         line = self.hand.world.line
         chief = Chief(self.hand, self.job, self._devices, self._start, line, self._timeout)
         self._chief = chief

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,10 @@ class Membership:
     role: str
     number: int
     chief: str
-    token: bytes
+    token: bytes = field(repr=False)
     timeout: float
+    listens: tuple[str, int] | None = None
+    """Where a server listens; None for any port of loopback."""
 
     def run(self, world: World) -> dict[str, Any]:
         """Takes part until the chief says that it is over."""
@@ -58,7 +60,8 @@ def shares_of(hand: Hand) -> list[served.Share]:
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
     """Holds one share of the network."""
     shard = served.Shard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
-    return served.Server(shard, member.spec, member.chief, member.token, member.timeout).run()
+    listens = member.listens or ("127.0.0.1", 0)
+    return served.Server(shard, member.spec, member.chief, member.token, member.timeout, listens).run()
 
 
 class _Worker:
@@ -170,7 +173,7 @@ class _Worker:
 
 def total_norm(gradients: list[Tensor]) -> float:
     """The norm of several gradients together."""
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients) if gradients else []
     return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
 
 

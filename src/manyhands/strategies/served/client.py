@@ -32,20 +32,26 @@ class Over(Exception):
 class _Link:
     """The connection to one server: room for a gradient and for values, shared with it where both are on one host."""
 
-    def __init__(self, share: Share, caller: Caller) -> None:
+    def __init__(self, share: Share, caller: Caller, *, may_share: bool) -> None:
         self.share, self.caller = share, caller
-        self._slots: SharedSlots | None = SharedSlots(share)
-        caller.send(self._slots.offer())
-        answer, _ = caller.expect(60.0)
-        self.is_shared = isinstance(answer, Attached) and answer.is_shared
-        if self.is_shared:
+        self._slots = self._offer() if may_share else None
+        self.is_shared = self._slots is not None
+        if self._slots is not None:
             self.pushed, self.pulled = self._slots.pushed, self._slots.pulled
         else:
-            self._slots.close()
-            self._slots = None
             self.pushed, self.pulled = buffers_of(share), buffers_of(share)
         self.version = 0
         self.is_pulling = False
+
+    def _offer(self) -> SharedSlots | None:
+        """Memory that the server has opened too; None where it is on another host."""
+        slots = SharedSlots(self.share)
+        self.caller.send(slots.offer())
+        answer, _ = self.caller.expect(60.0)
+        if isinstance(answer, Attached) and answer.is_shared:
+            return slots
+        slots.close()
+        return None
 
     def close(self) -> None:
         self.caller.close()
@@ -77,6 +83,8 @@ class Client:
         self._before: dict[str, Tensor] = {}
         self.on_wait: Callable[[], None] = lambda: None
         """Called now and then by a client without a chief, while it waits."""
+        self.may_share = True
+        """Whether tensors go through shared memory where a server is on the same host."""
         self.crew = Crew(-1, [])
         self.version = 0
         """The oldest of the values that are in the network now."""
@@ -88,7 +96,8 @@ class Client:
         self.disconnect()
         self.crew = crew
         for share, address in zip(self._shares, crew.servers, strict=True):
-            self._links.append(_Link(share, Caller(self._context, self._token, address, self._timeout)))
+            caller = Caller(self._context, self._token, address, self._timeout)
+            self._links.append(_Link(share, caller, may_share=self.may_share))
         self._touched = [[] for _ in self.tables]
 
     def disconnect(self) -> None:
@@ -135,7 +144,8 @@ class Client:
                 for slab, tensor in zip(link.share, link.pulled, strict=True)
                 for piece in slab.pieces
             ]
-            torch._foreach_copy_(into, values)
+            if into:
+                torch._foreach_copy_(into, values)
             for piece, value in zip((p for slab in link.share for p in slab.pieces), values, strict=True):
                 if not piece.is_trained:
                     self._before[f"{piece.name} {piece.start}"] = value.clone()

@@ -67,18 +67,19 @@ def tables_of(model: nn.Module) -> dict[str, Embedding]:
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the servers hold whole or in pieces: trained parameters, and buffers that are added to."""
+    """What the servers hold: trained parameters; and buffers that are added to, with parameters that nobody trains."""
     tables = {f"{name}.weight" if name else "weight" for name in tables_of(model)}
     trained: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables
     }
     saved = model.state_dict(keep_vars=True)
-    buffers = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name in saved and (buffer.is_floating_point() or buffer.dtype in COUNTED)
+    others: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if not p.requires_grad and name not in tables
     }
-    return trained, buffers
+    others.update({name: buffer for name, buffer in model.named_buffers() if name in saved})
+    # Workers build the network themselves, so what was loaded must reach them even where nothing is added to it.
+    kept = {name: t for name, t in others.items() if t.is_floating_point() or t.dtype in COUNTED}
+    return trained, kept
 
 
 def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:

@@ -219,9 +219,10 @@ class State(Message, tag=True):
     """By piece, by name."""
     tables: list[list[str]]
     """By table: the number of its updates, and the names of its slots."""
-    num_bytes: int
     applied: int
-    """Updates since the last load."""
+    """Gradients since the last load."""
+    wire: int
+    """Bytes from workers and to them."""
 
 
 class Load(Message, tag=True):

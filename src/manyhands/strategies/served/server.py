@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +141,8 @@ class Shard:
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Gradients times a number, in place; what was added to buffers stays as it is."""
         if scale != 1.0:
-            torch._foreach_mul_(self._trained(total), scale)
+            for gradient in self._trained(total):
+                gradient.mul_(scale)
             rows = [(ids, gradients * scale) for ids, gradients in rows]
         return total, rows
 
@@ -179,12 +179,11 @@ class Shard:
 
     def _square(self, total: list[Tensor], rows: list[tuple[Tensor, Tensor]]) -> float:
         parts = [*self._trained(total), *(gradients for _, gradients in rows)]
-        norms = [norm.double() for norm in torch._foreach_norm([part for part in parts if part.numel()])]
-        return float(torch.stack(norms).square().sum()) if norms else 0.0
+        return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[State, list[Frame]]:
+    def state(self, wire: int) -> tuple[State, list[Frame]]:
         """Everything that it holds, as a message and its frames."""
         slots: list[Slots] = []
         frames = list(self.values)
@@ -197,8 +196,7 @@ class Shard:
             ids, tensors = table.state()
             names.append([str(table.num_updates), *table.slot_names])
             frames += [ids, *tensors]
-        num_bytes = sum(v.numel() * v.element_size() for v in self.values) + sum(t.num_bytes for t in self.tables)
-        return State(self.version, slots, names, num_bytes, len(self.ledger)), frames_of(frames)
+        return State(self.version, slots, names, len(self.ledger), wire), frames_of(frames)
 
     def load(self, load: Load, frames: list[Frame]) -> None:
         """Holds this from now on."""
@@ -220,11 +218,17 @@ class Server:
     """Answers workers and follows the chief, one message after another."""
 
     def __init__(
-        self, shard: Shard, spec: StrategySpec, chief: str, token: bytes, timeout: float, host: str = "127.0.0.1"
+        self,
+        shard: Shard,
+        spec: StrategySpec,
+        chief: str,
+        token: bytes,
+        timeout: float,
+        listens: tuple[str, int] = ("127.0.0.1", 0),
     ) -> None:
         self.shard, self.spec = shard, spec
         self._context: zmq.Context[Any] = zmq.Context()
-        self._listener = Listener(self._context, token, host)
+        self._listener = Listener(self._context, token, *listens)
         self._chief = Caller(self._context, token, chief, timeout)
         self._slots: dict[bytes, SharedSlots] = {}
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
@@ -233,8 +237,6 @@ class Server:
         self._is_over = False
         self.seconds = {"push": 0.0, "pull": 0.0}
         """Where its time went."""
-        self.on_applied: Callable[[], None] = lambda: None
-        """Called after every update, before anybody hears of it."""
 
     def run(self) -> dict[str, Any]:
         """Serves until the chief says that it is over; returns what passed through."""
@@ -269,7 +271,7 @@ class Server:
         elif isinstance(message, Apply) and message.term == self._term:
             self._apply(message.scale)
         elif isinstance(message, Save):
-            state, parts = shard.state()
+            state, parts = shard.state(self._listener.num_bytes)
             self._chief.send(state, [bytes(part) for part in parts])
         elif isinstance(message, Load):
             shard.load(message, frames)
@@ -280,7 +282,6 @@ class Server:
 
     def _apply(self, scale: float) -> None:
         self.shard.apply(self._closing, scale)
-        self.on_applied()
         self._serve_waiting()
 
     def _hear_worker(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
@@ -317,7 +318,6 @@ class Server:
             is_new = push.ticket not in shard.ledger
             if is_new:
                 staleness = shard.apply_now(push, dense, tables, self.spec.correction)
-                self.on_applied()
         self._listener.send(peer, Pushed(push.ticket, staleness, is_new))
         self.seconds["push"] += time.perf_counter() - began
         if is_new and push.rates:

@@ -1,0 +1,54 @@
+"""A recommender: how much users like items, learned from ratings; on one device, on many, or on parameter servers.
+
+    python recommender_manyhands.py
+    manyhands fit recommender_manyhands.py --strategy ps,servers=2,workers=2 --on 'cpu*2'
+
+With servers, `mh.Embedding` is a table that no worker holds: only the rows that a batch touches travel.
+"""
+
+import os
+
+import torch
+from torch import nn
+
+import manyhands as mh
+
+EPOCHS = int(os.environ.get("EPOCHS", 5))
+USERS, ITEMS = 2_000, 1_000
+
+
+class Recommender(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = mh.Embedding(USERS, 8, std=0.3), mh.Embedding(ITEMS, 8, std=0.3)
+
+    def forward(self, ids):
+        return (self.users(ids[:, 0]) * self.items(ids[:, 1])).sum(1)
+
+
+def ratings():
+    """20,000 ratings that come from hidden tastes."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randint(0, rows, (20_000,), generator=draw) for rows in (USERS, ITEMS)], 1)
+    tastes = [torch.randn(rows, 3, generator=draw) for rows in (USERS, ITEMS)]
+    return ids, (tastes[0][ids[:, 0]] * tastes[1][ids[:, 1]]).sum(1)
+
+
+def loss(model, batch):
+    ids, wanted = batch
+    return (model(ids) - wanted).square().mean()
+
+
+def task(lr: float = 0.2) -> mh.Task:
+    return mh.Task(
+        model=Recommender,
+        loss=loss,
+        optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=lr),
+        data=ratings(),
+        batch_size=256,
+    )
+
+
+if __name__ == "__main__":
+    run = mh.fit(task, epochs=EPOCHS)
+    print(run)

@@ -1,0 +1,111 @@
+"""Roles of a cluster that somebody laid out for parameter servers: a TF_CONFIG with chief, ps, worker and evaluator."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..cluster import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Device, Host, NullWorld, described, resolve_host
+from ..core import SettingsError, StrategySpec, Task
+
+TOKEN = "MANYHANDS_TOKEN"
+SHORTEST = 16
+"""Characters that a token has at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands among chief, servers and workers."""
+
+    role: str
+    number: int
+    chief: Host
+    here: Host
+    num_servers: int
+    num_workers: int
+    token: bytes = dataclasses.field(repr=False)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether it hands out the work."""
+        return self.role == CHIEF
+
+    @property
+    def address(self) -> str:
+        """Where the chief listens."""
+        return f"tcp://{resolve_host(self.chief.name)}:{self.chief.port}"
+
+    def fitted(self, spec: StrategySpec) -> StrategySpec:
+        """The strategy with as many servers and workers as the cluster has."""
+        for name, asked, there in (
+            ("servers", spec.servers, self.num_servers),
+            ("workers", spec.replicas, self.num_workers),
+        ):
+            if asked not in (None, there) and not (name == "servers" and asked == 1):
+                raise SettingsError(
+                    f"the strategy and the cluster must have the same number of {name}",
+                    got=f"{asked} and {there}",
+                    remedy=f"leave {name} away, or correct TF_CONFIG",
+                )
+        return dataclasses.replace(spec, servers=self.num_servers, replicas=self.num_workers)
+
+
+def place_here(environ: Mapping[str, str] | None = None) -> Place | None:
+    """This process's place in a cluster with parameter servers; None where there is no such cluster."""
+    given = os.environ if environ is None else environ
+    cluster = described(environ=given)
+    if cluster is None or not _of(cluster, SERVER):
+        return None
+    chiefs, workers = _of(cluster, CHIEF), _of(cluster, WORKER)
+    if not chiefs or not workers:
+        raise SettingsError(
+            "a cluster with parameter servers has a chief and workers",
+            got=", ".join(sorted({host.role for host in cluster.hosts})),
+            remedy='add "chief": ["HOST:PORT"] and "worker": [...] to its cluster',
+        )
+    here = cluster.host
+    return Place(
+        role=here.role,
+        number=_of(cluster, here.role).index(here),
+        chief=chiefs[0],
+        here=here,
+        num_servers=len(_of(cluster, SERVER)),
+        num_workers=len(workers),
+        token=token_of(given),
+    )
+
+
+def token_of(environ: Mapping[str, str]) -> bytes:
+    """The secret that all members of a job share."""
+    text = environ.get(TOKEN, "").strip()
+    if len(text) < SHORTEST:
+        raise SettingsError(
+            f"members of a cluster share a secret of at least {SHORTEST} characters in {TOKEN}",
+            got="none" if not text else f"one of {len(text)}",
+            remedy=f"make one with `openssl rand -hex 32` and set {TOKEN} to it everywhere",
+        )
+    return text.encode()
+
+
+def take_part(place: Place, task: Task, spec: StrategySpec, device: Device, timeout: float) -> None:
+    """Serves or computes until the chief says that it is over; an evaluator has nothing to do, the chief measures."""
+    if place.role == EVALUATOR:
+        return
+    from .worker import Membership
+
+    Membership(
+        task=task,
+        spec=spec,
+        role="server" if place.role == SERVER else "worker",
+        number=place.number,
+        chief=place.address,
+        token=place.token,
+        timeout=timeout,
+        listens=(resolve_host(place.here.name), place.here.port) if place.role == SERVER else None,
+    ).run(NullWorld(Device("cpu") if place.role == SERVER else device))
+
+
+def _of(cluster: Cluster, role: str) -> list[Host]:
+    return [host for host in cluster.hosts if host.role == role]

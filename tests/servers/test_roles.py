@@ -1,0 +1,110 @@
+"""Clusters that somebody else laid out: chief, servers and workers by a TF_CONFIG, each a program by itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+from manyhands.cli.launch import _with_task
+from manyhands.cluster import World
+from manyhands.cluster import world as worlds
+from manyhands.core import SettingsError
+from manyhands.training import place_here
+
+from ..training.problems import problem
+from .test_training import QUIET, farthest
+
+ROLES = [("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+TOKEN = "a secret of enough characters"
+
+
+def cluster(*counts: tuple[str, int]) -> dict[str, list[str]]:
+    """Addresses on loopback, at free ports that the system gives to nobody who asks for just any."""
+    found: dict[str, list[str]] = {}
+    ports = (port for port in random.sample(range(20_000, 30_000), 1000) if is_free(port))
+    for role, count in counts:
+        found[role] = [f"127.0.0.1:{next(ports)}" for _ in range(count)]
+    return found
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def member(world: World, hosts: dict[str, list[str]], folder: str) -> str:
+    """One program of the cluster, as a scheduler would start it."""
+    worlds._current.clear()
+    role, index = ROLES[world.rank]
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": hosts, "task": {"type": role, "index": index}})
+    os.environ["MANYHANDS_TOKEN"] = TOKEN
+    try:
+        run = mh.fit(
+            problem("mlp"),
+            mh.ParameterServer(precision="fp64"),
+            on="cpu",
+            epochs=2,
+            folder=folder,
+            name="placed",
+            timeout=60,
+            **QUIET,
+        )
+    except SystemExit as end:
+        return f"{role} ended with {end.code}"
+    return f"{role} has {run.num_steps} steps"
+
+
+def test_a_tf_config_with_servers_trains_what_one_device_trains(
+    run_ranks: Callable[[Callable[[World], Any], int], list[Any]], tmp_path: Path
+) -> None:
+    hosts = cluster(("chief", 1), ("ps", 2), ("worker", 2))
+    said = run_ranks(functools.partial(member, hosts=hosts, folder=str(tmp_path)), len(ROLES))
+    assert said == ["chief has 6 steps", *["ps ended with 0"] * 2, *["worker ended with 0"] * 2]
+    task = problem("mlp")
+    one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)
+    placed = mh.Run(tmp_path / "placed", task)
+    assert farthest(one, placed) <= 1e-9
+    assert placed.record["spec"]["servers"] == placed.record["spec"]["replicas"] == 2
+
+
+def environ(role: str, index: int = 0, token: str = TOKEN, **hosts: list[str]) -> dict[str, str]:
+    config = {"cluster": hosts, "task": {"type": role, "index": index}}
+    return {"TF_CONFIG": json.dumps(config), "MANYHANDS_TOKEN": token}
+
+
+HOSTS = {"chief": ["a:1"], "ps": ["b:1", "c:1"], "worker": ["d:1", "e:1", "f:1"]}
+
+
+def test_a_place_is_understood() -> None:
+    place = place_here(environ("worker", 2, **HOSTS))
+    assert place is not None
+    assert (place.role, place.number, place.num_servers, place.num_workers) == ("worker", 2, 2, 3)
+    assert TOKEN not in repr(place)
+    assert place.fitted(mh.ParameterServer()) == mh.ParameterServer(servers=2, workers=3)
+    with pytest.raises(SettingsError, match="same number of servers, but got 4 and 2"):
+        place.fitted(mh.ParameterServer(servers=4))
+    assert place_here({}) is None
+    assert place_here(environ("worker", **{k: v for k, v in HOSTS.items() if k != "ps"})) is None
+
+
+def test_a_cluster_without_a_secret_or_a_chief_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"a secret of at least 16 characters in MANYHANDS_TOKEN, but got none"):
+        place_here(environ("ps", token="", **HOSTS))
+    with pytest.raises(SettingsError, match="has a chief and workers"):
+        place_here(environ("worker", **{k: v for k, v in HOSTS.items() if k != "chief"}))
+
+
+def test_a_role_is_put_into_the_cluster() -> None:
+    config = json.dumps({"cluster": HOSTS, "task": {"type": "worker", "index": 0}})
+    assert json.loads(_with_task(config, "ps", 1)) == {"cluster": HOSTS, "task": {"type": "ps", "index": 1}}
+    with pytest.raises(SettingsError, match="--role names a part of the cluster in TF_CONFIG, but got no TF_CONFIG"):
+        _with_task("", "ps", 1)
