@@ -11,6 +11,8 @@ import asyncio
 import base64
 import json
 import random
+import select
+import socket
 import subprocess
 import sys
 import time
@@ -114,7 +116,7 @@ def measure(ask: Ask, *, seconds: float, connections: int = 32, rate: float | No
 class Generator:
     """Connections, the requests that wait for one, and what came back."""
 
-    def __init__(self, message: bytes, rate: float | None, alike: bool) -> None:
+    def __init__(self, message: bytes, rate: float, alike: bool) -> None:
         self.message, self.rate, self.alike = message, rate, alike
         self.mixed = 0
         self.codes: Counter[int] = Counter()
@@ -133,16 +135,13 @@ class Generator:
         (self.good if status == 200 else self.bad).append(now - began)
         if self.is_over:
             return
-        if self.rate is None:
-            client.ask(now)
-        elif self.due:
+        if self.due:
             client.ask(self.due.popleft())
         else:
             self.free.append(client)
 
     async def arrive(self, end: float) -> None:
         """Lets requests come at random, so many a second on average."""
-        assert self.rate is not None
         draw, due = random.Random(0), time.perf_counter()
         while due < end:
             due += draw.expovariate(self.rate)
@@ -178,25 +177,75 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        end = self._data.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        head = bytes(self._data[:end]).lower()
-        at = head.find(b"content-length:")
-        size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if len(self._data) < end + 4 + size:
+        size = answer_size(self._data)
+        if not size or len(self._data) < size:
             return
         status = int(self._data[9:12])
-        body = bytes(self._data[end + 4 :]) if self._generator.alike else b""
+        body = bytes(self._data[self._data.find(b"\r\n\r\n") + 4 :]) if self._generator.alike else b""
         self._data.clear()
         began, self._began = self._began, 0.0
         self._generator.answered(self, status, began, body)
 
 
-async def run(
-    port: int, message: bytes, seconds: float, connections: int, rate: float | None, alike: bool
+def run_closed(port: int, message: bytes, seconds: float, connections: int) -> dict[str, Any]:
+    """Clients that wait for their answers, in a loop as bare as it can be: it shares the cores with the server."""
+    poll = select.epoll()
+    sockets = {}
+    for _ in range(connections):
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets[sock.fileno()] = sock
+        poll.register(sock, select.EPOLLIN)
+    codes: Counter[int] = Counter()
+    good: list[float] = []
+    bad: list[float] = []
+    clock, size, partial = time.perf_counter, 0, dict.fromkeys(sockets, b"")
+    began = clock()
+    end, asked = began + seconds, dict.fromkeys(sockets, began)
+    for sock in sockets.values():
+        sock.sendall(message)
+    while (now := clock()) < end and sockets:
+        for fd, _ in poll.poll(end - now):
+            data = partial[fd] + sockets[fd].recv(1 << 18)
+            if len(data) != size or partial[fd]:
+                size = answer_size(data)
+                if data and (size == 0 or len(data) < size):
+                    partial[fd] = data
+                    continue
+                partial[fd] = b""
+            if not data:
+                codes[0] += 1
+                poll.unregister(fd)
+                sockets.pop(fd).close()
+                continue
+            now = clock()
+            status = int(data[9:12])
+            codes[status] += 1
+            (good if status == 200 else bad).append(now - asked[fd])
+            asked[fd] = now
+            sockets[fd].sendall(message)
+    return {
+        "seconds": clock() - began,
+        "codes": dict(codes),
+        "latencies": thinned(good),
+        "refusals": thinned(bad),
+    }
+
+
+def answer_size(data: bytes | bytearray) -> int:
+    """Bytes of a whole answer, from its head; 0 where the head is not complete."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        return 0
+    head = data[:end].lower()
+    at = head.find(b"content-length:")
+    return end + 4 + (int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0)
+
+
+async def run_open(
+    port: int, message: bytes, seconds: float, connections: int, rate: float, alike: bool
 ) -> dict[str, Any]:
-    """Asks for so many seconds."""
+    """Requests that come whether or not others were answered."""
     generator = Generator(message, rate, alike)
     loop = asyncio.get_running_loop()
     clients = []
@@ -204,13 +253,8 @@ async def run(
         _, client = await loop.create_connection(lambda: Client(generator), "127.0.0.1", port)
         clients.append(client)
     began = time.perf_counter()
-    if rate is None:
-        for client in clients:
-            client.ask(time.perf_counter())
-        await asyncio.sleep(seconds)
-    else:
-        generator.free = clients
-        await generator.arrive(began + seconds)
+    generator.free = clients
+    await generator.arrive(began + seconds)
     took = time.perf_counter() - began
     generator.is_over = True
     return {
@@ -228,7 +272,11 @@ def main() -> None:
 
     job = json.loads(sys.argv[1])
     message = base64.b64decode(job.pop("message"))
-    print(json.dumps(uvloop.run(run(message=message, **job))))
+    if job["rate"] is None:
+        found = run_closed(job["port"], message, job["seconds"], job["connections"])
+    else:
+        found = uvloop.run(run_open(message=message, **job))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

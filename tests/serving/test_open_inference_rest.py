@@ -98,6 +98,7 @@ def test_server_and_model_are_described(http: httpx.Client) -> None:
         ({"shape": [2**50, 3]}, "unexpected shape"),
         ({"shape": [0, 3], "data": []}, "same number of rows"),
         ({"datatype": "FP64"}, "inference input 'x' data-type is 'FP64', but model 'adder' expects 'FP32'"),
+        ({"name": ["x"]}, "unexpected inference input"),
         ({"name": "z"}, "unexpected inference input 'z' for model 'adder'"),
         ({"data": [1, 2]}, "input 'x' has shape [2,3], but got 2 elements"),
         ({"data": ["a"] * 6}, "Unable to parse 'data' of input 'x'"),
@@ -120,6 +121,7 @@ def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str
         ({"inputs": []}, "expected 1 inputs but got 0 inputs for model 'adder'"),
         ({"inputs": [INPUT, INPUT]}, "expected 1 inputs but got 2"),
         ({"inputs": [INPUT], "outputs": [{"name": "no"}]}, "unexpected inference output 'no' for model 'adder'"),
+        ({"inputs": [INPUT], "id": {"a": 1}}, "id must be a string"),
         ({"inputs": [INPUT], "parameters": {"timeout": "soon"}}, "timeout (microseconds)"),
     ],
 )

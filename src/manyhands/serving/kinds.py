@@ -94,7 +94,8 @@ def fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
 
 def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
     """numpy makes numbers of texts, of true and of null; a request that holds them is a mistake."""
-    found = np.array(values, dtype)
+    with np.errstate(over="ignore"):
+        found = np.array(values, dtype)
     first = values
     for _ in range(found.ndim):
         first = first[0] if first else 0.0

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import orjson
 
 from ..cluster import Device, Engine
 from ..core import EventLog, Predictor, RequestRefused, SettingsError, event
@@ -289,7 +290,7 @@ class Logs:
 
     def __init__(self, folder: Path | None) -> None:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
-        self._access = (folder / "access.jsonl").open("a", buffering=1 << 16) if folder is not None else None
+        self._access = (folder / "access.jsonl").open("ab", buffering=1 << 16) if folder is not None else None
 
     def event(self, entry: dict[str, Any]) -> None:
         """Writes an event."""
@@ -308,7 +309,7 @@ class Logs:
                 "out": size,
                 "ms": round(1000 * (time.perf_counter() - request.arrived), 3),
             }
-            self._access.write(json.dumps(line) + "\n")
+            self._access.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def close(self) -> None:
         """Writes what was gathered."""

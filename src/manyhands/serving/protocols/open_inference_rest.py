@@ -234,9 +234,9 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, lim
         raise BadRequest(400, f"expected {len(specs)} inputs but got {len(listed)} inputs for model '{version.model}'")
     arrays: dict[str, Array] = {}
     for one in listed:
-        name = one.get("name")
+        name = str(one.get("name"))
         if name not in specs or name in arrays:
-            raise BadRequest(400, f"unexpected inference input '{str(name)[:64]}' for model '{version.model}'")
+            raise BadRequest(400, f"unexpected inference input '{name[:64]}' for model '{version.model}'")
         shape = checked_shape(one.get("shape"), name, specs[name], version.model)
         require_datatype(one.get("datatype"), name, specs[name], version.model)
         num = math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize
@@ -316,6 +316,8 @@ def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
     parameters = value.get("parameters")
     binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
     identity = value.get("id")
+    if not isinstance(identity, (str, type(None))):
+        raise BadRequest(400, "the request's id must be a string")
     listed = value.get("outputs")
     if listed is None or listed == []:
         return Wanted(identity, dict.fromkeys(version.signature.outputs, binary))
