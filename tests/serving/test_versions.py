@@ -83,6 +83,7 @@ def test_swaps_under_load_lose_and_mix_nothing(adder: Path, tmp_path: Path, star
     publish(adder, model, 1)
     server = start(tmp_path, probation=NO_PROBATION)
     with Load(server) as load:
+        until(lambda: 1 in load.answers)
         for number in range(2, 6):
             publish(adder, model, number)
             until(lambda number=number: number in load.answers)

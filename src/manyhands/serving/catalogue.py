@@ -63,6 +63,7 @@ class Catalogue:
         self._place, self._say = place, say
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
@@ -74,14 +75,15 @@ class Catalogue:
             self._switch(model)
         await self.look()
         if self.settings.root is not None:
-            self._spawn(self._watch())
+            self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
         """Lets everything finish and end."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        # Versions that are on their way out end by themselves.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all([v for model in self.models.values() for v in model.versions.values()], self.settings.patience)
 
     @property

@@ -10,12 +10,15 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ..cluster import Device, Engine
+from ..cluster import Device, Engine, Job
 from ..core import Event, RunError
 from .batcher import Batch, Batcher
 from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source
 from .meeting import Arrival, Meeting
 from .slots import NUM_SLOTS, Dims, Layout, Slots
+
+ENDING_SECONDS = 10.0
+"""For a process that is not wanted any more."""
 
 
 class Replica:
@@ -52,10 +55,13 @@ class Replica:
         ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         computing = Computing(source, device, meeting.path, key, sizes)
 
+        jobs: list[Job] = []
+
         def work() -> None:
             failure: Exception | None = None
             try:
-                engine.start(computing, [device]).wait(_ignore, lambda rank, line, stream: print(line, file=sys.stderr))
+                jobs.append(engine.start(computing, [device]))
+                jobs[0].wait(_ignore, lambda rank, line, stream: print(line, file=sys.stderr))
             except Exception as error:
                 failure = error
             # The server's loop may be over by now.
@@ -63,19 +69,21 @@ class Replica:
                 loop.call_soon_threadsafe(_settle, ending, failure)
 
         threading.Thread(target=work, name="manyhands-replica", daemon=True).start()
+        replica: Replica | None = None
         try:
             await _first_of(coming, ending)
             replica = cls(device, coming.result(), sizes[-1], ending)
+            await _first_of(replica._is_ready, ending)
         except BaseException:
             # A process that comes later finds that nobody expects it, and ends.
             meeting.forget(key)
-            if coming.done() and not coming.cancelled():
+            if replica is not None:
+                replica.close()
+            elif coming.done() and not coming.cancelled():
                 coming.result().socket.close()
-            raise
-        try:
-            await _first_of(replica._is_ready, ending)
-        except BaseException:
-            replica.close()
+            for job in jobs:
+                job.kill()
+            await asyncio.wait([ending], timeout=ENDING_SECONDS)
             raise
         return replica
 
