@@ -37,7 +37,9 @@ def main() -> None:
     if asked.published is None:
         famous(report)
         vtrain(report, asked.quick)
-        large(report)
+        if not asked.quick:
+            large(report)
+            local(report)
     report.finish()
 
 
@@ -50,7 +52,9 @@ def vtrain(report: Report, quick: bool) -> None:
         report.checks[f"vtrain_regret_top{count}"] = Check(value=score.regret[count], at_most=bar)
     report.notes["vtrain_mean_error"] = round(score.mean_error, 4)
     report.notes["vtrain_rank_correlation"] = round(score.rank_correlation, 4)
-    others = [plan_vtrain.score(found, plan_vtrain.chosen(found, seed)) for seed in range(1, 2 if quick else 6)]
+    if quick:
+        return
+    others = [plan_vtrain.score(found, plan_vtrain.chosen(found, seed)) for seed in range(1, 6)]
     report.notes["vtrain_median_error_of_other_draws_at_most"] = round(max(o.median_error for o in others), 4)
     report.notes["vtrain_regret_top1_of_other_draws_at_most"] = round(max(o.regret[1] for o in others), 4)
 
@@ -66,6 +70,8 @@ def published(report: Report, path: Path, quick: bool) -> None:
         figures = (str(point.num_devices), f"{measured:.2f}", f"{guess:.2f}", f"{guess / measured - 1:+.1%}")
         table.add_row(row["system"], row["mode"], row["model"], *figures)
         by_series.setdefault(point.series, []).append(abs(guess / measured - 1))
+        case = f"{row['model']} on {point.num_devices} {row['gpu'].split()[0]}, {row['system']}"
+        report.add(case, {"measured": [1 / measured], "predicted": [1 / guess]}, "measured")
     Console(width=130).print(table)
     errors = [error for series in by_series.values() for error in series]
     report.checks["published_speedup_error"] = Check(value=fmean(errors), at_most=0.10)
@@ -95,6 +101,18 @@ def large(report: Report) -> None:
     report.checks["plan_seconds_1b_512"] = Check(value=time.perf_counter() - began, at_most=10)
     report.notes["plan_parameters"] = found.best.plan.workload.network("bf16").params
     report.notes["plan_gibibytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
+
+
+def local(report: Report) -> None:
+    """This machine: step times and peak memory."""
+    from . import plan_local  # needs root for its hosts
+
+    for name, found in (("local_step_error", plan_local.cases(False)), ("local_memory_error", plan_local.peaks())):
+        for case, (guess, measured) in found.items():
+            unit = 1.0 if name == "local_step_error" else 1e-9
+            report.add(case, {"measured": [measured * unit], "predicted": [guess * unit]}, "measured")
+        errors = [abs(guess / measured - 1) for guess, measured in found.values()]
+        report.checks[name] = Check(value=fmean(errors), at_most=0.15 if name == "local_step_error" else 0.10)
 
 
 if __name__ == "__main__":

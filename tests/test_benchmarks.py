@@ -77,3 +77,19 @@ def test_quick_recovery() -> None:
     assert {name: {k: v for k, v in check.items() if k != "value"} for name, check in result["checks"].items()} == bars
     assert result["checks"]["recovered_of_20"]["value"] == 20
     assert result["checks"]["steps_lost"]["value"] <= 1
+
+
+def test_quick_plan_accuracy() -> None:
+    command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(done.stdout.splitlines()[-1])["checks"]
+    assert {name: check["at_most"] for name, check in checks.items()} == {
+        "published_speedup_error": 0.10,
+        "vtrain_median_error": 0.08,
+        "vtrain_regret_top1": 0.06,
+        "vtrain_regret_top3": 0.02,
+        "vtrain_regret_top5": 0.01,
+    }
+    # No time is measured for these, so they must hold wherever this runs.
+    assert all(check["value"] <= check["at_most"] for check in checks.values())

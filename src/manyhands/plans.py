@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 
 from . import costs, planning, training, verbs
-from .cluster import DEFAULT_TIMEOUT, Device, World, current_world, num_cores, resolve
+from .cluster import DEFAULT_TIMEOUT, Device, NullWorld, World, current_world, num_cores, resolve
 from .core import (
     ManyhandsError,
     SettingsError,
@@ -79,8 +79,8 @@ def plan(
     made = as_task(task, params)
     clusters = _listed(cluster)
     search = Search(precision=precision, lossy=lossy, refuses=_refused)
-    bench = _Bench(made, on, timeout)
-    workload, notes = _workload(made, task_name(task), bench)
+    bench = Bench(made, on, timeout)
+    workload, notes = workload_of(made, task_name(task), bench)
     fingerprint = costs.fingerprint(made)
     finish = functools.partial(planning.make_plan, search=search, fingerprint=fingerprint, notes=notes)
     if clusters is None:
@@ -107,7 +107,7 @@ def settled(strategy: str | Path, task: Task, on: verbs.On) -> tuple[StrategySpe
     return found.best.spec, [f"auto: {found.best.spec} ({found.best.why})"]
 
 
-class _Bench:
+class Bench:
     """Measures a task on the devices at hand."""
 
     def __init__(self, task: Task, on: verbs.On, timeout: float) -> None:
@@ -146,8 +146,25 @@ class _Bench:
         if seen:
             cluster = planning.calibrated(cluster, seen, WIDE)
         if len(self.devices) > 1:
-            cluster = self._with_links(cluster)
+            cluster = self._with_links(self._crowded(cluster, workload, spec))
         return replace(workload, feed=self._feed(), noise=self._noise(workload.batch_size)), cluster
+
+    def _crowded(self, cluster: Cluster, workload: Workload, spec: StrategySpec) -> Cluster:
+        """With how far devices differ; and, where they are parts of one, what each is while all of them work."""
+        size = max(1, workload.batch_size // len(self.devices))
+        each = functools.partial(_apart, task=self._task, spec=spec, batch_size=size)
+        try:
+            found = self._run(each, self.devices)
+        except (ManyhandsError, RuntimeError, MemoryError):
+            return cluster
+        middle = [median(times) for times in found]
+        if len(middle) > 1:
+            cluster = replace(cluster, spread=min(0.5, stdev(middle) / fmean(middle)))
+        if not cluster.shared:
+            return cluster
+        one = replace(cluster, per_host=1, chip=cluster.chip_for(len(self.devices)), shared=False)
+        seen = Observation(replace(workload, batch_size=size), spec, fmean(middle))
+        return replace(cluster, part=planning.calibrated(one, [seen], WIDE).chip)
 
     def measure(self, spec: StrategySpec) -> float | str:
         """Seconds of a step, or why it could not be taken."""
@@ -219,7 +236,7 @@ def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster
     return [as_cluster(one) for one in given]  # type: ignore[arg-type]
 
 
-def _workload(task: Task, name: str, bench: _Bench) -> tuple[Workload, list[str]]:
+def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:
     """The task as numbers: traced, or measured where its network cannot be traced."""
     source = as_source(task.data, collate=task.collate)
     batch_size = check_source(source, task.batch_size)
@@ -236,7 +253,7 @@ def _workload(task: Task, name: str, bench: _Bench) -> tuple[Workload, list[str]
         return Workload(networks={"fp32": network}, batch_size=batch_size, name=name), [str(error)]
 
 
-def _measured(task: Task, batch_size: int, bench: _Bench, rows: int) -> Network:
+def _measured(task: Task, batch_size: int, bench: Bench, rows: int) -> Network:
     """A network as one piece that takes as long as whole steps took here."""
     small, large = _sizes(batch_size)
     first, second = bench.steps(small), bench.steps(large)
@@ -272,6 +289,13 @@ def _chip_of(device: Device) -> Chip:
     except ManyhandsError:
         known = make_chip(described.name, {"flops": 1e14, "memory": 1e9, "bandwidth": 1e12})
     return replace(known, memory=float(described.total_memory) * device.share)
+
+
+def _apart(world: World, task: Task, spec: StrategySpec, batch_size: int) -> list[float]:
+    """Steps of each rank by itself, all of them at once."""
+    world.barrier()
+    alone = NullWorld(world.seat.device, world.line)
+    return training.time_steps(alone, task, spec, batch_size=batch_size)
 
 
 def _sweep(world: World) -> list[float]:

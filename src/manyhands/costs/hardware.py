@@ -38,9 +38,9 @@ class Chip:
     """The share of `flops` that large products get."""
     ramp: float = 8e-6
     """Seconds of a product, however small it is."""
-    streaming: float = 0.67
+    streaming: float = 0.8
     """The share of the memory's bandwidth that operations get."""
-    operation: float = 25e-6
+    operation: float = 40e-6
     """Seconds that the host needs to start one operation."""
     replayed: float = 2e-6
     """Seconds for one operation of a recorded step."""

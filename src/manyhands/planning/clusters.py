@@ -51,6 +51,8 @@ class Cluster:
     """Whether its figures were measured rather than read off datasheets."""
     shared: bool = False
     """Whether its devices are parts of one, such as a CPU's cores: so many as are used share it."""
+    part: Chip | None = None
+    """What each of a host's devices is while all of them work, where that was measured."""
     exchange: float = 0.0
     """Seconds that a collective takes besides what its bytes take, where that was measured."""
 
@@ -145,6 +147,8 @@ class Cluster:
         count = min(count, self.per_host)
         if not self.shared or count == 1:
             return self.chip
+        if self.part is not None and count == self.per_host:
+            return self.part
         flops = {precision: rate / count for precision, rate in self.chip.flops.items()}
         return replace(self.chip, flops=flops, memory=self.chip.memory / count, bandwidth=self.chip.bandwidth / count)
 

@@ -102,7 +102,7 @@ def estimate(
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
     parts = spec.num_parts
     rows = math.ceil(workload.batch_size / parts / spec.accumulate)
-    recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured
+    recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured  # measured with its ways
     times = _Times(network, cluster, spec, rows, recorded)
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)

@@ -1,0 +1,205 @@
+"""This machine: predicted against measured step times and peak memory, for strategies and over links between hosts.
+
+The planner calibrates itself as `mh.plan` does: two batch sizes, steps of all devices at once, a sweep of sums. Then
+every case is predicted first and measured afterwards. Hosts are network namespaces whose links have a rate; they need
+root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands import plans, training, verbs
+from manyhands.cluster import World, resolve
+from manyhands.core import StrategySpec
+from manyhands.costs import link
+from manyhands.planning import Cluster, estimate
+from manyhands.strategies import require_built
+from manyhands.testing import Hosts
+
+from .plan_vtrain import Block
+
+WIDTH, LAYERS, WORDS, LENGTH = 128, 4, 2048, 128
+RATES = {"100mbit": 12.5e6, "1gbit": 125e6}
+M_MMAP_THRESHOLD = -3
+
+
+class GPT(nn.Module):
+    """A GPT that two cores can train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def next_token(model: nn.Module, ids: Tensor) -> Tensor:
+    """Cross-entropy of the token after each."""
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def cnn() -> nn.Module:
+    """Convolutions on small pictures."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+def classes(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy of classes."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Its optimizer."""
+    return torch.optim.AdamW(model.parameters())
+
+
+TASKS = {
+    "GPT": mh.Task(
+        model=GPT, loss=next_token, optimizer=adamw, data=torch.randint(WORDS, (256, LENGTH + 1)), batch_size=32
+    ),
+    "CNN": mh.Task(
+        model=cnn,
+        loss=classes,
+        optimizer=adamw,
+        data=(torch.randn(256, 3, 32, 32), torch.randint(10, (256,))),
+        batch_size=32,
+    ),
+}
+SPECS = {
+    "one device": "single",
+    "two replicas": "replicas=2",
+    "four replicas": "replicas=4",
+    "accumulate 4": "accumulate=4",
+    "recompute": "recompute=blocks",
+    "two stages": "stages=2,accumulate=4",
+}
+HAS_BLOCKS = ("GPT",)
+
+
+def cases(quick: bool) -> dict[str, tuple[float, float]]:
+    """Predicted and measured seconds by case."""
+    found = {}
+    for name, task in TASKS.items():
+        if quick and name != "GPT":
+            continue
+        benches = {count: _Ready(task, count) for count in ((2,) if quick else (2, 4))}
+        for label, text in SPECS.items():
+            spec = StrategySpec.parse(text)
+            ready = benches.get(max(2, spec.num_devices or 1))
+            if ready is None or not _runs(spec, name):
+                continue
+            guess = ready.predicted(spec)
+            measured = ready.bench.measure(spec)
+            if isinstance(measured, float):
+                found[f"{name}, {label}"] = (guess, measured)
+        for rate, bytes_per_second in RATES.items():
+            found[f"{name}, two hosts at {rate}"] = benches[2].over(rate, bytes_per_second)
+    return found
+
+
+class _Ready:
+    """A bench that has calibrated itself for so many devices."""
+
+    def __init__(self, task: mh.Task, devices: int) -> None:
+        self.task = task
+        self.bench = plans.Bench(task, f"cpu*{devices}", 60.0)
+        workload, _ = plans.workload_of(task, "local", self.bench)
+        self.workload, self.cluster = self.bench.calibrated(workload, self.bench.cluster(), "fp32")
+
+    def predicted(self, spec: StrategySpec) -> float:
+        """Seconds of a step."""
+        return estimate(self.workload, self.cluster, spec).seconds
+
+    def over(self, rate: str, bytes_per_second: float) -> tuple[float, float]:
+        """Predicted and measured seconds of a step of two replicas on hosts of their own."""
+        spec = StrategySpec(replicas=2)
+        apart = self._apart(bytes_per_second)
+        guess = estimate(self.workload, apart, spec).seconds
+        with Hosts(2, rate=rate) as hosts:
+            work = hosts.joined(partial(training.time_steps, task=self.task, spec=spec))
+            times = verbs._engine.start(work, resolve("cpu*2")[0], timeout=120).wait(_unheard, _unheard)
+        return guess, max(median(one) for one in times)
+
+    def _apart(self, bytes_per_second: float) -> Cluster:
+        """Two hosts of one device each, as fast as these are while both work."""
+        chip = self.cluster.chip_for(2)
+        network = link("Ethernet", bytes_per_second)
+        return replace(self.cluster, hosts=2, per_host=1, chip=chip, shared=False, part=None, network=network)
+
+
+def _runs(spec: StrategySpec, name: str) -> bool:
+    if (spec.recompute or spec.stages > 1) and name not in HAS_BLOCKS:
+        return False
+    try:
+        require_built(spec)
+    except mh.core.StrategyError:  # type: ignore[attr-defined]
+        return False
+    return True
+
+
+def _unheard(*_: object) -> None:
+    pass
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+MEMORY = {
+    "GPT, one device": ("GPT", "single", 16),
+    "GPT, accumulate 4": ("GPT", "accumulate=4", 32),
+    "GPT, recompute": ("GPT", "recompute=blocks", 16),
+    "CNN, one device": ("CNN", "single", 64),
+}
+
+
+def peaks() -> dict[str, tuple[float, float]]:
+    """Predicted and measured bytes at the most, by case."""
+    found = {}
+    for label, (name, text, rows) in MEMORY.items():
+        task = TASKS[name].replace(batch_size=rows)
+        spec = StrategySpec.parse(text)
+        bench = plans.Bench(task, "cpu", 60.0)
+        workload, _ = plans.workload_of(task, "local", bench)
+        guess = estimate(workload, bench.cluster(), spec).memory.total
+        work = partial(peak, make=partial(training.time_steps, task=task, spec=spec, budget=0.0))
+        (measured,) = verbs._engine.start(work, resolve("cpu*2")[0][:1], timeout=120).wait(_unheard, _unheard)
+        found[label] = (guess, measured)
+    return found
+
+
+def peak(world: World, make: Callable[[World], Any]) -> float:
+    """Bytes that this process holds at the most beyond what it held before; what is freed is given back at once."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    torch.ones(512, 512) @ torch.ones(512, 512)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    make(world)
+    return float(_status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
