@@ -142,7 +142,7 @@ class Curves:
             changes.append(("sums between replicas instead of servers", False, work, cluster, {"servers": 0}))
         elif spec.sync == "allreduce":
             changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
-            changes.append(('local steps, sync="local(8)"', True, work, cluster, {"sync": "local(8)"}))
+            changes.append(('local steps, sync="localsteps(8)"', True, work, cluster, {"sync": "localsteps(8)"}))
         if work.feed:
             changes.append(("a feed twice as fast", False, replace(work, feed=2 * work.feed), cluster, {}))
         if cluster.spread > 0:

@@ -48,7 +48,7 @@ def wire_share(sync: str) -> float:
     number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
     if name == "topk":
         return min(1.0, 2 * float(number[0])) if number else 0.02
-    if name in ("local", "localsteps", "local_steps", "diloco"):
+    if name in ("localsteps", "diloco"):
         return 1 / float(number[0]) if number else 1 / 8
     return {"bf16": 0.5, "fp16": 0.5, "int8": 0.26, "powersgd": 0.02}.get(name, 1.0)
 
