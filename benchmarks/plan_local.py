@@ -93,7 +93,7 @@ SPECS = {
     "four replicas": "replicas=4",
     "accumulate 4": "accumulate=4",
     "recompute": "recompute=blocks",
-    "two stages": "stages=2,accumulate=4",
+    "two stages": "stages=2,microbatches=4",
 }
 HAS_BLOCKS = ("GPT",)
 

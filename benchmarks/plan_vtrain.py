@@ -103,12 +103,13 @@ def observations(path: Path = DATA) -> list[Observation]:
         for row in csv.DictReader(file):
             number = {key.lstrip("# "): value for key, value in row.items()}
             batch, micro, replicas = (int(number[key]) for key in ("global batch", "micro batch", "data parallelism"))
+            stages = int(number["pipeline parallelism"])
             spec = StrategySpec(
                 replicas=replicas,
                 tensor=int(number["tensor parallelism"]),
-                stages=int(number["pipeline parallelism"]),
-                accumulate=batch // replicas // micro,
+                stages=stages,
                 precision="bf16",
+                **{"microbatches" if stages > 1 else "accumulate": batch // replicas // micro},
             )
             network = traced(int(number["hidden size"]), int(number["layers"]))
             workload = Workload(networks={"bf16": network}, batch_size=batch, recorded=False, balanced=False)
@@ -127,7 +128,7 @@ def chosen(found: Sequence[Observation], seed: int = 0) -> list[Observation]:
     draw = random.Random(seed)
     cells = defaultdict(list)
     for one in found:
-        micro = one.workload.batch_size // one.spec.num_parts // one.spec.accumulate
+        micro = one.workload.batch_size // one.spec.num_parts // (one.spec.accumulate * one.spec.microbatches)
         cells[one.workload.network("bf16").pieces[2].params, one.spec.tensor, micro].append(one)
     most = sorted(cells, key=lambda cell: (-len(cells[cell]), draw.random()))[:NUM_CALIBRATED]
     return [draw.choice(cells[cell]) for cell in most]

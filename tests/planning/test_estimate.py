@@ -90,7 +90,7 @@ def test_fewer_bytes_on_the_wire_take_less_time() -> None:
 
 def test_stages_wait_for_each_other_as_the_formula_says() -> None:
     work = timed(0.1, 1e6, batch_size=8)
-    staged = step(work, cluster(4), stages=4, accumulate=8)
+    staged = step(work, cluster(4), stages=4, microbatches=8)
     assert staged.compute == pytest.approx(8 * 0.1 / 4, rel=0.01)
     assert staged.bubble == pytest.approx(3 / 8 * staged.compute, rel=0.02)
     assert step(work, cluster(4), stages=4).bubble > 5 * staged.bubble / 2
@@ -264,5 +264,5 @@ def test_cluster_files(tmp_path: Any) -> None:
 
 def test_estimates_are_finite_for_any_reasonable_spec() -> None:
     work = timed(0.1, 1e7)
-    for spec in (StrategySpec(replicas=4, tensor=2, stages=4, accumulate=4), StrategySpec(shards=4, replicas=8)):
+    for spec in (StrategySpec(replicas=4, tensor=2, stages=4, microbatches=4), StrategySpec(shards=4, replicas=8)):
         assert math.isfinite(estimate(work, cluster(32), spec).seconds)

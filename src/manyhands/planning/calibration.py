@@ -145,7 +145,7 @@ def _factor(cluster: Cluster, one: Observation) -> float:
 
 
 def _rows(workload: Workload, spec: StrategySpec) -> float:
-    return math.ceil(workload.batch_size / spec.num_parts / spec.accumulate)
+    return math.ceil(workload.batch_size / spec.num_parts / (spec.accumulate * spec.microbatches))
 
 
 def _place(workload: Workload, spec: StrategySpec, rows: float) -> tuple[float, ...]:

@@ -155,13 +155,14 @@ class Curves:
     def _at(self, count: int) -> Estimate:
         """The fastest of: replicas, shards inside a host, shards on all, and the pick's own axes with more replicas."""
         cluster = self._cluster.with_devices(count)
-        base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1)
+        base = replace(self._best, replicas=1, shards=1, tensor=1, stages=1, accumulate=1, microbatches=1)
         ways = [replace(base, replicas=count)]
         group = self._best.tensor * self._best.stages
         if group > 1 and count % group == 0:
             rest = count // group
             own = replace(self._best, replicas=rest, shards=1)
-            ways.append(replace(own, accumulate=max(1, min(own.accumulate, self._workload.batch_size // rest))))
+            most = max(1, self._workload.batch_size // rest)
+            ways.append(replace(own, accumulate=1, microbatches=min(max(own.accumulate, own.microbatches), most)))
         if (self._best.shards or 1) > 1 and count > 1:
             inside = min(count, cluster.per_host)
             ways.append(replace(base, shards=count))
@@ -211,7 +212,7 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
 def _by_bubble(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     return (
         f"the bubble: {found.spec.stages} stages wait {_milliseconds(lost)} for each other, with "
-        f"{found.spec.accumulate} micro-batches"
+        f"{found.spec.microbatches} micro-batches"
     )
 
 
@@ -224,7 +225,7 @@ def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) ->
 
 
 def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    rows = work.batch_size / found.spec.num_parts / found.spec.accumulate
+    rows = work.batch_size / found.spec.num_parts / (found.spec.accumulate * found.spec.microbatches)
     return (
         f"too little work: with {rows:.3g} samples a device spends {_milliseconds(lost)} of a step on starting "
         "operations and on work that does not shrink with the batch"

@@ -95,24 +95,26 @@ def estimate(
     servers: Servers | None = None,
     pushers: int | None = None,
     correction: Correction | None = None,
-    schedule: str = "1f1b",
 ) -> Estimate:
     """Predicts one step; with `servers` gradients go to them, from so many pushers, instead of between replicas."""
     network = workload.network(spec.precision)
     cluster = replace(cluster, chip=cluster.chip_for(spec.num_devices or 1)) if cluster.shared else cluster
     parts = spec.num_parts
-    rows = math.ceil(workload.batch_size / parts / spec.accumulate)
+    rows = math.ceil(workload.batch_size / parts / (spec.accumulate * spec.microbatches))
     recorded = workload.recorded and cluster.chip.name != "CPU" and not cluster.measured  # measured with its ways
     times = _Times(network, cluster, spec, rows, recorded)
     scale = correction(spec, rows) if correction else 1.0
     stages = times.stages(scale, workload.balanced)
-    micros = spec.accumulate
+    micros = spec.accumulate * spec.microbatches
+    schedule = "gpipe" if spec.schedule == "gpipe" else "1f1b"  # the others wait no longer than this one
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
     sending = 0.0
     if spec.stages > 1:
         widest = max(s.output for s in stages[:-1]) * rows / network.rows
         sending = send(widest / spec.tensor, cluster.way(spec.tensor))
-    span = makespan(forward, backward, sending, micros, schedule) if len(stages) > 1 else micros * times.both(stages)
+    span = micros * times.both(stages)
+    if len(stages) > 1:
+        span = spec.accumulate * makespan(forward, backward, sending, spec.microbatches, schedule)
     busiest = max(stages, key=lambda s: s.forward + s.backward)
     mean = sum(s.forward + s.backward for s in stages) / len(stages)
     exposed_tensor = max(s.exchange for s in stages) * micros
@@ -134,7 +136,11 @@ def estimate(
     held = max(
         (
             footprint(
-                network, s.pieces, spec, rows, in_flight(schedule, i, len(stages), micros) if len(stages) > 1 else 1
+                network,
+                s.pieces,
+                spec,
+                rows,
+                in_flight(schedule, i, len(stages), spec.microbatches) if len(stages) > 1 else 1,
             )
             for i, s in enumerate(stages)
         ),

@@ -40,7 +40,7 @@ def footprint(
     parameters = own / shards + network.buffer_bytes * whole
     # A gradient and the buffer in which it travels.
     gradients = own / shards * (2 if replicas > 1 else 1)
-    stay = spec.accumulate > 1 or replicas > 1 or shards > 1 or in_flight > 1
+    stay = spec.accumulate * spec.microbatches > 1 or replicas > 1 or shards > 1 or in_flight > 1
     kept = [_kept(piece, spec, samples) for piece in pieces]
     gathered = _gathered(pieces, spec)
     before = (in_flight - 1) * sum(kept)

@@ -85,7 +85,7 @@ class Search:
         for recompute in ("", "blocks"):
             fitting = 0
             for count in counts:
-                spec = replace(layout, accumulate=count, recompute=recompute)
+                spec = _parted(layout, count, recompute)
                 if estimate(workload, cluster, spec).fits:
                     fitting += 1
                     yield spec
@@ -96,7 +96,14 @@ class Search:
             if fitting:
                 return
         if counts:
-            yield replace(layout, accumulate=counts[-1], recompute="blocks")  # shown as what is nearest to fitting
+            yield _parted(layout, counts[-1], "blocks")  # shown as what is nearest to fitting
+
+
+def _parted(layout: StrategySpec, count: int, recompute: str) -> StrategySpec:
+    """A layout with so many micro-batches: under way together in a pipeline, one after another elsewhere."""
+    if layout.stages > 1:
+        return replace(layout, microbatches=count, recompute=recompute)
+    return replace(layout, accumulate=count, recompute=recompute)
 
 
 def layouts(workload: Workload, cluster: Cluster, devices: int) -> Iterator[StrategySpec]:
