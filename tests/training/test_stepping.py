@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,18 @@ def test_a_compiler_that_fails_is_told_and_left(tmp_path: Path, monkeypatch: pyt
     run = mh.fit(pictures(), mh.Single(capture="compile"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     assert run.losses == plain.losses
     assert "could not be compiled: TorchDynamoException: no compiler here" in notices(run)[0]
+
+
+def test_a_compiler_finds_the_names_of_the_program_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a rank: the program's functions are copies, and the main module is another's."""
+    main = types.ModuleType("__main__")
+    main.taken = 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    copy = types.FunctionType(classify.__code__, {"__name__": "__main__", "F": nn.functional, "taken": 2})
+    ways._give_names(copy, mlp())
+    assert main.F is nn.functional
+    assert main.taken == 1
+    assert not hasattr(main, "classify")
 
 
 # -- steps that are left out ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ a run that is too short to win back what the trial costs.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable
 from statistics import median
 from typing import Any
@@ -195,6 +196,7 @@ class Ways:
     def _compile(self) -> None:
         self._compiled = True
         plain = self._task_loss
+        _give_names(plain, self._hand.model)
         self.loss = torch.compile(lambda model, batch: plain(model, batch), dynamic=False)
 
     def gave_up_compiling(self, error: Exception) -> bool:
@@ -206,6 +208,20 @@ class Ways:
         self.loss, self._way = self._task_loss, self._best
         self.settle()
         return True
+
+
+def _give_names(loss: Loss, model: torch.nn.Module) -> None:
+    """Lets the compiler find what a program's own functions refer to.
+
+    It looks for that in the module they say they are from. Functions of the program itself come to a rank as copies,
+    with names of their own, while the rank's main module has none of them.
+    """
+    functions = [loss, *(type(module).forward for module in model.modules())]
+    theirs = vars(sys.modules["__main__"])
+    for function in functions:
+        names = getattr(function, "__globals__", theirs)
+        if names is not theirs and names.get("__name__") == "__main__":
+            theirs.update({name: value for name, value in names.items() if name not in theirs})
 
 
 def _first_line(error: Exception) -> str:
