@@ -124,10 +124,13 @@ def test_a_checkpoint_goes_on_under_any_other_layout(tmp_path: Path) -> None:
 def test_check_and_validation_under_shards(tmp_path: Path) -> None:
     task = problem("cnn", "adamw")
     assert mh.check(task, mh.Sharded(), on="cpu*2")
-    task = task.replace(valid=task.data, metrics={"top": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()})
+    top = {"top": lambda out, batch: (out.argmax(1) == batch[1]).float().mean()}
+    task = task.replace(valid=task.data, metrics=top, ema=0.9)
     single = mh.fit(task, mh.Single(precision="fp64"), on="cpu", folder=tmp_path, progress=False)
     split = mh.fit(task, "sharded,precision=fp64", on="cpu*3", folder=tmp_path, progress=False)
     assert split.metrics == pytest.approx(single.metrics, rel=1e-6)
+    apart = mh.fit(task, "sharded,batch_stats=local", on="cpu*2", folder=tmp_path, progress=False)
+    assert np.isfinite(apart.metrics["valid_loss"])
     weights = tmp_path / "weights.safetensors"
     single.export(weights, weights_only=True)
     again = mh.fit(task, mh.Sharded(), on="cpu*2", steps=1, start_from=weights, folder=tmp_path, progress=False)

@@ -48,7 +48,7 @@ class Averages:
     @torch.no_grad()
     def update(self, key: str, mask: Tensor | None = None) -> None:
         """Follows a step of one optimizer; where the flag `mask` on the device is not set, the step was left out."""
-        averages, tensors = self._pairs[key]
+        averages, tensors = (list(map(_here, side)) for side in self._pairs[key])
         values = [_wide(tensor) for tensor in tensors]
         if mask is None:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
@@ -75,7 +75,9 @@ class Averages:
     def align(self, world: World) -> None:
         """Gives every replica the first one's averages, where batch statistics are its own."""
         for average in self.tensors.values():
-            world.broadcast(average)
+            # Parts of parameters differ between ranks that share one network, and never drift apart.
+            if _here(average) is average and not average.is_meta:
+                world.broadcast(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -91,6 +93,11 @@ class Averages:
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self._live.items():
             tensor.copy_(tensors[name])
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:

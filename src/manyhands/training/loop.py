@@ -404,7 +404,7 @@ class TrainingLoop:
             if self.noticed or hand.spec.batch_stats == "local":
                 hand.replica.align_buffers()
                 if hand.averages is not None:
-                    hand.averages.align(hand.world)
+                    hand.averages.align(hand.replicas)
             with hand.timed("validation"):
                 measured = evaluate(hand, self.task, valid_feed)
             self.metrics = {f"valid_{name}": value for name, value in measured.items()}

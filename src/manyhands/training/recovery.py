@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import World
-from ..core import PeerLost, StrategySpec, random_state
+from ..core import PeerLost, StrategyError, StrategySpec, random_state
 from ..data import Cursor
 from ..store import Checkpoint
 from .snapshot import local_snapshot, share
@@ -114,7 +114,14 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
     group = (spec.num_devices or 1) // (spec.replicas or 1)
     if size % group == 0:
         return dataclasses.replace(spec, replicas=size // group)
-    return dataclasses.replace(spec, replicas=1, shards=size // (spec.tensor * spec.stages))
+    cut = spec.tensor * spec.stages
+    if size % cut:
+        raise StrategyError(
+            f"{spec} needs a multiple of {cut} ranks (tensor x stages)",
+            got=f"{size}, since others were lost",
+            remedy="resume the run where there are enough devices, or with another strategy",
+        )
+    return dataclasses.replace(spec, replicas=1, shards=size // cut)
 
 
 def as_loss(world: World, error: BaseException) -> PeerLost | None:
