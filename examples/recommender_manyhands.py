@@ -45,7 +45,7 @@ def task(lr: float = 0.2) -> mh.Task:
         loss=loss,
         optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=lr),
         data=ratings(),
-        batch_size=256,
+        batch_size=250,
     )
 
 

@@ -33,7 +33,7 @@ def main():
     torch.manual_seed(0)
     model = Recommender()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.2)
-    loader = DataLoader(TensorDataset(*ratings()), batch_size=256, shuffle=True)
+    loader = DataLoader(TensorDataset(*ratings()), batch_size=250, shuffle=True)
     for epoch in range(EPOCHS):
         for ids, wanted in loader:
             loss = (model(ids) - wanted).square().mean()

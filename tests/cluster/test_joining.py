@@ -162,7 +162,7 @@ def test_what_was_overheard_lets_nobody_in(waiting: Callable[..., Waiting]) -> N
         ({"torch": "1.0"}, "host2 has torch 1.0 and host1 has .*: install the same on both"),
         ({"manyhands": "9.9"}, "host2 has manyhands 9.9"),
         ({"python": "3.9.1"}, "host2 has python 3.9"),
-        ({"time": time.time() + 3600}, "the clock of host2 is 3[56].. s ahead of that of host1: set it by NTP"),
+        ({"time": time.time() + 36_000}, "the clock of host2 is 3.... s ahead of that of host1: set it by NTP"),
         ({"work": "another"}, "host2 was started to do something else"),
         ({"host": "host1"}, "a host called host1 is in already"),
     ],

@@ -57,6 +57,8 @@ def nodes() -> Iterator[Any]:
     """A cluster of two raylets that leaves nothing behind: no process, no session folder."""
     environ = dict(os.environ)
     folder = tempfile.mkdtemp(prefix="mh-ray")
+    os.environ["RAY_TMPDIR"] = folder
+    Path(folder, "ray").mkdir()
     common = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "node_ip_address": HEAD, "temp_dir": folder})
     try:

@@ -160,7 +160,9 @@ def test_what_every_rank_raises_is_not_tried_again(engine: Any, tmp_path: Path) 
     with pytest.raises(WorkerFailed, match="typo") as caught:
         fit(problem("mlp"), tmp_path, Everywhere())
     assert not isinstance(caught.value, NoProgress)
-    assert not [entry for entry in read_events(tmp_path / "run" / "events.jsonl") if entry["kind"] == "lost"]
+    # One may hear of the other's end before it comes to raise the same; the second time all of them do.
+    lost = [entry for entry in read_events(tmp_path / "run" / "events.jsonl") if entry["kind"] == "lost"]
+    assert len(lost) <= 1
 
 
 def test_a_sharded_network_goes_on_from_the_last_checkpoint(engine: Any, tmp_path: Path) -> None:

@@ -401,8 +401,8 @@ def test_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None
         mh.fit(noisy(), mh.Mirrored(3), on="cpu*2", folder=tmp_path / "runs")
     with pytest.raises(StrategyError, match="a strategy is one of single, mirrored"):
         mh.fit(noisy(), "telepathic", folder=tmp_path / "runs")
-    with pytest.raises(StrategyError, match="so stages must be 1, but got 2"):
-        mh.fit(noisy(), "pp=2", folder=tmp_path / "runs")
+    with pytest.raises(StrategyError, match="stages go together with replicas"):
+        mh.fit(noisy(), "pp=2,tp=2", on="cpu*4", folder=tmp_path / "runs")
     with pytest.raises(StrategyError, match="the axis 'context' is reserved and not built yet"):
         mh.fit(noisy(), "cp=2", folder=tmp_path / "runs")
     with pytest.raises(TaskError, match="epochs must be a whole number of at least 1, but got 0"):

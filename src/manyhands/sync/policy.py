@@ -38,7 +38,7 @@ class Policy(ABC):
     ...         gradient.copy_(sent)
     ...         yield wire.all_reduce(gradient)
     >>> make_policy("signs(warmup=3)")
-    Signs(warmup=3)
+    Signs(warmup=3, between='replicas')
     >>> print(Signs())
     signs
     """
@@ -101,7 +101,7 @@ def make_policy(policy: str | Policy) -> Policy:
     """The policy of this text.
 
     >>> make_policy("allreduce")
-    AllReduce(warmup=0)
+    AllReduce(warmup=0, between='replicas')
     """
     if isinstance(policy, Policy):
         return policy

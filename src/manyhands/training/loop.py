@@ -150,6 +150,8 @@ class TrainingLoop:
         self.measured_at = 0
         self.measured: dict[str, float] = {}
         """What was measured of the network as it is now: mean losses and metrics; nothing once a step is taken."""
+        self.called_at = 0
+        """The last step of which callbacks were told."""
         self.compare_at = 0
         """The step from which on the replicas are compared next."""
         self.told_guess = False
@@ -170,6 +172,9 @@ class TrainingLoop:
             self.hand.on_taken = self.marker.mark
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
+            if self.called_at < self.hand.num_steps:
+                # The step was taken when others were lost, and callbacks had not been told yet.
+                self.call_back(stepper)
             self.train(train_feed, valid_feed, stepper)
             self.end()
         breakdown, num_samples = self.reporter.breakdown(), self.reporter.num_samples
@@ -186,10 +191,7 @@ class TrainingLoop:
                 self.marker.mark()
                 self.look(batch)
                 hand.world.require_current()
-                for callback in job.callbacks:
-                    callback.on_step(hand)
-                if job.callbacks:
-                    stepper.look_again()
+                self.call_back(stepper)
                 if job.save_every and hand.num_steps % job.save_every == 0:
                     self.save()
                 if self.is_over:
@@ -199,6 +201,14 @@ class TrainingLoop:
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:
             self.end_epoch(hand.epoch, valid_feed)
+
+    def call_back(self, stepper: Stepper) -> None:
+        """Tells callbacks of the step that was taken."""
+        self.called_at = self.hand.num_steps
+        for callback in self.job.callbacks:
+            callback.on_step(self.hand)
+        if self.job.callbacks:
+            stepper.look_again()
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """One step; what ran out of memory is explained."""
@@ -267,6 +277,8 @@ class TrainingLoop:
         kept, source = recall(hand, self.kept)
         if kept.checkpoint is not None:
             self.take_up(restore_snapshot(hand, kept.checkpoint))
+            if self.kept.called_at is not None:
+                self.called_at = self.kept.called_at
             # From here on this counts, whatever happens before the next mark.
             self.kept.checkpoint, self.kept.recent = kept.checkpoint, []
         elif any(hand.world.gather_objects(bool(hand.store(self.path).steps()))[:1]):
@@ -281,6 +293,7 @@ class TrainingLoop:
     def keep(self) -> None:
         """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""
         self.reporter.read()
+        self.kept.called_at = self.called_at
         checkpoint = self.marker.checkpoint(self.ending or self.state())
         if checkpoint is not None:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
@@ -293,6 +306,7 @@ class TrainingLoop:
             "metrics": self.metrics,
             "measured": self.measured,
             "measured_at": self.measured_at,
+            "called_at": self.called_at,
             "patience": self.watch.state(),
             "sums": {name: list(sums) for name, sums in self.reporter.sums.items()},
         }
@@ -302,6 +316,7 @@ class TrainingLoop:
         self.metrics = state["metrics"]
         self.measured = state.get("measured", {})
         self.measured_at = state.get("measured_at", 0)
+        self.called_at = state.get("called_at", self.hand.num_steps)
         self.watch.restore(state.get("patience", []))
         self.reporter.sums = state.get("sums", {})
         self.hear_patience()

@@ -37,6 +37,8 @@ class Kept:
     checkpoint: Checkpoint | None = None
     recent: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """The last losses, in case that the replica which was to report them is gone."""
+    called_at: int | None = None
+    """The last step of which this replica's callbacks were told; None where it is new."""
 
     @property
     def step(self) -> int:
