@@ -7,7 +7,7 @@ needs goes there directly, over however many stages. What a stage does with its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from ..cluster import World, place_of
 from ..core import StrategyError, StrategySpec
@@ -140,19 +139,10 @@ class Micros(Protocol):
 class PipelineReplica(PlacedReplica):
     """A rank's stages of a network."""
 
-    def __init__(
-        self,
-        spec: StrategySpec,
-        world: World,
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        placement: Placement,
-    ) -> None:
-        super().__init__(spec, world, model, optimizers, placement)
-        self._now: _Micro | None = None
-        """The microbatch whose loss is being computed."""
-        self._num_steps = 0
-        self._seconds = self._idle = 0.0
+    _now: _Micro | None = None
+    """The microbatch whose loss is being computed."""
+    _num_steps = 0
+    _seconds = _idle = 0.0
 
     @property
     def num_micros(self) -> int:
