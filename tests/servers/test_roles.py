@@ -7,6 +7,7 @@ import json
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ def is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def member(world: World, hosts: dict[str, list[str]], folder: str) -> str:
-    """One program of the cluster, as a scheduler would start it."""
+def member(world: World, hosts: dict[str, list[str]], folder: str, late: float) -> str:
+    """One program of the cluster, as a scheduler would start it; the last worker comes so many seconds later."""
     worlds._current.clear()
     role, index = ROLES[world.rank]
+    if (role, index) == ROLES[-1]:
+        time.sleep(late)
     os.environ["TF_CONFIG"] = json.dumps({"cluster": hosts, "task": {"type": role, "index": index}})
     os.environ["MANYHANDS_TOKEN"] = TOKEN
     try:
@@ -63,11 +66,12 @@ def member(world: World, hosts: dict[str, list[str]], folder: str) -> str:
     return f"{role} has {run.num_steps} steps"
 
 
+@pytest.mark.parametrize("late", [pytest.param(0.0, id="together"), pytest.param(2.0, id="after the last step")])
 def test_a_tf_config_with_servers_trains_what_one_device_trains(
-    run_ranks: Callable[[Callable[[World], Any], int], list[Any]], tmp_path: Path
+    run_ranks: Callable[[Callable[[World], Any], int], list[Any]], tmp_path: Path, late: float
 ) -> None:
     hosts = cluster(("chief", 1), ("ps", 2), ("worker", 2))
-    said = run_ranks(functools.partial(member, hosts=hosts, folder=str(tmp_path)), len(ROLES))
+    said = run_ranks(functools.partial(member, hosts=hosts, folder=str(tmp_path), late=late), len(ROLES))
     assert said == ["chief has 6 steps", *["ps ended with 0"] * 2, *["worker ended with 0"] * 2]
     task = problem("mlp")
     one = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, folder=tmp_path, name="one", **QUIET)

@@ -34,6 +34,8 @@ TICK = 0.1
 """Seconds between two looks at what became of the processes."""
 GRACE = 1.0
 """Seconds that members have to end by themselves."""
+LATE = 30.0
+"""Seconds after the last step in which workers that others have started may still come, to be told so."""
 MAX_RESTARTS = 3
 """Members that may die one after another without a step in between."""
 
@@ -478,7 +480,9 @@ class Chief:
 
     def close(self) -> None:
         """Ends all members, by themselves where they can, and lets their connections go."""
-        self._is_ending = True
+        self._is_ending, self._is_open = True, False
+        if self._is_placed:
+            self._await_late()
         members = [*self._servers, *self._workers.values()]
         for member in members:
             if member.peer is not None:
@@ -495,3 +499,11 @@ class Chief:
             self._client.close()
         self._listener.close()
         self._context.term()
+
+    def _await_late(self) -> None:
+        """Lets workers join that others were too fast for: they must hear that it is over, and from nobody else can."""
+        deadline = time.monotonic() + min(LATE, self._timeout)
+        while len(self._workers) < len(self._devices) and time.monotonic() < deadline:
+            self._poller.poll(int(1000 * TICK))
+            while (got := self._listener.receive()) is not None:
+                self._hear(*got)
