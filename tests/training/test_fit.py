@@ -347,6 +347,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TaskError,
         "the loss must be finite at the start, but got nan",
     ),
+    "an optimizer of parameters": (
+        {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)},
+        TaskError,
+        "optimizer must be a function of the model, but got one that takes parameters",
+    ),
     "an optimizer that misses parameters": (
         {"optimizer": lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)},
         TaskError,

@@ -130,7 +130,7 @@ def sharded_optimizers(
 
     shadows = Shadows(spec, world, model)
     with shadows.in_place(model):
-        return optimizers_of(model, make(model)), shadows
+        return optimizers_of(model, make), shadows
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:

@@ -53,7 +53,7 @@ def realise(
         mirror(model, world)
     if spec.stages != 1:
         placement = place(spec, world, model, probe, look)
-        optimizers = optimizers_of(model, make_optimizer(model))
+        optimizers = optimizers_of(model, make_optimizer)
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement)
     if spec.shards != 1 and world.size > 1 and spec.sharding == "optimizer":
         from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
@@ -65,10 +65,10 @@ def realise(
         return _in_parts(spec, world, model, make_optimizer, probe, layout)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
-        return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer(model)))
+        return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer))
     if world.size == 1:
-        return Replica(spec, world, model, optimizers_of(model, make_optimizer(model)))
-    return replicated(spec, world, model, optimizers_of(model, make_optimizer(model)))
+        return Replica(spec, world, model, optimizers_of(model, make_optimizer))
+    return replicated(spec, world, model, optimizers_of(model, make_optimizer))
 
 
 def _in_parts(
@@ -98,7 +98,7 @@ def _in_parts(
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
     if spec.shards != 1:
         shard(model, spec, world)
-    optimizers = optimizers_of(model, make_optimizer(model))
+    optimizers = optimizers_of(model, make_optimizer)
     if cutting is None:
         return ShardedReplica(spec, world, model, optimizers, stats)
     from .tensor import TensorReplica
@@ -175,8 +175,20 @@ def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
         )
 
 
-def optimizers_of(model: nn.Module, made: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
-    """The optimizers by key, checked to cover every trainable parameter once."""
+def optimizers_of(
+    model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+) -> dict[str, Optimizer]:
+    """The optimizers of a network by key, checked to cover every trainable parameter once."""
+    try:
+        made = make(model)
+    except TypeError as error:
+        if not any(words in str(error) for words in ("can only optimize", "object is not iterable")):
+            raise
+        raise TaskError(
+            "optimizer must be a function of the model",
+            got=f"one that takes parameters ({error})",
+            remedy="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
+        ) from error
     optimizers: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {MAIN: made}
     for key, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
