@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.core import CheckpointError, LossNotFinite, ReplicasDiffer, RunError
+from manyhands.core import CheckpointError, LossNotFinite, ReplicasDiffer, RunError, read_events
 from manyhands.store import Checkpoint, CheckpointStore
-from tests.recovery.test_local import fit
+from tests.recovery.test_local import assert_same, fit
 from tests.training.problems import problem
 
 
@@ -29,8 +29,8 @@ class Poison(mh.Callback):
 
 
 def test_silent_corruption_is_named(engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(ReplicasDiffer, match=r"0\.weight \(on rank [01]\)"):
-        fit(problem("mlp"), tmp_path, Poison())
+    with pytest.raises(ReplicasDiffer, match=r"after step 12 .*0\.weight \(on rank 1\)"):
+        fit(problem("mlp"), tmp_path, Poison(), size=3)
 
 
 def test_nan_on_one_rank_leaves_the_step_out_on_all(engine: Any, tmp_path: Path) -> None:
@@ -40,9 +40,68 @@ def test_nan_on_one_rank_leaves_the_step_out_on_all(engine: Any, tmp_path: Path)
     run = fit(task, tmp_path)
     assert run.skipped == [2, 5, 8, 11]
     assert all(tensor.isfinite().all() for tensor in run.state_dict().values())
+
+
+class Spoil(mh.Callback):
+    """Makes a weight NaN after some step, once: on one rank, or on all of them."""
+
+    def __init__(self, folder: Path, step: int, rank: int | None = None) -> None:
+        self.folder, self.step, self.rank = folder, step, rank
+
+    def on_step(self, hand: mh.Hand) -> None:
+        path = self.folder / f"spoilt-{hand.rank}"
+        if hand.num_steps == self.step and self.rank in (None, hand.rank) and not path.exists():
+            path.touch()
+            with torch.no_grad():
+                next(hand.model.parameters()).view(-1)[3] = float("nan")
+
+
+def said(run_path: Path, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in read_events(run_path / "events.jsonl") if entry["kind"] == kind]
+
+
+def test_a_run_goes_back_when_no_gradient_is_finite_any_more(engine: Any, tmp_path: Path) -> None:
+    """What spoilt the weights does not come again, so the run is the one that nobody disturbed."""
+    task = dataclasses.replace(problem("mlp"), not_finite="skip", max_skipped=3)
+    calm = fit(task, tmp_path / "calm")
+    run = fit(task, tmp_path / "hit", Spoil(tmp_path, 7), save_every=2)
+    assert_same(run, calm)
+    assert run.skipped == []
+    (back,) = said(run.path, "recovered")
+    assert (back["step"], back["source"]) == (6, "the last checkpoint"), (
+        "that of step 8 is of a step without a gradient"
+    )
+    assert any("3 steps in a row from step 8 on" in entry["text"] for entry in said(run.path, "notice"))
+
+
+def test_one_spoilt_replica_goes_on_from_the_memory_of_another(engine: Any, tmp_path: Path) -> None:
+    task = dataclasses.replace(problem("mlp"), not_finite="skip", max_skipped=2)
+    run = fit(task, tmp_path, Spoil(tmp_path, 5, rank=0))
+    (back,) = said(run.path, "recovered")
+    assert (back["step"], back["source"]) == (7, "the memory of rank 1")
+    assert run.skipped == [6, 7]
+    assert len(run.losses) == run.num_steps == 12
+
+
+def test_a_place_that_fails_again_ends_the_run(engine: Any, tmp_path: Path) -> None:
+    """Poisonous data and a learning rate that diverges: to go back once is enough to know."""
+    task = dataclasses.replace(problem("mlp"), shuffle=False, not_finite="skip", max_skipped=3)
     task.data[0][8:] = float("nan")
-    with pytest.raises(LossNotFinite, match="20 steps in a row"):
-        mh.fit(task, mh.Mirrored(2), on="cpu*2", epochs=20, folder=tmp_path, name="nan", progress=False)
+    with pytest.raises(
+        LossNotFinite, match=r"3 steps in a row from step 1 on .* again, .* from step 1; the data itsel"
+    ):
+        fit(task, tmp_path)
+    (back,) = said(tmp_path / "run", "recovered")
+    assert (back["step"], back["source"]) == (0, "its beginning")
+    inputs = torch.randn(36, 4, generator=torch.Generator().manual_seed(0))
+    wild = mh.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e6),
+        data=(inputs, inputs.sum(1, keepdim=True)), batch_size=12, not_finite="skip", max_skipped=2,
+    )  # fmt: skip
+    with pytest.raises(LossNotFinite, match="again, after the run had gone back .*lower the learning rate"):
+        fit(wild, tmp_path / "wild")
 
 
 @pytest.fixture

@@ -83,6 +83,8 @@ class Task:
     - `clip`: largest norm of an optimizer's whole gradient; None for none;
     - `schedule`: `schedule(step, total)` multiplies the optimizer's own learning rate;
     - `not_finite`: what a step does whose gradient is not finite: "stop" the run, or "skip" that step and go on;
+    - `max_skipped`: so many skipped steps in a row, and the run goes back to its last good state; where the same place
+      fails again, it ends;
     - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
       `run.model()` and exports use the average, training goes on with the weights themselves;
     - `seed`: of the first weights, the order of the data and random numbers.
@@ -114,6 +116,7 @@ class Task:
     clip: float | None = None
     schedule: Callable[[int, int], float] | None = None
     not_finite: str = "stop"
+    max_skipped: int = 20
     ema: float | None = None
     seed: int = 0
 
@@ -163,6 +166,10 @@ class Task:
         if self.not_finite not in ("stop", "skip"):
             raise TaskError(
                 'not_finite must be "stop" or "skip"', got=repr(self.not_finite), remedy="pass one of these"
+            )
+        if not isinstance(self.max_skipped, int) or self.max_skipped < 1:
+            raise TaskError(
+                "max_skipped must be a whole number of at least 1", got=repr(self.max_skipped), remedy="pass 20"
             )
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TaskError(

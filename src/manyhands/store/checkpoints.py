@@ -188,10 +188,11 @@ class CheckpointStore:
         committed = self._committed()
         return committed[-1].path / MODEL if committed else None
 
-    def load(self, step: int | None = None) -> Checkpoint:
+    def load(self, step: int | None = None, *, before: int | None = None) -> Checkpoint:
         """The checkpoint of a step, or the newest that is whole; `on_notice` hears of those passed over."""
         self.wait()
         folders = [f for f in reversed(self._committed()) if step is None or f.step == step]
+        folders = [f for f in folders if before is None or f.step < before]
         bad: list[str] = []
         for folder in folders:
             try:

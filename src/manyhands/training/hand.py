@@ -409,7 +409,7 @@ class Hand:
         tally.settle()
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
-            flag = self._flag(key, norm)
+            flag = self._flag(key, norm, tally)
             self.replica.update(key, flag)
             self.is_midway = True
             if self.averages is not None:
@@ -466,11 +466,11 @@ class Hand:
         self.replica.join(() if self.averages is None else self.averages.tensors.values())
         self._joined_at = self.num_steps
 
-    def _flag(self, key: Key, norm: Tensor | None) -> Tensor | None:
+    def _flag(self, key: Key, norm: Tensor | None, tally: Tally) -> Tensor | None:
         """Whether this update is to be taken, where some may be left out."""
         if not self.skips:
             return None
-        flag = self.replica.is_finite(key) if norm is None else norm.isfinite()
+        flag = (self.replica.is_finite(key) if norm is None else norm.isfinite()) & tally.is_finite
         self.good = flag if self.good is None else flag & self.good
         return flag
 
@@ -605,18 +605,21 @@ class Hand:
             if self.is_first:
                 self.store(path).save(checkpoint, score=score)
 
-    def restore(self, path: str | Path) -> dict[str, Any] | None:
-        """Continues from the newest good checkpoint; returns the `state` that was saved, None if there is none."""
+    def restore(self, path: str | Path, *, before: int | None = None) -> dict[str, Any] | None:
+        """Continues from the newest good checkpoint, of those before a step where one is given.
+
+        Returns the `state` that was saved, None if there is none.
+        """
         store = self.store(path)
-        seen = self.world.gather_objects(store.steps())
+        seen = self.world.gather_objects([step for step in store.steps() if before is None or step < before])
         if not seen[0]:
             return None
         self.num_restores += 1
         self._noted.clear()
         if all(steps == seen[0] for steps in seen):
-            return restore_snapshot(self, store.load())
+            return restore_snapshot(self, store.load(before=before))
         # The run lies on the disk of the first rank's host.
-        return restore_snapshot(self, share(self.world, store.load() if self.is_first else None, 0))
+        return restore_snapshot(self, share(self.world, store.load(before=before) if self.is_first else None, 0))
 
     def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:
         """The folder of checkpoints at this path."""

@@ -26,7 +26,7 @@ from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import Guard, explain_memory, limited, used
 from .patience import Patience, Watch, check_patience
-from .recovery import Kept, Marker, as_loss, recall, resized
+from .recovery import GoBack, Kept, Marker, as_loss, is_sound, recall, resized
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
 from .start import start_from
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 REPORT_SECONDS = 0.5
 MAX_RECENT = 10_000
-MAX_SKIPPED = 20
-"""Steps in a row without a finite gradient after which a run that skips them ends all the same."""
 _GOOD, _PART = "\0good", "\0part"
 MANY = 8
 """Replicas whose own losses are all recorded; of more of them only those of some steps are."""
@@ -103,6 +101,8 @@ def train(world: World, job: Job) -> Outcome:
             lost = as_loss(world, error)
             if lost is None:
                 raise
+        except GoBack:
+            continue
         world = regroup(world, lost, kept.step)
 
 
@@ -154,6 +154,7 @@ class TrainingLoop:
         """The last step of which callbacks were told."""
         self.compare_at = 0
         """The step from which on the replicas are compared next."""
+        self.is_ending = False
         self.told_guess = False
         self.is_tried = False
         self.noticed: set[str] = set()
@@ -191,6 +192,8 @@ class TrainingLoop:
                 self.marker.mark()
                 self.look(batch)
                 hand.world.require_current()
+                if self.reporter.num_skipped >= self.task.max_skipped:
+                    self.go_back()
                 self.call_back(stepper)
                 if job.save_every and hand.num_steps % job.save_every == 0:
                     self.save()
@@ -240,7 +243,8 @@ class TrainingLoop:
         source = as_source(task.data, collate=task.collate)
         batch_size = check_source(source, task.batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
-        if hand.world.seat.generation == 0:
+        is_new = hand.world.seat.generation == 0 and not self.kept.gave_way_at
+        if is_new:
             self.try_out(feed)
         else:
             learn_draws(hand, task, feed.peek(NUM_SAMPLES))
@@ -257,7 +261,7 @@ class TrainingLoop:
         store = hand.store(self.path, keep=self.job.keep)
         if hand.is_first:
             store.claim()
-        if hand.world.seat.generation == 0:
+        if is_new:
             self.begin()
             self.report_start()
         else:
@@ -266,7 +270,7 @@ class TrainingLoop:
 
     def begin(self) -> bool:
         """Begins where the run stands on disk, or at its beginning; whether there was a checkpoint."""
-        resumed = self.job.resume and self.resume()
+        resumed = self.job.resume and self.kept.goes_before is None and self.resume()
         if self.job.start_from is not None and not resumed:
             start_from(self.hand, self.job.start_from)
         return resumed
@@ -281,11 +285,12 @@ class TrainingLoop:
                 self.called_at = self.kept.called_at
             # From here on this counts, whatever happens before the next mark.
             self.kept.checkpoint, self.kept.recent = kept.checkpoint, []
-        elif any(hand.world.gather_objects(bool(hand.store(self.path).steps()))[:1]):
-            self.take_up(hand.restore(self.path) or {})
+        elif (state := hand.restore(self.path, before=self.kept.goes_before)) is not None:
+            self.take_up(state)
             source = "the last checkpoint"
         else:
             source = "the last checkpoint" if self.begin() else "its beginning"
+        self.kept.goes_before = None
         told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
         self.reporter.report(event("recovered", **told))
         self.reporter.report_again(kept.recent)
@@ -299,6 +304,23 @@ class TrainingLoop:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
         elif self.hand.is_midway:
             self.kept.checkpoint = None
+
+    def go_back(self) -> None:
+        """Too many steps in a row were left out: goes back to the last good state, once from every place."""
+        hand, kept, since = self.hand, self.kept, self.reporter.skipped_since
+        what = f"{self.reporter.num_skipped} steps in a row from step {since} on had no finite gradient"
+        gave_way_at = max(hand.world.gather_objects(kept.gave_way_at))
+        if since <= gave_way_at:
+            again = f"again, after the run had gone back from step {gave_way_at}"
+            raise LossNotFinite(f"{what}, {again}; {self.reporter.suspicion(hand.num_steps)}")
+        hand.notice(f"{what}: the run goes back to its last good state")
+        # Where one replica's own state is spoilt, the others have what it was; else all of them go back.
+        sound = hand.world.gather_objects(is_sound(hand))
+        is_kept = sound[hand.world.rank] and not all(sound)
+        kept.checkpoint = self.marker.checkpoint(self.state()) if is_kept else None
+        kept.recent, kept.called_at = [], None
+        kept.gave_way_at = kept.goes_before = since
+        raise GoBack(what)
 
     def state(self) -> dict[str, Any]:
         """What the loop itself must know to go on."""
@@ -451,6 +473,9 @@ class TrainingLoop:
         self.hand.agree()
         self.reporter.read()
         self.reporter.flush()
+        if self.reporter.num_skipped > 1 and not self.is_ending:
+            # What is kept must hold a state from before this.
+            return
         self.hand.save(
             self.path,
             # In mid-epoch nothing was measured, and what has no score is never the best.
@@ -462,6 +487,7 @@ class TrainingLoop:
     def end(self) -> None:
         """The last look: every loss read, replicas compared, the final state on disk."""
         hand = self.hand
+        self.is_ending = True
         hand.agree()
         self.reporter.read()
         self.compare()
@@ -510,7 +536,8 @@ class _Reporter:
         self._stopwatch = Stopwatch()
         self._parts: list[tuple[int, float]] = []
         self._part_every = max(1, hand.size // MANY)
-        self._num_skipped = 0
+        self.num_skipped = self.skipped_since = 0
+        """Steps in a row that were left out, and the first of them."""
         self._sent_at = 0.0
         self._started_at = time.perf_counter()
         self._feed: Feed | None = None
@@ -544,19 +571,19 @@ class _Reporter:
 
     def read(self) -> None:
         unread, self._unread = self._unread, []
-        for (step, _, good), values in zip(unread, _read_all(unread), strict=True):
+        for (step, _, _), values in zip(unread, _read_all(unread), strict=True):
             if values.pop(_GOOD, 1.0) == 0.0:
                 self._skip(step)
                 continue
             part = values.pop(_PART, math.nan)
             if math.isfinite(part):
                 self._parts.append((step, float(f"{part:.9g}")))
-            self._num_skipped = 0 if good is not None else self._num_skipped
+            self.num_skipped = 0
             self._unsent.append((step, values))
             self.recent.append((step, values))
             for name, value in values.items():
                 if not math.isfinite(value):
-                    raise LossNotFinite(f"{name} became {value} at step {step}; {self._suspicion(step)}")
+                    raise LossNotFinite(f"{name} became {value} at step {step}; {self.suspicion(step)}")
                 total, count = self.sums.get(name, (0.0, 0))
                 self.sums[name] = [total + value, count + 1]
             self.last_losses = values
@@ -569,17 +596,16 @@ class _Reporter:
         self.recent.extend(recent)
 
     def _skip(self, step: int) -> None:
-        """Lists a step that changed nothing; many in a row will not end by themselves."""
-        self._num_skipped += 1
+        """Lists a step that changed nothing."""
+        self.num_skipped += 1
         self.report(event("skipped", step=step))
-        if self._num_skipped == 1:
+        if self.num_skipped == 1:
+            self.skipped_since = step
             self._hand.notice(f"step {step} was left out: its gradient is not finite")
-        if self._num_skipped >= MAX_SKIPPED:
-            raise LossNotFinite(f"{MAX_SKIPPED} steps in a row had no finite gradient; {self._suspicion(step)}")
 
     def forget(self) -> None:
         """Lets losses go that were not told yet: their steps are taken again."""
-        self._unread, self._unsent, self.sums = [], [], {}
+        self._unread, self._unsent, self.sums, self.num_skipped = [], [], {}, 0
 
     def take_means(self) -> dict[str, float]:
         """The mean losses since the last measurement."""
@@ -587,7 +613,7 @@ class _Reporter:
         self.sums = {}
         return means
 
-    def _suspicion(self, step: int) -> str:
+    def suspicion(self, step: int) -> str:
         """What to look at when a loss is not finite."""
         batch = self._hand.batch
         if batch is None or step != self._hand.num_steps:

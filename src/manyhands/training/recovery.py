@@ -39,11 +39,19 @@ class Kept:
     """The last losses, in case that the replica which was to report them is gone."""
     called_at: int | None = None
     """The last step of which this replica's callbacks were told; None where it is new."""
+    gave_way_at: int = 0
+    """The first of many steps without a finite gradient, from which the run went back; 0 where it never did."""
+    goes_before: int | None = None
+    """The step before which a checkpoint must be to go on from it; None for any."""
 
     @property
     def step(self) -> int:
         """The last step that is known here."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+class GoBack(Exception):
+    """Steps give no finite gradient any more: the run goes on from what is kept, in the same world."""
 
 
 class Marker:
@@ -98,6 +106,14 @@ def recall(hand: Hand, kept: Kept) -> tuple[Kept, str]:
         # Every replica has drawn other numbers than the rest.
         checkpoint = dataclasses.replace(checkpoint, random=kept.checkpoint.random)
     return Kept(checkpoint, told), f"the memory of rank {source}"
+
+
+def is_sound(hand: Hand) -> bool:
+    """Whether this rank's parameters and the optimizers' states are numbers."""
+    slots = (slot for o in hand.optimizers.values() for state in o.state.values() for slot in state.values())
+    tensors = (tensor for tensor in (*hand.model.parameters(), *slots) if isinstance(tensor, Tensor))
+    held = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors)
+    return all(bool(t.isfinite().all()) for t in held if t.is_floating_point() and not t.is_meta)
 
 
 def is_whole(spec: StrategySpec) -> bool:

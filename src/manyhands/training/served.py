@@ -17,7 +17,7 @@ from ..data import Batch, Cursor, Feed, IndexedSource, as_source
 from ..strategies import MAIN, declaring
 from .hand import Hand
 from .loop import Job, Outcome, TrainingLoop
-from .recovery import Kept
+from .recovery import GoBack, Kept
 from .stepping import Stepper
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ class ServedLoop(TrainingLoop):
         while True:
             try:
                 return super().train(plan, valid_feed, plan)
-            except ServerLost as lost:
-                self._go_back(lost)
+            except (ServerLost, GoBack) as reason:
+                self._go_back(reason)
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
         self.refresh()
@@ -183,20 +183,21 @@ class ServedLoop(TrainingLoop):
             steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
         return int(min(steps, 1 << 62))
 
-    def _go_back(self, lost: Exception) -> None:
-        """A server is gone: all of them go on from the last checkpoint, and so does the feed."""
+    def _go_back(self, reason: Exception) -> None:
+        """A server is gone, or no gradient is finite: all go on from the last checkpoint, and so does the feed."""
         hand = self.hand
         before = hand.num_steps
         hand.store(self.path).wait()
-        state = hand.restore(self.path)
+        state = hand.restore(self.path, before=self.kept.goes_before)
         if state is None:
             # Nothing was brought here from the servers yet, so the network is as it was built.
             hand.num_steps, hand.cursors = 0, []
             hand.optimizers[MAIN].state.clear()
+        self.kept.goes_before = None
         self.reporter.forget()
         if state is not None:
             self.take_up(state)
-        hand.notice(f"{lost}; {before - hand.num_steps} steps since the last checkpoint are taken again")
+        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are taken again")
         source = "its beginning" if state is None else "the last checkpoint"
         self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
         self._refreshed_at = -1

@@ -126,6 +126,11 @@ class Tally:
         return self._totals[0] if len(self._totals) == 1 and not self.counts_tokens else self.local_loss
 
     @property
+    def is_finite(self) -> Tensor:
+        """Whether the step's loss is a number, as a flag on the device: it may overflow where no gradient does."""
+        return (self._local()[0] if self._sums is None else self._sums[0]).isfinite()
+
+    @property
     def stopping(self) -> bool:
         """Whether any replica was asked to stop; all of them read the same answer."""
         return self._sums is not None and bool(self._sums[2] > 0)
