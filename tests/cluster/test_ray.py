@@ -19,8 +19,10 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import manyhands as mh
+from manyhands.cluster import Device, Engine
 from manyhands.cluster.ray_engine import RayEngine, _cpus
 from manyhands.core import DeviceError, SettingsError, read_events
+from manyhands.testing import ServiceContract
 
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
@@ -105,6 +107,21 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     recovered = [(entry["step"], entry["size"]) for entry in events if entry["kind"] == "recovered"]
     assert recovered[0] == (4, 2)
     assert recovered[-1][1] == 1
+
+
+class RayServices(ServiceContract):
+    """The contract that local services pass too, on the second node."""
+
+    def place(self) -> tuple[Engine, Device]:
+        engine = RayEngine("ray")
+        return engine, engine.devices("ray", None)[0][1]
+
+
+@pytest.mark.timeout(180)
+def test_services_pass_the_contract(nodes: Any, tmp_path: Path) -> None:
+    contract = RayServices()
+    for name in [name for name in dir(contract) if name.startswith("test_")]:
+        getattr(contract, name)(*([tmp_path] if "gracefully" in name else []))
 
 
 def test_cpus_are_dealt_out_evenly() -> None:

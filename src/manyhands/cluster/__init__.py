@@ -13,6 +13,7 @@ from .local import LocalEngine
 from .network import resolve_host
 from .pretended import PretendedWorld
 from .resolvers import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, HostsFile, Resolver, Standing, understood
+from .service import Service
 from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
@@ -44,6 +45,7 @@ __all__ = [
     "OnEvent",
     "OnOutput",
     "LocalEngine",
+    "Service",
     "engine_for",
     "described",
     "launched",

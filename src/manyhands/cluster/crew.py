@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import Event, RunError
-from .line import CONTROL, EVENT, RESULT, Frames, frame
+from .line import ANSWER, CALL, CONTROL, EVENT, RESULT, Frames, frame, send_frame
 from .parcel import unpack
 from .summons import Summons
 from .zygote import MAX_REQUEST
@@ -51,6 +51,10 @@ class Hearer(ABC):
     @abstractmethod
     def heard_end(self, slot: int, process: Process) -> None:
         """A rank's process has ended."""
+
+    def heard_answer(self, slot: int, told: dict[str, Any], outcome: Any) -> None:
+        """A service has answered a call; ranks are not called."""
+        raise RunError(f"rank {slot} answered what nobody asked")
 
 
 class Process:
@@ -130,6 +134,12 @@ class Crew:
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
                 process.line.sendall(frame(message))
+
+    def call(self, slot: int, number: int, parcel: int) -> None:
+        """Sends a call to the service that is alive there."""
+        for process in self._alive(slot):
+            with contextlib.suppress(OSError):
+                send_frame(process.line, CALL, json.dumps({"number": number}).encode(), [parcel])
 
     def kill(self, slot: int | None = None) -> None:
         """Ends the rank of a slot at once, or every one."""
@@ -224,13 +234,16 @@ class Crew:
             elif kind == CONTROL:
                 self._hearer.heard_lost_world(process.slot, json.loads(body))
             else:
-                self._take_outcome(process, kind, process.parcels.pop(0))
+                self._take_outcome(process, kind, body, process.parcels.pop(0))
 
-    def _take_outcome(self, process: Process, kind: bytes, parcel: int) -> None:
+    def _take_outcome(self, process: Process, kind: bytes, body: bytes, parcel: int) -> None:
         try:
             outcome = unpack(parcel)
         finally:
             os.close(parcel)
+        if kind == ANSWER:
+            self._hearer.heard_answer(process.slot, json.loads(body), outcome)
+            return
         if kind == RESULT:
             process.result, process.done = outcome, True
             return

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core import Event
 from .devices import Device, resolve
+from .service import Make, Service
 from .world import DEFAULT_TIMEOUT, World
 
 OnEvent = Callable[[int, Event], None]
@@ -32,8 +33,12 @@ class Job(ABC):
         """Ends every rank at once."""
 
 
+def ignore(*_: Any) -> None:
+    """Hears something and does nothing."""
+
+
 class Engine(ABC):
-    """Starts a function on devices, one rank each."""
+    """Starts a function on devices, one rank each; or a service on one."""
 
     def devices(self, on: Any, num_wanted: int | None) -> tuple[list[Device], list[str]]:
         """The devices that `on=` names, and notices about what was chosen; `num_wanted` of them, None for all."""
@@ -51,4 +56,19 @@ class Engine(ABC):
         """Runs `fn(world)` on every device.
 
         With `recovers` lost ranks are replaced: `fn` must answer a lost peer with `regroup`, and go on from there.
+        """
+
+    @abstractmethod
+    def start_service(
+        self,
+        make: Make,
+        device: Device,
+        *,
+        on_event: OnEvent = ignore,
+        on_output: OnOutput = ignore,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Service:
+        """Makes an object by `make(world)` in a process of its own on a device; its methods are called by message.
+
+        It returns at once. What the object reports by `world.line` and what it prints is heard on another thread.
         """

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import Event
 
 _HEAD = struct.Struct("!cI")
-EVENT, CONTROL, RESULT, FAILURE, MESSAGE = b"E", b"C", b"R", b"F", b"M"
-"""Kinds of frames; a result and a failure come with a parcel."""
+EVENT, CONTROL, RESULT, FAILURE, MESSAGE, CALL, ANSWER = b"E", b"C", b"R", b"F", b"M", b"Q", b"A"
+"""Kinds of frames; a result, a failure, a call and an answer come with a parcel."""
 MAX_FRAME = 64 * 1024 * 1024
 
 
@@ -122,6 +123,8 @@ class SocketLine(Line):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self._socket = sock
+        self.calls: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        """What a service is asked: the number of a call and its parcel; None when there will be no more."""
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
 
@@ -133,16 +136,27 @@ class SocketLine(Line):
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
         """Sends one frame, with file descriptors where it carries a parcel."""
-        frame = _HEAD.pack(kind, len(body)) + body
         with self._sending:
-            sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
-            self._socket.sendall(frame[sent:])
+            send_frame(self._socket, kind, body, fds)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        super().hear(message)
+        if self.stopping:
+            self.calls.put(None)
 
     def _listen(self) -> None:
-        frames = Frames()
-        while chunk := _receive(self._socket):
-            for _, body in frames.feed(chunk):
-                self.hear(json.loads(body))
+        frames, parcels = Frames(), list[int]()
+        while True:
+            chunk, fds = _receive(self._socket)
+            if not chunk:
+                break
+            parcels += fds
+            for kind, body in frames.feed(chunk):
+                if kind == CALL:
+                    self.calls.put((json.loads(body)["number"], parcels.pop(0)))
+                else:
+                    self.hear(json.loads(body))
+        self.calls.put(None)
         self.hang_up()
 
 
@@ -178,8 +192,16 @@ def frame(message: dict[str, Any]) -> bytes:
     return _HEAD.pack(MESSAGE, len(body)) + body
 
 
-def _receive(sock: socket.socket) -> bytes:
+def send_frame(sock: socket.socket, kind: bytes, body: bytes, fds: Sequence[int] = ()) -> None:
+    """Sends one frame over a socket pair, with file descriptors where it carries a parcel."""
+    whole = _HEAD.pack(kind, len(body)) + body
+    sent = socket.send_fds(sock, [whole], list(fds)) if fds else 0
+    sock.sendall(whole[sent:])
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     try:
-        return sock.recv(65536)
+        chunk, fds, _, _ = socket.recv_fds(sock, 65536, 1)
+        return chunk, fds
     except OSError:
-        return b""
+        return b"", []

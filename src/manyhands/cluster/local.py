@@ -11,9 +11,11 @@ from typing import Any
 from ..core import DeviceError
 from .conductor import Conductor, Here, Meeting
 from .devices import Device, this_host
-from .engine import Engine, Job
+from .engine import Engine, Job, OnEvent, OnOutput, ignore
+from .local_service import LocalService
 from .parcel import pack
 from .rank import Assignment
+from .service import Make, Service
 from .world import DEFAULT_TIMEOUT, World
 from .zygote_handle import ZygoteHandle
 
@@ -52,6 +54,18 @@ class LocalEngine(Engine):
             return job
         finally:
             os.close(parcel)
+
+    def start_service(
+        self,
+        make: Make,
+        device: Device,
+        *,
+        on_event: OnEvent = ignore,
+        on_output: OnOutput = ignore,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Service:
+        _require_linux()
+        return LocalService(make, device, self.warm_up(), on_event=on_event, on_output=on_output, timeout=timeout)
 
     def close(self) -> None:
         """Ends the zygote and whatever still runs under it."""

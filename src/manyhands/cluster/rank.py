@@ -157,17 +157,20 @@ def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
     return list(cores[rank * each : (rank + 1) * each])
 
 
-def _send_failure(line: SocketLine, error: BaseException) -> None:
+def failure_of(error: BaseException) -> dict[str, Any]:
     """The error itself where it can travel, else its text; and whether it is only an echo of another's."""
-    failure = {
+    return {
         "error": error if isinstance(error, ManyhandsError) else None,
         "reason": f"{type(error).__name__}: {error}",
         "traceback": _trimmed(error),
         "echo": isinstance(error, PeerLost),
         "is_ours": isinstance(error, ManyhandsError),
     }
+
+
+def _send_failure(line: SocketLine, error: BaseException) -> None:
     with contextlib.suppress(Exception):
-        fd = pack(failure, "the failure")
+        fd = pack(failure_of(error), "the failure")
         line.send(FAILURE, b"", (fd,))
         os.close(fd)
 

@@ -20,14 +20,15 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 
-from ..core import DeviceError, SendError, SettingsError, WorkerFailed
+from ..core import DeviceError, SettingsError, WorkerFailed
 from .conductor import Conductor, End, Here, Place
 from .devices import Device
-from .engine import Engine, Job
+from .engine import Engine, Job, OnEvent, OnOutput, ignore
 from .network import LOOPBACK
+from .ray_service import READY_SECONDS, RayService, brief, pickled
+from .service import Make, Service
 from .summons import Summons
 from .world import DEFAULT_TIMEOUT, World
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from .ray_host import News
 
 NEWS_SECONDS = 1.0
-READY_SECONDS = 60.0
-"""How long Ray may take to find room for the ranks, and to start a process there."""
 PRELOAD = ("manyhands.verbs", "cloudpickle", "numpy", "torch._dynamo")
 
 
@@ -70,15 +69,28 @@ class RayEngine(Engine):
         timeout: float = DEFAULT_TIMEOUT,
         recovers: bool = False,
     ) -> Job:
-        try:
-            work = cloudpickle.dumps(fn)
-        except Exception as error:
-            raise SendError(
-                "what a worker process needs must be picklable",
-                got=f"{type(error).__name__}: {error}",
-                remedy="make it inside the function that uses it, or pass plain data",
-            ) from error
-        return RayJob(self._connected(), work, devices, timeout=timeout, recovers=recovers)
+        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, recovers=recovers)
+
+    def start_service(
+        self,
+        make: Make,
+        device: Device,
+        *,
+        on_event: OnEvent = ignore,
+        on_output: OnOutput = ignore,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Service:
+        ray = self._connected()
+        return RayService(
+            ray,
+            pickled(make),
+            device,
+            _nodes(ray)[device.host]["NodeID"] if device.host else None,
+            _require_alike,
+            on_event=on_event,
+            on_output=on_output,
+            timeout=timeout,
+        )
 
     def _connected(self) -> Any:
         """Ray, connected to this engine's cluster; a program that is connected already stays so."""
@@ -96,7 +108,7 @@ class RayEngine(Engine):
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise SettingsError(
                 f"on={self._address!r} needs a Ray cluster that answers",
-                got=_brief(error),
+                got=brief(error),
                 remedy="start one with ray start --head, or correct the address",
             ) from None
         return ray
@@ -299,7 +311,7 @@ class _RayPlace(Place):
             try:
                 news = ray.get(self.actor.news.remote(NEWS_SECONDS))
             except Exception as error:
-                return f"is gone: {_brief(error)}"
+                return f"is gone: {brief(error)}"
             for one in news:
                 self._push(functools.partial(self._pass_on, one))
             if self._is_closed:
@@ -385,12 +397,17 @@ class _Nowhere(Here):
 
 
 def _hosts(ray: Any) -> dict[str, dict[str, float]]:
-    """Resources by host; two nodes of one machine have names of their own."""
-    found: dict[str, dict[str, float]] = {}
+    """Resources by host."""
+    return {host: node["Resources"] for host, node in _nodes(ray).items()}
+
+
+def _nodes(ray: Any) -> dict[str, dict[str, Any]]:
+    """What Ray says of its nodes, by host; two nodes of one machine have names of their own."""
+    found: dict[str, dict[str, Any]] = {}
     for node in sorted(ray.nodes(), key=lambda node: node["NodeID"]):
         if node["Alive"]:
             name = node["NodeManagerHostname"]
-            found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node["Resources"]
+            found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node
     return found
 
 
@@ -438,9 +455,3 @@ def _require_alike(host: str, facts: dict[str, Any]) -> None:
                 got=f"{value} here, {facts[what]} on {host}",
                 remedy="install the same version there",
             )
-
-
-def _brief(error: BaseException) -> str:
-    """The first and the last line of what Ray says: what failed, and why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(dict.fromkeys([type(error).__name__ + ":", *lines[:1], *lines[-1:]]))

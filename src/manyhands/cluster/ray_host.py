@@ -30,17 +30,36 @@ News = tuple[str, int, Any]
 """What was heard: its kind, the slot of the rank, and the rest."""
 
 
+class Mailbox:
+    """What was heard since somebody last asked."""
+
+    def __init__(self) -> None:
+        self._news: deque[News] = deque()
+        self._heard = threading.Condition()
+
+    def put(self, one: News) -> None:
+        """Keeps one piece of news."""
+        with self._heard:
+            self._news.append(one)
+            self._heard.notify_all()
+
+    def take(self, seconds: float) -> list[News]:
+        """All of them; waits a little where there are none."""
+        with self._heard:
+            self._heard.wait_for(lambda: bool(self._news), seconds)
+            found = list(self._news)
+            self._news.clear()
+        return found
+
+
 class RayHost(Hearer):
     """The ranks of one host. Commands are obeyed in their order, beside the call that waits for news."""
 
     def __init__(self, path: Sequence[str], folder: str, preload: Sequence[str]) -> None:
-        sys.path[:] = [*sys.path, *(entry for entry in path if entry not in sys.path and os.path.exists(entry))]
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
+        settle_here(path, folder)
         # Ranks are forked from it, so it is started before anybody knows what they are to do.
         self._zygote = ZygoteHandle(preload)
-        self._news: deque[News] = deque()
-        self._heard = threading.Condition()
+        self._mail = Mailbox()
         self._commands: deque[Callable[[], None]] = deque()
         self._awake, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -52,14 +71,7 @@ class RayHost(Hearer):
 
     def facts(self) -> dict[str, Any]:
         """Who this is, and what it runs."""
-        return {
-            "host": this_host(),
-            "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            "process": os.getpid(),
-            "manyhands": version("manyhands"),
-            "torch": torch.__version__,
-            "python": ".".join(map(str, sys.version_info[:2])),
-        }
+        return facts_here()
 
     @ray.method(concurrency_group="commands")
     def prepare(self, work: bytes, devices: Sequence[Device], timeout: float, recovers: bool) -> None:
@@ -87,11 +99,7 @@ class RayHost(Hearer):
     @ray.method(concurrency_group="news")
     def news(self, seconds: float) -> list[News]:
         """What was heard since the last time; waits a little where that is nothing."""
-        with self._heard:
-            self._heard.wait_for(lambda: bool(self._news), seconds)
-            found = list(self._news)
-            self._news.clear()
-        return found
+        return self._mail.take(seconds)
 
     def finish(self) -> None:
         """Ends all ranks and leaves nothing behind."""
@@ -125,9 +133,7 @@ class RayHost(Hearer):
             self._crew.kill(*values)
 
     def _tell(self, kind: str, slot: int, rest: Any) -> None:
-        with self._heard:
-            self._news.append((kind, slot, rest))
-            self._heard.notify_all()
+        self._mail.put((kind, slot, rest))
 
     def heard_event(self, slot: int, entry: Event) -> None:
         self._tell("event", slot, entry)
@@ -144,6 +150,25 @@ class RayHost(Hearer):
     def heard_end(self, slot: int, process: Process) -> None:
         done = process.done and process.exit_code == 0
         self._tell("end", slot, (done, process.end, process.result))
+
+
+def settle_here(path: Sequence[str], folder: str) -> None:
+    """Makes an actor's process find what its caller's finds, where this host has it."""
+    sys.path[:] = [*sys.path, *(entry for entry in path if entry not in sys.path and os.path.exists(entry))]
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+
+
+def facts_here() -> dict[str, Any]:
+    """Who a process in the cluster is, and what it runs."""
+    return {
+        "host": this_host(),
+        "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+        "process": os.getpid(),
+        "manyhands": version("manyhands"),
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
 
 
 def _through(summons: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from .contracts import Runner, WorldContract
 from .hosts import Host, Hosts
 from .leaks import Footprint, no_leaks
 from .policies import PolicyContract
+from .services import ServiceContract
 from .threads import Faults, InjectedFault, ThreadWorld, run_threads
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "InjectedFault",
     "WorldContract",
     "PolicyContract",
+    "ServiceContract",
     "Runner",
     "Host",
     "Hosts",
