@@ -159,7 +159,7 @@ def fit(
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
     - `memory`: what each replica may take on its device at most, such as "8GiB";
-    - `fit_in`: chooses the least costly recompute, accumulate and sharding with which a step fits, such as "24GiB".
+    - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB".
 
     Ctrl-C ends the run after the current step and returns it.
 
@@ -193,7 +193,7 @@ def fit(
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
     notices += said
     if fit_in is not None:
-        spec, chosen = _fitted(made, spec, training.parse_bytes(fit_in), len(devices))
+        spec, chosen = _fitted(made, spec, training.parse_bytes(fit_in), devices)
         notices += chosen
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
@@ -394,7 +394,7 @@ def explain(
     return training.explain(made, spec)[0]
 
 
-def _fitted(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tuple[StrategySpec, list[str]]:
+def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Device]) -> tuple[StrategySpec, list[str]]:
     """The least costly spec that fits; nothing is chosen for steps of one's own or other ways of splitting."""
     if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
         raise StrategyError(
@@ -403,7 +403,7 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tu
             remedy="leave fit_in away, and set recompute, accumulate and sharding",
         )
     with _own_randomness():
-        return training.fit_in(task, spec, memory, num_devices)
+        return training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:

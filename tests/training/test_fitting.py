@@ -33,6 +33,17 @@ def test_less_memory_costs_more_and_more() -> None:
         fit_in(task, mh.Mirrored(), 16 * MIB, 1)
 
 
+def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.training.fitting.AT_ONCE", MIB // 4)
+    task = gpt(128, 4, 16)
+    spec, (text,) = fit_in(task, mh.Single(), 14 * MIB, 1, host=1 << 30)
+    assert spec.offload == "optimizer"
+    assert "replicas=1 would take" in text
+    assert not fit_in(task, mh.Single(), 1 << 30, 1, host=1 << 30)[0].offload
+    with pytest.raises(OutOfMemory, match="nothing fits into 14.0 MiB"):
+        fit_in(task, mh.Single(), 14 * MIB, 1, host=4 * MIB)
+
+
 def test_settings_of_a_person_stay() -> None:
     spec, _ = fit_in(gpt(128, 4, 16), mh.Single(recompute="blocks", accumulate=2), 60 * MIB, 1)
     assert (spec.recompute, spec.accumulate) == ("blocks", 2)

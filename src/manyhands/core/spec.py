@@ -33,6 +33,7 @@ PRECISIONS = ("fp32", "bf16", "fp64")
 WAYS = ("column", "row", "vocabulary", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SHARDINGS = ("full", "gradients", "optimizer")
+OFFLOADS = ("optimizer", "activations")
 CAPTURES = ("auto", "graph", "compile", "off")
 _NONE = {"replicas": "all", "shards": "all", "staleness": "none"}
 """What None stands for in a spec's text."""
@@ -65,6 +66,8 @@ class StrategySpec:
     - `recompute`: what backward computes again instead of keeping it: "" nothing, "blocks" those that are repeated in a
       list or a sequence, "selective" the same but for matrix products, convolutions and attention, or a pattern of
       module names such as "*.mlp";
+    - `offload`: what waits in the host's memory: "optimizer" its state (and on one device the gradients), "activations"
+      what backward needs of forward, or both as "optimizer+activations";
     - `deterministic`: whether random numbers are layout-free: the same on any number of replicas;
     - `microbatches`: parts of a batch that are under way in a pipeline at the same time;
     - `schedule`: the order in which its stages take them: "gpipe", "1f1b", "interleaved" or "zero-bubble";
@@ -96,6 +99,7 @@ class StrategySpec:
     accumulate: int = 1
     capture: str = "auto"
     recompute: str = ""
+    offload: str = ""
     deterministic: bool = False
     microbatches: int = 1
     schedule: str = "1f1b"
@@ -147,6 +151,14 @@ class StrategySpec:
                 remedy='leave one of them away; capture="graph" works with it',
             )
         _require_one_of("capture", self.capture, CAPTURES)
+        for what in self.offloaded:
+            _require_one_of("offload", what, OFFLOADS)
+        if self.offload and self.capture in ("graph", "compile"):
+            raise StrategyError(
+                "a step that keeps something in the host's memory is neither recorded nor compiled",
+                got=f"offload={self.offload} with capture={self.capture}",
+                remedy="leave one of them away",
+            )
         _require_one_of("sharding", self.sharding, SHARDINGS)
         _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
         for axis in ("context", "expert"):
@@ -197,6 +209,15 @@ class StrategySpec:
         """
         pairs = (part.rpartition(":") for part in filter(None, self.layout.split(";")))
         return {pattern.strip(): way.strip() for pattern, _, way in pairs}
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The parts of `offload`.
+
+        >>> Single(offload="optimizer+activations").offloaded
+        ('optimizer', 'activations')
+        """
+        return tuple(filter(None, self.offload.split("+")))
 
     @property
     def num_parts(self) -> int:
@@ -284,6 +305,7 @@ def Single(
     accumulate: int = 1,
     capture: str = "auto",
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """One device, in the caller's process.
@@ -297,6 +319,7 @@ def Single(
         accumulate=accumulate,
         capture=capture,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -310,6 +333,7 @@ def Mirrored(
     accumulate: int = 1,
     capture: str = "auto",
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """A replica per device; every replica takes its part of each batch and gradients are averaged.
@@ -330,6 +354,7 @@ def Mirrored(
         accumulate=accumulate,
         capture=capture,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -344,6 +369,7 @@ def Sharded(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """One network in parts: every rank holds a part of each parameter, gradient and optimizer state.
@@ -364,6 +390,7 @@ def Sharded(
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -378,6 +405,7 @@ def TensorParallel(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """Layers cut across devices: each computes some features, heads or rows of the vocabulary of every batch.
@@ -397,6 +425,7 @@ def TensorParallel(
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -452,6 +481,7 @@ def Pipeline(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """A network in stages, one per device; the parts of a batch are in different stages at the same time.
@@ -471,6 +501,7 @@ def Pipeline(
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -485,6 +516,7 @@ def Placed(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
+    offload: str = "",
     deterministic: bool = False,
 ) -> StrategySpec:
     """Parts of a network on devices of one's choice; parts that do not need each other run at the same time.
@@ -509,6 +541,7 @@ def Placed(
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,
+        offload=offload,
         deterministic=deterministic,
     )
 
@@ -622,7 +655,7 @@ def _check_servers(spec: StrategySpec) -> None:
                 )
         return
     others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
-    others += ["sync"] if spec.sync != "allreduce" else []
+    others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:
         raise StrategyError(
             "parameter servers take whole networks and exact gradients",

@@ -8,6 +8,7 @@ from .drawing import Outline
 from .embedding import Embedding, declaring
 from .marks import on
 from .mirrored import MirroredReplica
+from .offload import AT_ONCE
 from .outline import check_cut, outline
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica
@@ -50,4 +51,5 @@ __all__ = [
     "lay_out",
     "recompute",
     "keep_all",
+    "AT_ONCE",
 ]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategySpec
 from .mirrored import MirroredReplica
+from .sharded import whole
 
 
 class Shadows:
@@ -109,7 +110,7 @@ class OptimizerShardedReplica(MirroredReplica):
         self._shadows.gather()
 
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole(tensor)
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         if not isinstance(like, DTensor) or whole.shape != like.shape:

@@ -15,6 +15,7 @@ from ..core import StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
 from .local import replicated
 from .mirrored import mirror
+from .offload import OffloadedReplica
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica, place
 from .placed import PlacedReplica
@@ -66,6 +67,8 @@ def realise(
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer))
+    if world.size == 1 and "optimizer" in spec.offloaded:
+        return OffloadedReplica(spec, world, model, optimizers_of(model, make_optimizer))
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer))
     return replicated(spec, world, model, optimizers_of(model, make_optimizer))

@@ -30,6 +30,13 @@ class Replica:
         self.notes: list[str] = []
         """What a person should know of how the network was split."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
+        self._parked: dict[str, Any] = {}
+        if "optimizer" in spec.offloaded:
+            from .offload import Parking
+
+            self._parked = {key: Parking(optimizer, world.device) for key, optimizer in self.optimizers.items()}
+        if spec.offload and world.device.type == "cpu":
+            self.notes.append(f"offload={spec.offload} changes nothing on a CPU: its memory is the host's")
 
     @property
     def speaks(self) -> bool:
@@ -38,9 +45,19 @@ class Replica:
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Where the network and its loss are computed: the chosen precision."""
-        if not self.is_narrow:
-            return _AS_IT_IS
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        narrow: contextlib.AbstractContextManager[object] = _AS_IT_IS
+        if self.is_narrow:
+            # Narrow copies of all weights would outlive the blocks that are computed again, which have them again.
+            caches = not self.spec.recompute
+            narrow = torch.autocast(self.world.device.type, dtype=torch.bfloat16, cache_enabled=caches)
+        if "activations" not in self.spec.offloaded:
+            return narrow
+        from .offload import keeping_on_host
+
+        both = contextlib.ExitStack()
+        both.enter_context(narrow)
+        both.enter_context(keeping_on_host(self.world.device))
+        return both
 
     def loss(self, function: Callable[[Any, Any], Any], data: Any) -> Any:
         """The loss of a micro-batch, as far as this rank computes it."""
@@ -143,11 +160,28 @@ class Replica:
 
     def update(self, key: str, where: Tensor | None = None) -> None:
         """Takes the optimizer's step, only if the flag `where` is set, and forgets the gradients."""
-        if where is None:
+        if key in self._parked:
+            bring = self.bringing(key)
+            if where is None or bool(where):
+                self._parked[key].step(bring)
+        elif where is None:
             self.optimizers[key].step()
         else:
             step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
+
+    def bringing(self, key: str) -> Callable[[nn.Parameter], Tensor | None]:
+        """Takes the gradients off the parameters of one optimizer, and gives them one by one."""
+        held: dict[nn.Parameter, Tensor | None] = {}
+        for group in self.optimizers[key].param_groups:
+            for parameter in group["params"]:
+                held[parameter], parameter.grad = parameter.grad, None
+        return held.pop
+
+    def forget(self) -> None:
+        """Lets go of the gradients of the step under way."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def lay_out_anew(self) -> None:
         """Follows parameters that lie otherwise in memory than before."""

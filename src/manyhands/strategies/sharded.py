@@ -253,7 +253,7 @@ class ShardedReplica(Replica):
         return number > 0
 
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole(tensor)
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
@@ -286,10 +286,19 @@ class ShardedReplica(Replica):
             self._stats.close()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of what ranks hold in parts, wherever the parts lie."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return _parted(_local(tensor), tensor).full_tensor()
+
+
 def _global(part: Tensor, like: Tensor) -> Tensor:
     """A rank's part of something that is laid out like a parameter, known as such."""
-    if not isinstance(like, DTensor):
-        return part
+    return _parted(part, like) if isinstance(like, DTensor) else part
+
+
+def _parted(part: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 

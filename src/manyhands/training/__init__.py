@@ -9,7 +9,7 @@ from .explain import can_explain, explain
 from .fitting import fit_in
 from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
-from .memory import Account, account, parse_bytes
+from .memory import Account, account, host_bytes, limited, parse_bytes
 from .metrics import check_metrics
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers
@@ -68,6 +68,8 @@ __all__ = [
     "Account",
     "account",
     "parse_bytes",
+    "host_bytes",
+    "limited",
     "StepRecord",
     "Verdict",
     "one_step",

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
 from ..data import map_leaves
 from ..graph import Life, largest_sum, lives
-from ..strategies import keep_all, recompute, size_text, table_of
+from ..strategies import AT_ONCE, Table, keep_all, recompute, size_text, table_of
 from .explain import few_samples, slots_of, without_values
 
 SLOWER = {"": 1.0, "selective": 1.1, "blocks": 1.33}
 """What computing again costs, as a share of a step."""
 SHARDED = 1.15
 """What it costs that parameters travel, besides the sums that replicas exchange anyway."""
+OFFLOADED = 2.0
+"""What it costs that gradients and optimizer state travel to the host and back."""
 ROOM = 0.9
 """The share of the memory that is planned for; the allocator and what is not a tensor need the rest."""
 NUM_ROWS = 2
@@ -40,15 +43,18 @@ class Choice:
     cost: float
 
 
-def fit_in(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tuple[StrategySpec, list[str]]:
+def fit_in(
+    task: Task, spec: StrategySpec, memory: int, num_devices: int, host: int = 0
+) -> tuple[StrategySpec, list[str]]:
     """The least costly spec that fits into so much memory of each device, and what to say about it.
 
-    What a person has set stays as it is; recompute, accumulate and, on several devices, sharding are chosen.
+    What a person has set stays as it is; recompute, accumulate and, on several devices, sharding are chosen. Optimizer
+    state may wait in so many bytes of the host's memory for each device, where that is another one.
     """
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
         model = model.to(torch.float64)
-    choices = sorted(_choices(task, model, spec, num_devices), key=lambda choice: choice.cost)
+    choices = sorted(_choices(task, model, spec, num_devices, host), key=lambda choice: choice.cost)
     best = next((choice for choice in choices if choice.bytes <= ROOM * memory), None)
     if best is None:
         least = min(choices, key=lambda choice: choice.bytes)
@@ -63,26 +69,38 @@ def fit_in(task: Task, spec: StrategySpec, memory: int, num_devices: int) -> tup
     return best.spec, [f"{best.spec} takes {taken}; {plain.spec} would take {size_text(plain.bytes)}"]
 
 
-def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int) -> Iterator[Choice]:
+def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int, host: int) -> Iterator[Choice]:
     """Every combination of what is not set, with what it takes."""
     slots = slots_of(task, model)
     batch, size = few_samples(task, spec, 2 * NUM_ROWS)
     for what in [spec.recompute] if spec.recompute else list(SLOWER):
         try:
-            small, large = (_followed(task, model, batch, n, what) for n in (NUM_ROWS, 2 * NUM_ROWS))
+            is_narrow = spec.precision == "bf16"
+            small, large = (_followed(task, model, batch, n, what, is_narrow) for n in (NUM_ROWS, 2 * NUM_ROWS))
         except StrategyError:
             continue  # there are no blocks to compute again
         for placed in _placed(spec, num_devices):
             table = table_of(model, placed, slots=slots)
-            copies = 2 if placed.num_parts > 1 and placed.shards == 1 else 1
-            fixed = table.parameters + copies * table.gradients + table.optimizer
             rows = -(-size // placed.num_parts)
-            for accumulate in _accumulations(spec, rows):
+            largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+            for accumulate, (offload, fixed, slower) in product(_accumulations(spec, rows), _kept(placed, table, host)):
                 peak = largest_sum(NUM_ROWS, small, 2 * NUM_ROWS, large, -(-rows // accumulate))
-                largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
-                made = dataclasses.replace(placed, recompute=what, accumulate=accumulate)
+                made = dataclasses.replace(placed, recompute=what, accumulate=accumulate, offload=offload)
                 cost = SLOWER.get(what, 1.33) * (1 + 0.01 * (accumulate - 1)) * (1.0 if placed.shards == 1 else SHARDED)
-                yield Choice(made, fixed + peak + largest, cost)
+                yield Choice(made, fixed + peak + largest, cost * slower)
+
+
+def _kept(spec: StrategySpec, table: Table, host: int) -> Iterator[tuple[str, int, float]]:
+    """What may wait on the host, the bytes that a device holds all the time then, and what it costs."""
+    copies = 2 if spec.num_parts > 1 and spec.shards == 1 else 1
+    gradients, alone = copies * table.gradients, spec.num_parts == 1
+    if "optimizer" not in spec.offloaded:
+        yield spec.offload, table.parameters + gradients + table.optimizer, 1.0
+    if "optimizer" in spec.offloaded or (host and table.optimizer + gradients * alone <= ROOM * host):
+        # While some parameters are updated their gradients, their state and what the update needs besides are here.
+        visiting = min(table.parameters, AT_ONCE) * (3 + table.optimizer / max(1, table.parameters))
+        held = table.parameters + (0 if alone else gradients) + int(visiting)
+        yield "+".join(dict.fromkeys((*spec.offloaded, "optimizer"))), held, OFFLOADED
 
 
 def _placed(spec: StrategySpec, num_devices: int) -> Iterator[StrategySpec]:
@@ -101,7 +119,7 @@ def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
     return [2**power for power in range(rows.bit_length()) if 2**power <= rows]
 
 
-def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str) -> list[Life]:
+def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str, is_narrow: bool) -> list[Life]:
     """Everything that a forward and a backward of so many rows make, computed again as `what` says."""
     assert task.loss is not None
     loss = task.loss
@@ -113,7 +131,8 @@ def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str) ->
             part = map_leaves(lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
             def forward() -> torch.Tensor:
-                value = loss(model, fake(part))
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow, cache_enabled=not what):
+                    value = loss(model, fake(part))
                 return value.total if isinstance(value, Mean) else value
 
             return lives(model, forward)

@@ -477,8 +477,7 @@ class Hand:
     def forget_step(self) -> None:
         """Gives up the step under way: its losses and gradients."""
         self._tallies.clear()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.replica.forget()
 
     def recorded_tally(self) -> Tally:
         """The tally of the step that was just recorded, open or closed."""

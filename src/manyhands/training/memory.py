@@ -11,7 +11,7 @@ import inspect
 import re
 import resource
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..cluster import World
+from ..cluster import Device, World
 from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
 from ..data import Batch, first_dim, split
 from ..graph import Life, kept_bytes, largest_sum, lives
@@ -175,6 +175,13 @@ def headroom(device: torch.device) -> int:
     return available if limit < 0 else min(available, limit - _data_bytes())
 
 
+def host_bytes(devices: Sequence[Device]) -> int:
+    """Bytes of the host's memory that each of its devices could leave something in; none where that is their own."""
+    if any(device.kind == "cpu" for device in devices):
+        return 0
+    return int(psutil.virtual_memory().available) // len(devices)
+
+
 # -- an account --------------------------------------------------------------------------------------------------------
 
 
@@ -237,10 +244,11 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
     rows = max(1, *batch.sizes)
     copies = 1 if hand.world.size == 1 else 2  # the gradient itself, and the buffer in which it travels
     activations, peak = _activations(hand, task, batch, rows) or ({}, 0)
+    leaves = "optimizer" in hand.spec.offloaded and hand.device.type != "cpu"
     return Account(
         parameters=_bytes([*model.parameters(), *model.buffers()]),
-        gradients=copies * _bytes([p for p in model.parameters() if p.requires_grad]),
-        optimizer=sum(map(state_bytes, optimizers)),
+        gradients=0 if leaves and copies == 1 else copies * _bytes([p for p in model.parameters() if p.requires_grad]),
+        optimizer=0 if leaves else sum(map(state_bytes, optimizers)),
         activations=activations,
         working=max(0, peak - sum(activations.values())),
         rows=rows,

@@ -40,7 +40,7 @@ class Stepper:
         self._hand, self._task = hand, task
         self._ways: Ways | None = None
         self._recorder: Recorder | None = None
-        records = hand.device.type in RECORDING and hand.spec.capture != "off"
+        records = hand.device.type in RECORDING and hand.spec.capture != "off" and not hand.spec.offload
         if task.loss is not None:
             self._ways = Ways(hand, task.loss, total)
             self._recorder = Recorder(hand, task.loss, self._ways, total) if records else None
