@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from .serving import Client
     from .store import load, weights
     from .strategies import Embedding, on
+    from .studies import map, tune
     from .training import Callback, Hand, Patience, Run, Sink, hand
+    from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
     from .verbs import check, evaluate, explain, fit, launch, predict, replay, serve
 
 __version__ = "0.1.0"
@@ -44,6 +46,17 @@ __all__ = [
     "launch",
     "hand",
     "plan",
+    "map",
+    "tune",
+    "uniform",
+    "loguniform",
+    "integers",
+    "choice",
+    "ASHA",
+    "Hyperband",
+    "Median",
+    "Study",
+    "Trial",
     "check",
     "cut",
     "evaluate",
@@ -96,6 +109,8 @@ _HOMES = {
     ],
     "cluster": ["Device", "Join", "devices", "doctor"],
     "plans": ["plan"],
+    "studies": ["map", "tune"],
+    "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
     "store": ["load", "weights"],
     "strategies": ["Embedding", "on"],
     "data": ["files", "bucketed"],

@@ -1,0 +1,61 @@
+"""Tuning: spaces, studies, and trials that run here, in processes or stacked."""
+
+from .driver import Budget, Driver, Rules, TrialsFailed, described, require_same
+from .executors import Executor, Here, Processes
+from .journal import JOURNAL, Journal, read_journal
+from .mapping import ItemsFailed, map_items
+from .objective import Objective, as_objectives, check_objectives
+from .searching import SEARCHERS, Searcher, make_searcher
+from .space import Range, Space, as_space, check_space, choice, integers, loguniform, parse_range, uniform
+from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
+from .study import TRIALS, Study
+from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
+from .view import StudyView, make_study_view
+from .work import Workshop
+
+__all__ = [
+    "Study",
+    "Trial",
+    "RUNNING",
+    "FINISHED",
+    "STOPPED",
+    "FAILED",
+    "uniform",
+    "loguniform",
+    "integers",
+    "choice",
+    "Range",
+    "Space",
+    "as_space",
+    "check_space",
+    "parse_range",
+    "Objective",
+    "as_objectives",
+    "check_objectives",
+    "Searcher",
+    "SEARCHERS",
+    "make_searcher",
+    "Stopping",
+    "ASHA",
+    "Hyperband",
+    "Median",
+    "as_stopping",
+    "Journal",
+    "JOURNAL",
+    "TRIALS",
+    "read_journal",
+    "Rules",
+    "Budget",
+    "Driver",
+    "TrialsFailed",
+    "described",
+    "require_same",
+    "Workshop",
+    "Executor",
+    "Here",
+    "Processes",
+    "map_items",
+    "ItemsFailed",
+    "StudyView",
+    "make_study_view",
+]

@@ -1,0 +1,297 @@
+"""The driver of a study: proposes trials, has them run, judges them, and writes every fact into the journal first.
+
+One loop, top to bottom. Searchers propose, stopping policies judge, executors run; the driver acts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core import RunError, SettingsError
+from .executors import Executor
+from .journal import Journal
+from .objective import Objective
+from .searching import Searcher
+from .space import Space
+from .stopping import GO_ON, PAUSE, Stopping, ToTheEnd
+from .trial import FAILED, FINISHED, STOPPED, Trial
+from .work import Outcome, Work, Workshop
+
+MAX_DRAWS = 1000
+"""Proposals that break the constraint, one after the other, before it is taken for one that nothing keeps."""
+MAX_LOST = 3
+"""How often a trial's process may die before the trial counts as failed."""
+ALIKE = 3
+"""Failures of one kind without any success after which a study ends."""
+REPORT_TRACEBACK = 4000
+
+
+class TrialsFailed(RunError):
+    """Trials fail alike, one after the other, and none has succeeded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """When a study ends: after so many trials, seconds, or as much money as its devices have cost."""
+
+    trials: int | None = None
+    seconds: float | None = None
+    cost: float | None = None
+    price: float | None = None
+    """Of a device, for an hour."""
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "seconds", "cost", "price"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"{name} must be above 0", got=value, remedy=f"pass {name}=... or leave it away")
+        if self.cost is not None and self.price is None:
+            raise SettingsError("a cost needs the price of a device's hour", got="none", remedy="pass price=2.5")
+
+    def seconds_for(self, num_devices: int) -> float | None:
+        """How long the study may take on so many devices."""
+        limits = [] if self.seconds is None else [self.seconds]
+        if self.cost is not None and self.price is not None:
+            limits.append(3600 * self.cost / (self.price * num_devices))
+        return min(limits, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a study goes about it."""
+
+    space: Space
+    objectives: tuple[Objective, ...]
+    epochs: int
+    stopping: Stopping
+    budget: Budget
+    constraint: Callable[[dict[str, Any]], bool] | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """What a finished trial may have measured at most; one with more is not feasible."""
+    keep: int = 1
+    """Of how many of the best trials the runs stay."""
+
+
+class Driver:
+    """Runs a study to its end."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        workshop: Workshop,
+        searcher: Searcher,
+        journal: Journal,
+        trials: list[Trial],
+        executor: Executor,
+        num_devices: int,
+        on_change: Callable[[Trial], None] = lambda trial: None,
+    ) -> None:
+        self.rules, self.trials = rules, trials
+        self._workshop, self._searcher, self._journal, self._executor = workshop, searcher, journal, executor
+        self._on_change = on_change
+        self._leased: set[int] = set()
+        self._waiting: set[int] = set()
+        """Trials that were paused by the policy."""
+        self._due: deque[Trial] = deque()
+        """Trials to go on with, before any other."""
+        self._lost: Counter[int] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._spent = sum(trial.seconds for trial in trials)
+        self._seconds = rules.budget.seconds_for(num_devices)
+        self._best: list[tuple[float, int]] = []
+        self._began = time.monotonic()
+        self.is_stopping = False
+
+    def run(self) -> None:
+        """Goes on until the budget is used up and nothing is left to do."""
+        self._take_up()
+        while True:
+            while self._executor.num_free and (work := self._next()) is not None:
+                self._leased.add(work.number)
+                worker = self._executor.start(work)
+                self._journal.lease(self.trials[work.number], worker, work.until)
+            if not self._executor.is_busy:
+                break
+            for outcome in self._executor.wait():
+                self._leased.discard(outcome.number)
+                self._take(self.trials[outcome.number], outcome)
+        if not self.is_stopping:
+            for number in sorted(self._waiting):
+                self._end(self.trials[number], STOPPED, "others were better at this point")
+
+    def stop(self) -> None:
+        """Ends the study as soon as what is under way has come to a point from which it can go on."""
+        self.is_stopping = True
+        self._executor.stop()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the budget, where there is one in seconds."""
+        return None if self._seconds is None else self._seconds - (time.monotonic() - self._began)
+
+    def _take_up(self) -> None:
+        """Trials that an earlier program began: told to the searcher again, or taken up where they stand."""
+        for trial in self.trials:
+            if trial.is_over:
+                self._searcher.hear(trial)
+                self._rank(trial)
+            elif trial.reports and self._judge(trial) == PAUSE:
+                self._waiting.add(trial.number)
+            else:
+                self._due.append(trial)
+
+    def _next(self) -> Work | None:
+        """The next work: what was begun, what may go on, or a new trial."""
+        if self.is_stopping or self._is_over_budget:
+            return None
+        trial = self._due.popleft() if self._due else self._promoted()
+        if trial is None:
+            trial = self._new()
+        if trial is None:
+            return None
+        until = self.rules.stopping.next_rung(trial, self.rules.epochs)
+        return Work(trial.number, trial.params, until)
+
+    def _promoted(self) -> Trial | None:
+        trial = self.rules.stopping.promoted(self.trials, self.rules.epochs, self._cost, self._waiting)
+        if trial is not None:
+            self._waiting.discard(trial.number)
+        return trial
+
+    def _new(self) -> Trial | None:
+        number = len(self.trials)
+        limits = [size for size in (self.rules.budget.trials, self._searcher.size) if size is not None]
+        if (limits and number >= min(limits)) or not self._searcher.is_ready(number, self.trials):
+            return None
+        trial = Trial(number, self._proposed(number))
+        self._journal.propose(trial)
+        self.trials.append(trial)
+        self._on_change(trial)
+        return trial
+
+    def _proposed(self, number: int) -> dict[str, Any]:
+        """Parameters that keep the constraint; they are drawn again until they do."""
+        for draw in range(MAX_DRAWS):
+            params = self._searcher.propose(number, self.trials, draw)
+            if self.rules.constraint is None or self.rules.constraint(dict(params)):
+                return params
+        raise SettingsError(
+            f"the constraint must let some of the space through; of {MAX_DRAWS} proposals it took none",
+            got=str(params),
+            remedy="loosen it, or mend the space",
+        )
+
+    def _take(self, trial: Trial, outcome: Outcome) -> None:
+        """What came of a trial's stretch."""
+        if outcome.mistake is not None:
+            raise outcome.mistake
+        trial.seconds += outcome.seconds
+        trial.metrics = outcome.metrics or trial.metrics
+        if outcome.is_lost and self._lost[trial.number] + 1 < MAX_LOST:
+            self._lost[trial.number] += 1
+            self._due.append(trial)
+        elif outcome.is_interrupted:
+            return
+        elif outcome.is_diverged:
+            self._end(trial, STOPPED, outcome.reason)
+        elif outcome.reason:
+            self._end(trial, FAILED, outcome.reason)
+            self._count_failure(outcome)
+        else:
+            self._advance(trial, outcome.epochs)
+
+    def _advance(self, trial: Trial, epochs: int) -> None:
+        """A trial has come to a rung, or to its end."""
+        values = tuple(one.of(trial.metrics) for one in self.rules.objectives)
+        if epochs >= self.rules.epochs:
+            if not isinstance(self.rules.stopping, ToTheEnd):
+                self._report(trial, epochs, values[0])
+            trial.values = values
+            trial.is_feasible = all(
+                trial.metrics.get(name, float("inf")) <= limit for name, limit in self.rules.limits.items()
+            )
+            self._end(trial, FINISHED, "")
+            return
+        self._report(trial, epochs, values[0])
+        verdict = self._judge(trial)
+        if verdict == GO_ON:
+            self._due.append(trial)
+        elif verdict == PAUSE:
+            self._waiting.add(trial.number)
+        else:
+            self._end(trial, STOPPED, "it was worse than the others' median")
+        self._on_change(trial)
+
+    def _report(self, trial: Trial, epochs: int, value: float) -> None:
+        trial.reports[epochs] = value
+        self._journal.report(trial, epochs, trial.seconds)
+
+    def _judge(self, trial: Trial) -> str:
+        return self.rules.stopping.judge(trial, self.trials, self.rules.epochs, self._cost)
+
+    def _cost(self, value: float) -> float:
+        return self.rules.objectives[0].cost(value)
+
+    def _end(self, trial: Trial, state: str, reason: str) -> None:
+        trial.state, trial.reason = state, reason
+        self._journal.end(trial)
+        self._searcher.hear(trial)
+        self._rank(trial)
+        self._on_change(trial)
+
+    def _rank(self, trial: Trial) -> None:
+        """Keeps the runs of the best trials, and lets the others' go."""
+        gone = trial.number
+        if trial.state == FINISHED and trial.is_feasible:
+            self._best.append((self._cost(trial.value), trial.number))
+            self._best.sort()
+            gone = self._best.pop()[1] if len(self._best) > self.rules.keep else -1
+        if gone >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._workshop.run_folder(gone))
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        kind = outcome.traceback or outcome.reason
+        self._reasons[kind] += 1
+        succeeded = any(trial.state in (FINISHED, STOPPED) or trial.reports for trial in self.trials)
+        if self._reasons[kind] >= ALIKE and not succeeded:
+            raise TrialsFailed(
+                f"{ALIKE} trials failed alike, and none has succeeded; the last one, {outcome.number}, with "
+                f"{self.trials[outcome.number].params}:\n\n{outcome.traceback[-REPORT_TRACEBACK:] or outcome.reason}"
+            )
+
+    @property
+    def _is_over_budget(self) -> bool:
+        left = self.seconds_left
+        return left is not None and left <= 0
+
+
+def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
+    """What must be the same when a study goes on, as JSON-ready data."""
+    return {
+        "space": {name: f"{one}" for name, one in rules.space.items()},
+        "objectives": [dataclasses.astuple(one) for one in rules.objectives],
+        "epochs": rules.epochs,
+        "stop": str(rules.stopping) if not isinstance(rules.stopping, ToTheEnd) else None,
+        "search": search,
+        "seed": seed,
+        "limits": dict(rules.limits),
+    }
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+    """A study goes on with what it was begun with."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise SettingsError(
+                f"a study goes on with the {name} it was begun with, {before.get(name)}",
+                got=str(value),
+                remedy="pass the same, or another name for a new study",
+            )

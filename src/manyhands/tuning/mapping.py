@@ -1,0 +1,87 @@
+"""A function on many inputs, one process of a device each."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..cluster import Device, Engine, World
+from ..core import RunError
+from .pool import Pool
+
+MAX_LOST = 2
+"""How often an item's process may die before the item counts as failed."""
+
+
+class ItemsFailed(RunError):
+    """Some items failed; `results` has those that did not, in their places, `failures` the errors by place."""
+
+    def __init__(self, results: list[Any], failures: Mapping[int, BaseException], items: Sequence[Any]) -> None:
+        self.results, self.failures, self.items = results, dict(failures), list(items)
+        first = min(failures)
+        shown = "\n".join(
+            f"item {place} ({_brief(items[place])}): {_brief(failures[place])}" for place in sorted(failures)
+        )
+        super().__init__(
+            f"{len(failures)} of {len(items)} items failed; .results has the others\n{shown}\n\nthe first one:\n"
+            f"{failures[first]}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.results, self.failures, self.items)
+
+
+def map_items(
+    fn: Callable[[Any], Any],
+    items: Iterable[Any],
+    engine: Engine,
+    devices: Sequence[Device],
+    *,
+    per_device: int | None,
+    on_output: Callable[[int, str, str], None],
+) -> list[Any]:
+    """The function's results in the order of the items; all others are done before a failure is raised."""
+    todo = list(items)
+    results: list[Any] = [None] * len(todo)
+    failures: dict[int, BaseException] = {}
+    lost: Counter[int] = Counter()
+    waiting = deque(range(len(todo)))
+    pool: Pool[int] = Pool(engine, _Calling(fn), devices, per_device=per_device, on_output=on_output)
+    try:
+        while waiting or pool.is_busy:
+            while waiting and pool.num_free:
+                place = waiting.popleft()
+                pool.start(place, "call", todo[place])
+            for done in pool.wait():
+                lost[done.key] += done.is_lost
+                if done.error is None:
+                    results[done.key] = done.result
+                elif done.is_lost and lost[done.key] < MAX_LOST:
+                    waiting.append(done.key)
+                else:
+                    failures[done.key] = done.error
+    finally:
+        pool.close()
+    if failures:
+        raise ItemsFailed(results, failures, todo)
+    return results
+
+
+class _Calling:
+    """Makes what a process calls."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self._fn = fn
+
+    def __call__(self, world: World) -> _Calling:
+        return self
+
+    def call(self, item: Any) -> Any:
+        """The function's result for one item."""
+        return self._fn(item)
+
+
+def _brief(value: object, length: int = 80) -> str:
+    text = str(value).splitlines()[0] if isinstance(value, BaseException) else repr(value)
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,74 @@
+"""Objectives: what a study makes small or large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core import SettingsError, Task
+from ..training import Patience, check_patience
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Something that is measured, and whether less of it is better.
+
+    >>> Objective.parse("valid_loss"), Objective.parse("valid_score:max")
+    (Objective(name='valid_loss', mode='min'), Objective(name='valid_score', mode='max'))
+    """
+
+    name: str
+    mode: str
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """NAME, or NAME:min or NAME:max where the name does not tell what is better."""
+        name, colon, mode = text.partition(":")
+        if not name or (colon and mode not in ("min", "max")):
+            raise SettingsError("an objective is written NAME, NAME:min or NAME:max", got=repr(text), remedy="do so")
+        if not colon:
+            try:
+                mode = Patience(name).mode
+            except SettingsError as error:
+                remedy = f"write objective={name + ':min'!r} or {name + ':max'!r}"
+                raise SettingsError(error.rule, got=repr(name), remedy=remedy) from None
+        return cls(name, mode)
+
+    def cost(self, value: float) -> float:
+        """The value as something to make small."""
+        return value if self.mode == "min" else -value
+
+    def of(self, metrics: Mapping[str, float]) -> float:
+        """Its value among what was measured."""
+        if self.name not in metrics:
+            raise never_reported(self.name, list(metrics))
+        return float(metrics[self.name])
+
+
+def as_objectives(objective: str | Sequence[str]) -> tuple[Objective, ...]:
+    """One or several."""
+    texts = [objective] if isinstance(objective, str) else list(objective)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise SettingsError("an objective is a name, or a list of them", got=repr(objective), remedy='"valid_loss"')
+    made = tuple(Objective.parse(text) for text in texts)
+    if len({one.name for one in made}) < len(made):
+        raise SettingsError("every objective is named once", got=", ".join(texts), remedy="leave one away")
+    return made
+
+
+def check_objectives(objectives: Sequence[Objective], task: Task) -> None:
+    """Refuses names that the task never measures."""
+    for one in objectives:
+        try:
+            check_patience([Patience(one.name, 1, one.mode)], task)
+        except SettingsError as error:
+            known = error.rule.partition(": ")[2]
+            raise SettingsError(
+                f"an objective is something that the task measures: {known}", got=repr(one.name), remedy=error.remedy
+            ) from None
+
+
+def never_reported(name: str, known: Sequence[str]) -> SettingsError:
+    """The error of an objective that a trial did not measure."""
+    shown = ", ".join(known) or "nothing"
+    return SettingsError(f"the objective must be measured by every trial, which gave {shown}", got=repr(name))

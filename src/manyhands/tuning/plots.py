@@ -1,0 +1,54 @@
+"""Plots of a study as pages that need nothing else, drawn by Optuna from the journal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError
+from .searching import require_optuna
+
+KINDS = {
+    "history": "plot_optimization_history",
+    "parallel": "plot_parallel_coordinate",
+    "importance": "plot_param_importances",
+    "contour": "plot_contour",
+    "slice": "plot_slice",
+    "front": "plot_pareto_front",
+}
+MIN_TRIALS = 2
+
+
+def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path) -> None:
+    """Draws one kind of plot."""
+    optuna = require_optuna()
+    try:
+        import plotly  # noqa: F401
+    except ImportError:
+        raise SettingsError("plots need plotly", got="none", remedy="pip install 'manyhands[tune]'") from None
+    storage = _read_only(optuna, journal)
+    study = optuna.load_study(study_name=None, storage=storage)
+    if len([trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]) < MIN_TRIALS:
+        raise SettingsError("a plot needs two finished trials", got="fewer", remedy="run more of them")
+    options: dict[str, Any] = {}
+    if kind == "front":
+        if len(objectives) < 2:
+            raise SettingsError("a front is of two objectives or three", got=len(objectives), remedy="plot the history")
+        options["target_names"] = list(objectives)
+    elif len(objectives) > 1:
+        options.update(target=lambda trial: trial.values[0], target_name=objectives[0])
+    else:
+        options["target_name"] = objectives[0]
+    if kind == "importance":
+        options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        figure = getattr(optuna.visualization, KINDS[kind])(study, **options)
+        figure.write_html(target, include_plotlyjs=True)
+
+
+def _read_only(optuna: Any, journal: Path) -> Any:
+    """Optuna's journal storage of this file; it only reads, so it takes no lock."""
+    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))

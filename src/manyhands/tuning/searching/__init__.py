@@ -1,0 +1,24 @@
+"""Ways of searching: one file each, by name."""
+
+from collections.abc import Sequence
+
+from ...core import SettingsError
+from ..objective import Objective
+from ..space import Space
+from .cma import CMA
+from .grid import GridSearch
+from .searcher import Searcher
+from .tpe import TPE, require_optuna
+from .uniformly import RandomSearch
+
+SEARCHERS: dict[str, type[Searcher]] = {"tpe": TPE, "random": RandomSearch, "grid": GridSearch, "cma": CMA}
+
+
+def make_searcher(name: str, space: Space, objectives: Sequence[Objective], seed: int) -> Searcher:
+    """The searcher of a name."""
+    if name not in SEARCHERS:
+        raise SettingsError(f"search is {', '.join(SEARCHERS)}", got=repr(name), remedy="name one of these")
+    return SEARCHERS[name](space, objectives, seed)
+
+
+__all__ = ["SEARCHERS", "Searcher", "make_searcher", "require_optuna"]

@@ -1,0 +1,75 @@
+"""CMA-ES, by the library that Optuna's sampler is built on: it follows the shape of the valley, for numbers only.
+
+Its state is what the trials so far have made of it, so it is told all of them again when a study goes on, instead of
+being read from a file as a pickle, which is how Optuna's sampler keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import SettingsError
+from ..objective import Objective
+from ..space import Choice, Space
+from ..trial import FAILED, FINISHED, RUNNING, Trial
+from .searcher import Searcher
+
+
+class CMA(Searcher):
+    """Generations of proposals; the next one begins when all of this one have ended."""
+
+    def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
+        super().__init__(space, objectives, seed)
+        if len(objectives) > 1:
+            raise SettingsError("cma has one objective", got=len(objectives), remedy="use search='tpe'")
+        choices = [name for name, one in space.items() if isinstance(one, Choice)]
+        if choices or len(space) < 2:
+            got = f"{choices[0]!r}, a choice" if choices else "one parameter"
+            raise SettingsError("cma searches two numbers or more", got=got, remedy="use search='tpe'")
+        try:
+            import cmaes
+        except ImportError:
+            raise SettingsError("cma needs cmaes", got="none", remedy="pip install 'manyhands[tune]'") from None
+        num = len(space)
+        bounds = np.array([[0.0, 1.0]] * num)
+        self._cma: Any = cmaes.CMA(mean=np.full(num, 0.5), sigma=0.2, bounds=bounds, seed=seed % 2**32)
+        self._asked: list[np.ndarray[Any, Any]] = []
+        self._told = 0
+        """Generations that are complete."""
+
+    def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
+        size = int(self._cma.population_size)
+        return all(trial.state != RUNNING for trial in history[: number // size * size])
+
+    def propose(self, number: int, history: Sequence[Trial], draw: int = 0) -> dict[str, Any]:
+        self._follow(number, history)
+        place = self._asked[number] if not draw else self.random(number, draw).random(len(self.space))
+        return {name: one.at(float(share)) for (name, one), share in zip(self.space.items(), place, strict=True)}
+
+    def _follow(self, number: int, history: Sequence[Trial]) -> None:
+        """Asks for all generations up to this trial's, and tells what is known of those before it."""
+        size = int(self._cma.population_size)
+        while len(self._asked) <= number:
+            if len(self._asked) == size * (self._told + 1):
+                self._tell(history[size * self._told : size * (self._told + 1)])
+            self._asked.append(self._cma.ask())
+
+    def _tell(self, trials: Sequence[Trial]) -> None:
+        costs = [self._cost(trial) for trial in trials]
+        finite = [cost for cost in costs if math.isfinite(cost)]
+        worst = max(finite, default=0.0) + 1.0
+        places = [np.array([one.share(trial.params[name]) for name, one in self.space.items()]) for trial in trials]
+        bounded = [cost if math.isfinite(cost) else worst for cost in costs]
+        self._cma.tell(list(zip(places, bounded, strict=True)))
+        self._told += 1
+
+    def _cost(self, trial: Trial) -> float:
+        if trial.state == FAILED or not trial.is_feasible:
+            return math.inf
+        if trial.state == FINISHED:
+            return self.objectives[0].cost(trial.value)
+        return self.objectives[0].cost(trial.reports[trial.epochs]) if trial.reports else math.inf

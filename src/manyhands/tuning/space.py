@@ -1,0 +1,259 @@
+"""Spaces: what a parameter may be, as plain data that prints, compares and can be written as text."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import SettingsError, Task, typed
+
+Value = float | int | str | bool | None
+
+
+class Range(ABC):
+    """What one parameter may be. Searchers see it as a number between 0 and 1."""
+
+    @abstractmethod
+    def at(self, share: float) -> Value:
+        """The value at a share of the way through the range; 0 is the first, 1 the last."""
+
+    @abstractmethod
+    def share(self, value: Value) -> float:
+        """The inverse of `at`."""
+
+    @abstractmethod
+    def grid(self, num: int) -> list[Value]:
+        """So many values spread evenly, all of them where there are fewer."""
+
+
+@dataclass(frozen=True)
+class Uniform(Range):
+    """A real number; with `log` every factor is as likely as any other."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        _require_bounds(self.low, self.high, "loguniform" if self.log else "uniform")
+        if self.log and self.low <= 0:
+            raise SettingsError("loguniform begins above 0", got=self.low, remedy="write mh.uniform, or a small bound")
+
+    def at(self, share: float) -> float:
+        if self.log:
+            return min(self.high, max(self.low, math.exp(_between(math.log(self.low), math.log(self.high), share))))
+        return _between(self.low, self.high, share)
+
+    def share(self, value: Value) -> float:
+        low, high, at = self.low, self.high, float(value)  # type: ignore[arg-type]
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        return (at - low) / (high - low)
+
+    def grid(self, num: int) -> list[Value]:
+        return [self.at(0.5 if num == 1 else i / (num - 1)) for i in range(num)]
+
+
+@dataclass(frozen=True)
+class Integers(Range):
+    """A whole number, both ends included; with `log` every factor is as likely as any other."""
+
+    low: int
+    high: int
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        for bound in (self.low, self.high):
+            if isinstance(bound, bool) or not isinstance(bound, int):
+                raise SettingsError("the bounds of integers are whole numbers", got=bound, remedy="write mh.uniform")
+        _require_bounds(self.low, self.high, "integers")
+        if self.log and self.low < 1:
+            raise SettingsError("integers with log begin at 1 or above", got=self.low, remedy="leave log away")
+
+    def at(self, share: float) -> int:
+        low, high = self._ends()
+        place = _between(low, high, share)
+        whole = round(math.exp(place) if self.log else place)
+        return min(self.high, max(self.low, whole))
+
+    def share(self, value: Value) -> float:
+        low, high = self._ends()
+        at = math.log(float(value)) if self.log else float(value)  # type: ignore[arg-type]
+        return (at - low) / (high - low)
+
+    def grid(self, num: int) -> list[Value]:
+        if self.high - self.low < num:
+            return list(range(self.low, self.high + 1))
+        return list(dict.fromkeys(self.at(i / max(1, num - 1)) for i in range(num)))
+
+    def _ends(self) -> tuple[float, float]:
+        """Half a step beyond both ends, so that the ends are as likely as the others."""
+        low, high = self.low - 0.5, self.high + 0.5
+        return (math.log(low), math.log(high)) if self.log else (low, high)
+
+
+@dataclass(frozen=True)
+class Choice(Range):
+    """One of some values, which have no order."""
+
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.values) < 1:
+            raise SettingsError("a choice has values", got="none", remedy="write mh.choice(128, 256)")
+        for value in self.values:
+            if not isinstance(value, float | int | str | bool | None):
+                raise SettingsError(
+                    "a choice is among numbers, texts, bools and None",
+                    got=f"a {type(value).__name__}",
+                    remedy="name it, and look the name up in the task function",
+                )
+        if len({(type(value), value) for value in self.values}) < len(self.values):
+            raise SettingsError("a choice has every value once", got=self.values, remedy="leave the others away")
+
+    def at(self, share: float) -> Value:
+        return self.values[min(len(self.values) - 1, int(share * len(self.values)))]
+
+    def share(self, value: Value) -> float:
+        return (self.index(value) + 0.5) / len(self.values)
+
+    def index(self, value: Value) -> int:
+        """Where a value stands; True is not 1 here."""
+        return next(i for i, one in enumerate(self.values) if type(one) is type(value) and one == value)
+
+    def grid(self, num: int) -> list[Value]:
+        return list(self.values)
+
+
+Space = Mapping[str, Range]
+
+
+def uniform(low: float, high: float) -> Uniform:
+    """A real number from low to high.
+
+    >>> uniform(0.0, 0.5).at(0.5)
+    0.25
+    """
+    return Uniform(low, high)
+
+
+def loguniform(low: float, high: float) -> Uniform:
+    """A positive number whose magnitude is uniform: as often between 0.001 and 0.01 as between 0.01 and 0.1.
+
+    >>> round(loguniform(1e-4, 1e-2).at(0.5), 6)
+    0.001
+    """
+    return Uniform(low, high, log=True)
+
+
+def integers(low: int, high: int, *, log: bool = False) -> Integers:
+    """A whole number from low to high, both included; `log` as in `loguniform`.
+
+    >>> sorted({integers(1, 3).at(i / 10) for i in range(11)})
+    [1, 2, 3]
+    """
+    return Integers(low, high, log)
+
+
+def choice(*values: Value) -> Choice:
+    """One of some values.
+
+    >>> choice("relu", "gelu").grid(5)
+    ['relu', 'gelu']
+    """
+    return Choice(values)
+
+
+def parse_range(text: str) -> Range:
+    """A range as the command line writes it.
+
+    >>> parse_range("loguniform:1e-4..1e-1"), parse_range("choice:128,256"), parse_range("integers:1..8")
+    (Uniform(low=0.0001, high=0.1, log=True), Choice(values=(128, 256)), Integers(low=1, high=8, log=False))
+    """
+    kind, _, rest = text.partition(":")
+    low, dots, high = rest.partition("..")
+    try:
+        if kind == "choice" and rest:
+            return Choice(tuple(_read(word.strip()) for word in rest.split(",")))
+        if kind in ("uniform", "loguniform") and dots:
+            return Uniform(float(low), float(high), log=kind == "loguniform")
+        if kind == "integers" and dots:
+            return Integers(int(low), int(high))
+    except ValueError as error:
+        if isinstance(error, SettingsError):
+            raise
+    raise SettingsError(
+        "a range is written uniform:LOW..HIGH, loguniform:LOW..HIGH, integers:LOW..HIGH or choice:A,B,C",
+        got=repr(text),
+        remedy="write for instance lr=loguniform:1e-4..1e-1",
+    )
+
+
+def as_space(space: Any) -> dict[str, Range]:
+    """A space from a dict of ranges; a list of values is a choice among them."""
+    if not isinstance(space, Mapping) or not space:
+        raise SettingsError(
+            "a space is a dict of the task's parameters and what they may be",
+            got=type(space).__name__ if not isinstance(space, Mapping) else "an empty one",
+            remedy='pass {"lr": mh.loguniform(1e-4, 1e-1)}',
+        )
+    made: dict[str, Range] = {}
+    for name, one in space.items():
+        if isinstance(one, str):
+            one = parse_range(one)
+        elif isinstance(one, Sequence):
+            one = Choice(tuple(one))
+        if not isinstance(one, Range):
+            raise SettingsError(
+                f"what {name!r} may be is mh.uniform, mh.loguniform, mh.integers, mh.choice or a list",
+                got=repr(one),
+                remedy="write one of these",
+            )
+        made[str(name)] = one
+    return made
+
+
+def check_space(space: Space, task: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Refuses names that the task's function does not have, and those that are fixed and searched at once."""
+    if isinstance(task, Task) or not callable(task):
+        raise SettingsError(
+            "tuning varies the parameters of a function that makes a Task",
+            got=type(task).__name__,
+            remedy="write def task(lr: float = 1e-3) -> mh.Task: ... and pass task",
+        )
+    both = sorted(set(space) & set(params))
+    if both:
+        raise SettingsError("a parameter is fixed or searched", got=f"{both[0]!r} in both", remedy="leave one away")
+    try:
+        typed(task, {**params, **{name: one.at(0.5) for name, one in space.items()}})
+    except SettingsError as error:
+        known = ", ".join(inspect.signature(task).parameters) or "none"
+        raise SettingsError(
+            f"a space names parameters of the task, which has {known}", got=error.got, remedy=error.remedy
+        ) from None
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * min(1.0, max(0.0, share))
+
+
+def _require_bounds(low: float, high: float, name: str) -> None:
+    if not (math.isfinite(low) and math.isfinite(high)) or not low < high:
+        raise SettingsError(f"{name} goes from low to high", got=f"{low} to {high}", remedy="turn or mend the bounds")
+
+
+def _read(word: str) -> Value:
+    """A value as it is meant: a number, a bool, None or a text."""
+    named: dict[str, Value] = {"true": True, "false": False, "none": None}
+    if word.lower() in named:
+        return named[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

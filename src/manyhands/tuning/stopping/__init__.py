@@ -1,0 +1,23 @@
+"""Ways of stopping early: one file each, by name."""
+
+from ...core import SettingsError
+from .asha import ASHA
+from .hyperband import Hyperband
+from .median import Median
+from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
+
+STOPPINGS: dict[str, type[Stopping]] = {"asha": ASHA, "hyperband": Hyperband, "median": Median}
+
+
+def as_stopping(stop: Stopping | str | None) -> Stopping:
+    """A policy, its name, or none."""
+    if stop is None:
+        return ToTheEnd()
+    if isinstance(stop, Stopping):
+        return stop
+    if stop not in STOPPINGS:
+        raise SettingsError(f"stop is {', '.join(STOPPINGS)}", got=repr(stop), remedy="name one of these")
+    return STOPPINGS[stop]()
+
+
+__all__ = ["ASHA", "GO_ON", "PAUSE", "STOP", "Hyperband", "Median", "Stopping", "ToTheEnd", "as_stopping"]

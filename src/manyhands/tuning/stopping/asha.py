@@ -1,0 +1,65 @@
+"""Successive halving without waiting (ASHA): of those that came to a rung, the best share goes on to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core import SettingsError
+from ..trial import FAILED, Trial
+from .stopping import GO_ON, PAUSE, Cost, Stopping
+
+
+@dataclass(frozen=True)
+class ASHA(Stopping):
+    """Rungs at `first`, `first` times `factor`, …; one in `factor` of those that reached a rung goes on.
+
+    A trial that may not go on yet waits as a checkpoint: when enough others turn out worse, it goes on from there.
+
+    >>> ASHA().rungs(0, 27)
+    [1, 3, 9, 27]
+    """
+
+    factor: int = 3
+    first: int = 1
+
+    def __post_init__(self) -> None:
+        if self.factor < 2 or self.first < 1:
+            raise SettingsError(
+                "ASHA has a factor of at least 2 and a first rung of at least 1",
+                got=f"factor={self.factor}, first={self.first}",
+                remedy="write mh.ASHA()",
+            )
+
+    def rungs(self, number: int, epochs: int) -> list[int]:
+        found, rung = [], self.begin(number, epochs)
+        while rung < epochs:
+            found.append(rung)
+            rung *= self.factor
+        return [*found, epochs]
+
+    def begin(self, number: int, epochs: int) -> int:
+        """A trial's first rung."""
+        return self.first
+
+    def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
+        return GO_ON if trial in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
+
+    def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
+        """The best of those that wait on the highest rung where one may go on."""
+        for number in sorted(waiting, key=lambda number: (-trials[number].epochs, number)):
+            trial = trials[number]
+            if trial in self._best(trials, trial.epochs, trial, epochs, cost):
+                return trial
+        return None
+
+    def _best(self, trials: Sequence[Trial], rung: int, of: Trial, epochs: int, cost: Cost) -> list[Trial]:
+        """The best share of all that have come to a rung, among those with the same rungs."""
+        begin = self.begin(of.number, epochs)
+        there = [
+            trial
+            for trial in trials
+            if rung in trial.reports and trial.state != FAILED and self.begin(trial.number, epochs) == begin
+        ]
+        there.sort(key=lambda trial: (cost(trial.reports[rung]), trial.number))
+        return there[: len(there) // self.factor]

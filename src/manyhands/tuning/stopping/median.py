@@ -1,0 +1,43 @@
+"""The median rule: a trial whose best so far is worse than the others' median at that point is stopped."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core import SettingsError
+from ..trial import FAILED, Trial
+from .stopping import GO_ON, STOP, Cost, Stopping
+
+
+@dataclass(frozen=True)
+class Median(Stopping):
+    """Judges after every epoch, from the `first` on, once so many other trials have been there.
+
+    >>> Median().rungs(0, 3)
+    [1, 2, 3]
+    """
+
+    first: int = 1
+    others: int = 5
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.others < 1:
+            got = f"first={self.first}, others={self.others}"
+            raise SettingsError("Median's numbers are at least 1", got=got, remedy="write mh.Median()")
+
+    def rungs(self, number: int, epochs: int) -> list[int]:
+        return [*range(self.first, epochs), epochs]
+
+    def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
+        epoch = trial.epochs
+        others = [
+            cost(other.reports[epoch])
+            for other in trials
+            if other is not trial and epoch in other.reports and other.state != FAILED
+        ]
+        if len(others) < self.others:
+            return GO_ON
+        best = min(cost(value) for value in trial.reports.values())
+        return STOP if best > statistics.median(others) else GO_ON

@@ -1,0 +1,142 @@
+"""Study: what tuning left behind, on disk and in hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..core import CheckpointError, SettingsError, Task
+from ..training import Run
+from .journal import JOURNAL, read_journal
+from .objective import Objective
+from .plots import KINDS, write_plot
+from .trial import FINISHED, Trial
+
+TRIALS = "trials"
+
+
+class Study:
+    """A finished or stopped study.
+
+    `study.best` is the best trial, `study.trials` all of them, `study.dataframe()` a table for pandas and
+    `study.plot("history")` a page. `study.path / "journal.log"` is a journal that optuna-dashboard reads.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        task: Callable[..., Any] | None = None,
+        *,
+        trials: list[Trial] | None = None,
+        stopped: bool = False,
+    ) -> None:
+        self.path, self.task, self.stopped = Path(path), task, stopped
+        if not (self.path / JOURNAL).exists():
+            raise CheckpointError(
+                f"a study is a folder with a {JOURNAL}", got=str(path), remedy="name a folder under studies/"
+            )
+        self.record, read = read_journal(self.path)
+        self.trials = read if trials is None else trials
+        self.objectives = [Objective(*one) for one in self.record["objectives"]]
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def finished(self) -> list[Trial]:
+        """Trials that came to their end and kept the limits, in their order."""
+        return [trial for trial in self.trials if trial.state == FINISHED and trial.is_feasible]
+
+    @property
+    def best(self) -> Trial:
+        """The best finished trial, by the first objective."""
+        return self.top(1)[0]
+
+    def top(self, num: int) -> list[Trial]:
+        """The best finished trials by the first objective, the best one first."""
+        if not self.finished:
+            raise SettingsError(
+                "a study has a best trial once one has finished",
+                got=f"{len(self.trials)} trials, none of them",
+                remedy="look at study.trials for the reasons",
+            )
+        first = self.objectives[0]
+        return sorted(self.finished, key=lambda trial: (first.cost(trial.value), trial.number))[:num]
+
+    @property
+    def front(self) -> list[Trial]:
+        """Trials that no other one beats in every objective; with one objective, the best."""
+        costs = {
+            trial.number: [one.cost(value) for one, value in zip(self.objectives, trial.values, strict=True)]
+            for trial in self.finished
+        }
+
+        def is_beaten(mine: list[float]) -> bool:
+            return any(
+                other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in costs.values()
+            )
+
+        return [trial for trial in self.finished if not is_beaten(costs[trial.number])]
+
+    def run(self, trial: Trial | None = None) -> Run:
+        """The run of a trial, the best one's by default; a study keeps those of its best `keep` trials."""
+        chosen = self.best if trial is None else trial
+        folder = self.path / TRIALS / f"{chosen.number:05d}"
+        if not folder.exists():
+            raise CheckpointError(
+                "a study keeps the runs of its best trials",
+                got=f"trial {chosen.number}, which is not among them",
+                remedy="tune with a larger keep=",
+            )
+        task = self.task(**{**self.record.get("params", {}), **chosen.params}) if self.task is not None else None
+        return Run(folder, task if isinstance(task, Task) else None)
+
+    def dataframe(self) -> Any:
+        """All trials as a table of pandas, one row each."""
+        try:
+            import pandas
+        except ImportError:
+            raise SettingsError("a dataframe needs pandas", got="none", remedy="pip install pandas") from None
+        rows = [
+            {
+                "number": trial.number,
+                "state": trial.state,
+                **{f"params_{name}": value for name, value in trial.params.items()},
+                **{one.name: value for one, value in zip(self.objectives, trial.values, strict=False)},
+                **{f"metric_{name}": value for name, value in trial.metrics.items()},
+                "seconds": trial.seconds,
+                "reason": trial.reason,
+            }
+            for trial in self.trials
+        ]
+        return pandas.DataFrame(rows)
+
+    def plot(self, kind: str = "history", path: str | Path | None = None) -> Path:
+        """Writes a page: "history", "parallel", "importance", "contour", "slice" or "front"; returns where it is."""
+        if kind not in KINDS:
+            raise SettingsError(f"a plot is one of {', '.join(KINDS)}", got=repr(kind), remedy="name one of these")
+        target = self.path / f"{kind}.html" if path is None else Path(path)
+        write_plot(self.path / JOURNAL, kind, [one.name for one in self.objectives], target)
+        return target
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data: the best trial and how the others ended."""
+        states = [trial.state for trial in self.trials]
+        best = self.best if self.finished else None
+        return {
+            "study": str(self.path),
+            "name": self.name,
+            "best": None if best is None else {"number": best.number, "params": best.params, "metrics": best.metrics},
+            "trials": {state: states.count(state) for state in sorted(set(states))},
+            "objectives": [one.name for one in self.objectives],
+            "stopped": self.stopped,
+        }
+
+    def __repr__(self) -> str:
+        best = ""
+        if self.finished:
+            best = f", best {self.objectives[0].name}={self.best.value:.4g} with {self.best.params}"
+        return f"Study({self.name!r}, {len(self.trials)} trials{best})"

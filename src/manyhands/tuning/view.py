@@ -1,0 +1,167 @@
+"""What a person sees of a study: a live table of trials in a terminal, a line for every finished one elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..training import sparkline
+from .objective import Objective
+from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
+
+NUM_ROWS = 12
+REFRESH_SECONDS = 0.5
+LINE_SECONDS = 1.0
+_COLOURS = {RUNNING: "yellow", FINISHED: "green", STOPPED: "cyan", FAILED: "red"}
+
+
+class StudyView:
+    """Hears of every change of a trial. The base shows nothing."""
+
+    def __init__(self, objectives: Sequence[Objective], limit: int | None) -> None:
+        self._objectives, self._limit = objectives, limit
+        self._began = time.monotonic()
+        self._num_before = 0
+        self.trials: list[Trial] = []
+        self._best: Trial | None = None
+
+    def begin(self, trials: list[Trial]) -> None:
+        """The study's trials, which the view reads; those that are over already took no time of this program."""
+        self.trials = trials
+        self._num_before = sum(trial.is_over for trial in trials)
+        for trial in trials:
+            self._look(trial)
+
+    def show(self, trial: Trial) -> None:
+        """A trial has changed."""
+        self._look(trial)
+
+    def line(self, text: str) -> None:
+        """Shows a line of ours."""
+
+    def output(self, rank: int, text: str, stream: str) -> None:
+        """Passes on what a trial printed."""
+
+    def close(self) -> None:
+        """Leaves the screen as it should stay."""
+
+    def _look(self, trial: Trial) -> None:
+        if trial.state == FINISHED and trial.is_feasible:
+            first = self._objectives[0]
+            if self._best is None or first.cost(trial.value) < first.cost(self._best.value):
+                self._best = trial
+
+    def _summary(self, num_over: int) -> str:
+        """How far the study is, what is best, and how long the rest takes at this pace."""
+        of = f" of {self._limit}" if self._limit else ""
+        text = f"{num_over}{of} trials"
+        if self._best is not None:
+            shown = ", ".join(f"{name}={_short(value)}" for name, value in self._best.params.items())
+            text += f"; best {self._objectives[0].name} {self._best.value:.4g} (trial {self._best.number}: {shown})"
+        done = num_over - self._num_before
+        if self._limit and done > 0 and num_over < self._limit:
+            left = (self._limit - num_over) * (time.monotonic() - self._began) / done
+            text += f"; about {_duration(left)} left"
+        return text
+
+
+class LineView(StudyView):
+    """A line when a trial ends, at most one a second, for logs and pipes."""
+
+    def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
+        super().__init__(objectives, limit)
+        self._console = console
+        self._num_over = 0
+        self._said_at = 0.0
+
+    def begin(self, trials: list[Trial]) -> None:
+        super().begin(trials)
+        self._num_over = self._num_before
+
+    def show(self, trial: Trial) -> None:
+        super().show(trial)
+        self._num_over += trial.is_over
+        if trial.state == FAILED:
+            self.line(f"trial {trial.number} failed: {trial.reason.splitlines()[0]}")
+        now = time.monotonic()
+        if trial.is_over and (now - self._said_at > LINE_SECONDS or self._num_over == self._limit):
+            self._said_at = now
+            self.line(self._summary(self._num_over))
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def output(self, rank: int, text: str, stream: str) -> None:
+        self.line(f"[trial] {text}")
+
+
+class LiveView(LineView):
+    """The latest trials with their curves, above the best so far and the time left."""
+
+    def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
+        super().__init__(console, objectives, limit)
+        self._drawn_at = 0.0
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, trial: Trial) -> None:
+        StudyView.show(self, trial)
+        self._num_over += trial.is_over
+        now = time.monotonic()
+        if now - self._drawn_at > REFRESH_SECONDS:
+            self._drawn_at = now
+            self._live.update(self._draw(), refresh=True)
+
+    def close(self) -> None:
+        self._live.update(self._draw(), refresh=True)
+        self._live.stop()
+
+    def _draw(self) -> Group:
+        table = Table(box=None, padding=(0, 2), header_style="bold")
+        names = list(self.trials[0].params) if self.trials else []
+        for column in ("trial", "state", *names, *(one.name for one in self._objectives), "curve"):
+            table.add_column(column)
+        for trial in self.trials[-NUM_ROWS:]:
+            table.add_row(*self._row(trial, names))
+        return Group(table, Text(self._summary(self._num_over), style="bold"))
+
+    def _row(self, trial: Trial, names: Sequence[str]) -> list[Any]:
+        values = [f"{value:.4g}" for value in trial.values] or [f"{v:.4g}" for v in [*trial.reports.values()][-1:]]
+        values += [""] * (len(self._objectives) - len(values))
+        mark = " ★" if trial is self._best else ""
+        return [
+            f"{trial.number}{mark}",
+            Text(trial.state, style=_COLOURS[trial.state]),
+            *(_short(trial.params[name]) for name in names),
+            *values,
+            sparkline(list(trial.reports.values()), 20),
+        ]
+
+
+def make_study_view(objectives: Sequence[Objective], limit: int | None, progress: bool | None) -> StudyView:
+    """A live table in a terminal, lines elsewhere, nothing where progress is False."""
+    if progress is False:
+        return StudyView(objectives, limit)
+    console = Console(stderr=True)
+    kind = LiveView if console.is_terminal else LineView
+    return kind(console, objectives, limit)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(75)
+    '1 min'
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

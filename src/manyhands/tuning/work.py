@@ -1,0 +1,211 @@
+"""Work: a trial's next stretch, and the one function that does it, in this process or in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cluster import Device, DirectLine, NullWorld, World
+from ..core import (
+    Event,
+    EventLog,
+    LossNotFinite,
+    SettingsError,
+    StrategySpec,
+    Task,
+    random_state,
+    restore_random_state,
+    typed,
+)
+from ..training import EVENTS, RECORD, Callback, Hand, Job, train
+from .objective import Objective, check_objectives
+
+Tunable = Callable[..., Any]
+"""A function of hyper-parameters that makes a Task, or that returns what it measured: a number, or a dict of them."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A trial, from where it stands to `until` epochs."""
+
+    number: int
+    params: Mapping[str, Any]
+    until: int
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    number: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    epochs: int = 0
+    """How far the trial has come in all."""
+    seconds: float = 0.0
+    reason: str = ""
+    """Why it failed; empty where it did not."""
+    traceback: str = ""
+    is_lost: bool = False
+    """Whether its process was killed: it goes on elsewhere, from its last checkpoint."""
+    is_diverged: bool = False
+    mistake: SettingsError | None = None
+    """What is wrong with every trial alike."""
+    is_interrupted: bool = False
+    """Whether a person asked to stop: it goes on when the study does."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What all trials of a study have in common."""
+
+    tunable: Tunable
+    fixed: Mapping[str, Any]
+    epochs: int
+    folder: Path
+    objectives: tuple[Objective, ...]
+
+    def run_folder(self, number: int) -> Path:
+        """Where a trial's run is kept."""
+        return self.folder / f"{number:05d}"
+
+    def made(self, params: Mapping[str, Any]) -> Any:
+        """What the function gives for these parameters."""
+        return self.tunable(**typed(self.tunable, {**self.fixed, **params}))
+
+    def do(self, work: Work, world: World) -> Outcome:
+        """Takes a trial as far as the work says; what goes wrong in it is told, not raised."""
+        began = time.perf_counter()
+        outcome = Outcome(work.number)
+        states = random_state(torch.device("cpu"))
+        try:
+            made = self.made(work.params)
+            if isinstance(made, Task):
+                outcome.mistake = self._mistake(made)
+                if outcome.mistake is None:
+                    self._train(made, work, world, outcome)
+            else:
+                outcome.metrics, outcome.epochs = self._measured(made), work.until
+        except LossNotFinite as error:
+            outcome.reason, outcome.is_diverged = str(error), True
+        except Exception as error:
+            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
+        finally:
+            restore_random_state(states, torch.device("cpu"))
+        outcome.seconds = time.perf_counter() - began
+        return outcome
+
+    def _mistake(self, task: Task) -> SettingsError | None:
+        """Why no trial can give what is wanted."""
+        try:
+            check_objectives(self.objectives, task)
+        except SettingsError as error:
+            return error
+        return None
+
+    def _measured(self, made: Any) -> dict[str, float]:
+        """What a function measured, by name; a bare number is the objective."""
+        values = made if isinstance(made, Mapping) else {self.objectives[0].name: made}
+        return {str(name): float(value) for name, value in values.items()}
+
+    def _train(self, task: Task, work: Work, world: World, outcome: Outcome) -> None:
+        folder = self.run_folder(work.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder, task, work.params, self.epochs, str(world.seat.device))
+        log = EventLog(folder / EVENTS)
+        heard = _Heard(outcome, log)
+        world.line.taps.append(heard)
+        try:
+            job = Job(
+                task=task,
+                spec=StrategySpec(),
+                folder=folder,
+                epochs=self.epochs,
+                resume=True,
+                keep=1,
+                callbacks=(_Until(work.until),),
+            )
+            end = train(world, job)
+            outcome.metrics = {**outcome.metrics, **end.metrics}
+            outcome.is_interrupted = outcome.epochs < work.until
+        finally:
+            world.line.taps.remove(heard)
+            world.line.stopping = False
+            log.close()
+
+
+class _Heard:
+    """Keeps a run's events, and what was measured last."""
+
+    def __init__(self, outcome: Outcome, log: EventLog) -> None:
+        self._outcome, self._log = outcome, log
+
+    def __call__(self, entry: Event) -> None:
+        self._log.write(entry)
+        if entry["kind"] == "epoch":
+            self._outcome.metrics = {**entry["losses"], **entry["metrics"]}
+            self._outcome.epochs = entry["epoch"] + 1
+
+
+class _Until(Callback):
+    """Ends a stretch: the run is saved, and goes on from there."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def on_epoch(self, hand: Hand, metrics: Mapping[str, float]) -> None:
+        if hand.epoch >= self._epochs:
+            hand.stop()
+
+
+class Desk:
+    """Does work in a process of its own."""
+
+    def __init__(self, world: World, workshop: Workshop) -> None:
+        self._world, self._workshop = world, workshop
+
+    def do(self, work: Work) -> Outcome:
+        """Does it."""
+        return self._workshop.do(work, self._world)
+
+
+def here(device: Device) -> NullWorld:
+    """The world of a trial in this process."""
+    return NullWorld(device, DirectLine())
+
+
+def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: int, device: str) -> None:
+    """What a run needs to be opened again; written once."""
+    path = folder / RECORD
+    if path.exists():
+        return
+    record = {
+        "spec": StrategySpec().to_dict(),
+        "params": dict(params),
+        "epochs": epochs,
+        "steps": None,
+        "batch_size": task.batch_size,
+        "seed": task.seed,
+        "devices": [device],
+        "changes_mathematics": [],
+        "save_every": None,
+        "start_from": None,
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    os.replace(temporary, path)
+
+
+def _theirs(error: BaseException) -> str:
+    """The traceback from a person's own first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.sep + "manyhands" + os.sep
+    start = next((i for i, frame in enumerate(frames) if ours not in frame.filename), 0)
+    return "".join(traceback.format_list(frames[start:])) + f"{type(error).__name__}: {error}"
