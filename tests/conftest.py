@@ -26,6 +26,7 @@ BUDGETS = {
     "sync": 1.5,
     "servers": 1.0,
     "cli": 1.5,
+    "tuning": 1.7,
     "serving": 1.2,
     "test_examples.py": 3.0,
 }

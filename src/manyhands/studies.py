@@ -16,7 +16,7 @@ from .training import View, make_view, new_folder
 from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, Workshop
 from .verbs import On, _engine, _interruptible
 
-EXECUTIONS = ("stacked", "processes")
+EXECUTIONS = ("processes",)
 
 
 def map(
@@ -92,7 +92,7 @@ def tune(
     - `constraint`: a function of the parameters that says whether they may be tried; `limits`: what a trial may have
       measured at most, by name, to count;
     - `params`: the task's other parameters;
-    - `execution`: "stacked" trains many trials as one program, "processes" one in each; by default what is faster;
+    - `execution`: "processes" runs trials apart even where there is one device;
     - `per_device`: how many processes share a device; by default what measures better;
     - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
     - `name`, `folder`, `resume`: the study is kept under folder/name, and goes on from there after any crash;
@@ -138,7 +138,7 @@ def tune(
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = new_folder(folder, name, default, resume)
     workshop = Workshop(task, fixed, epochs, path / tuning.TRIALS, objectives)
-    with _taken_away_if_useless(path), contextlib.closing(Journal(path, ranges)) as journal:
+    with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
         record = {**tuning.described(rules, search, seed), "params": fixed}
         before, known = tuning.read_journal(path)
         if before:
@@ -159,12 +159,12 @@ def tune(
 
 
 @contextlib.contextmanager
-def _taken_away_if_useless(path: Path) -> Iterator[None]:
+def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
     """A new study that a mistake has ended before anything was measured leaves no folder."""
     try:
         yield
     except UsageError:
-        if not any(trial.is_over for trial in tuning.read_journal(path)[1]):
+        if not resume and not any(trial.is_over for trial in tuning.read_journal(path)[1]):
             shutil.rmtree(path, ignore_errors=True)
         raise
 

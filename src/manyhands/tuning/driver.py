@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,7 +277,7 @@ def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
     """What must be the same when a study goes on, as JSON-ready data."""
     return {
         "space": {name: f"{one}" for name, one in rules.space.items()},
-        "objectives": [dataclasses.astuple(one) for one in rules.objectives],
+        "objectives": [list(dataclasses.astuple(one)) for one in rules.objectives],
         "epochs": rules.epochs,
         "stop": str(rules.stopping) if not isinstance(rules.stopping, ToTheEnd) else None,
         "search": search,
@@ -286,7 +286,7 @@ def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
     }
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """A study goes on with what it was begun with."""
     for name, value in now.items():
         if before.get(name) != value:

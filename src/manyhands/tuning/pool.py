@@ -15,10 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Device, Engine, Service, World
+from ..cluster import Device, Engine, Service, World, num_cores
 
 Key = TypeVar("Key")
 MAX_PER_DEVICE = 16
+"""On an accelerator; a CPU has no more of them than cores."""
 GAIN = 1.1
 """What twice as many processes must do at least, as a multiple, to be kept."""
 END_SECONDS = 60.0
@@ -61,7 +62,7 @@ class Pool(Generic[Key]):
         self._engine, self._make, self._devices, self._on_output = engine, make, list(devices), on_output
         self._done: queue.SimpleQueue[tuple[_Worker[Key], Key, Future[Any]]] = queue.SimpleQueue()
         self._workers: list[_Worker[Key]] = []
-        self._packing = Packing(per_device)
+        self._packing = Packing(per_device, min(_most(device) for device in devices))
         self._resize()
 
     @property
@@ -152,9 +153,9 @@ class Pool(Generic[Key]):
 class Packing:
     """How many processes a device gets: a number, or what measures better."""
 
-    def __init__(self, per_device: int | None) -> None:
-        self.level = per_device or 1
-        self._is_settled = per_device is not None
+    def __init__(self, per_device: int | None, most: int) -> None:
+        self.level, self._most = per_device or 1, most
+        self._is_settled = per_device is not None or most < 2
         self._rates: dict[int, float] = {}
         self._since, self._num = time.monotonic(), -1
 
@@ -175,9 +176,14 @@ class Packing:
         if before is not None and rate < GAIN * before:
             self.level //= 2
             self._is_settled = True
-        elif 2 * self.level > MAX_PER_DEVICE:
+        elif 2 * self.level > self._most:
             self._is_settled = True
         else:
             self.level *= 2
         self._since, self._num = time.monotonic(), -1
         return True
+
+
+def _most(device: Device) -> int:
+    """How many processes may share a device."""
+    return MAX_PER_DEVICE if device.kind != "cpu" else max(1, round(num_cores() * device.share))

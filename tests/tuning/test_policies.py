@@ -1,0 +1,127 @@
+"""Searchers and stopping policies: what they propose and judge, given what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+import manyhands as mh
+from manyhands.core import SettingsError
+from manyhands.tuning import SEARCHERS, Objective, Range, Searcher, Trial, make_searcher
+
+LOSS = (Objective("valid_loss", "min"),)
+SPACE: dict[str, Range] = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+
+
+def bowl(params: Mapping[str, float]) -> float:
+    return (params["x"] - 2) ** 2 + (params["y"] - 0.1) ** 2
+
+
+def search(searcher: Searcher, num: int, known: list[Trial] | None = None) -> list[Trial]:
+    """Goes on to so many trials, each of which ends at once."""
+    trials = known or []
+    for trial in trials:
+        searcher.hear(trial)
+    for number in range(len(trials), num):
+        trial = Trial(number, searcher.propose(number, trials))
+        trial.values, trial.state = (bowl(trial.params),), "finished"
+        trials.append(trial)
+        searcher.hear(trial)
+    return trials
+
+
+@pytest.mark.parametrize("name", SEARCHERS)
+def test_a_search_that_was_cut_off_anywhere_goes_on_with_the_same_sequence(name: str) -> None:
+    whole = search(make_searcher(name, SPACE, LOSS, 3), 40)
+    for cut in (1, 7, 23, 39):
+        again = search(make_searcher(name, SPACE, LOSS, 3), 40, whole[:cut])
+        assert [trial.params for trial in again] == [trial.params for trial in whole]
+    if name != "grid":
+        assert search(make_searcher(name, SPACE, LOSS, 4), 3)[0].params != whole[0].params
+
+
+@pytest.mark.parametrize("name", ["tpe", "cma"])
+def test_a_search_that_learns_beats_chance(name: str) -> None:
+    def best(name: str, seed: int) -> float:
+        return min(trial.value for trial in search(make_searcher(name, SPACE, LOSS, seed), 80))
+
+    assert sum(best(name, seed) < best("random", seed) for seed in range(5)) >= 4
+
+
+def test_what_optuna_sees_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.tuning.searching import window
+
+    seen: list[int] = []
+    asked = window.asked
+    monkeypatch.setattr(window, "asked", lambda s, d, trials, p: (seen.append(len(trials)), asked(s, d, trials, p))[1])
+    searcher = make_searcher("tpe", SPACE, LOSS, 0)
+    trials = [Trial(n, {"x": n / 400, "y": 0.1}, "finished", (float(n),)) for n in range(2000)]
+    for trial in trials:
+        searcher.hear(trial)
+    searcher.propose(2000, trials)
+    assert seen == [200]
+
+
+def test_two_objectives_are_searched_at_once() -> None:
+    both = (Objective("a", "min"), Objective("b", "max"))
+    searcher = make_searcher("tpe", SPACE, both, 0)
+    trials: list[Trial] = []
+    for number in range(60):
+        trial = Trial(number, searcher.propose(number, trials))
+        trial.values = (trial.params["x"] ** 2, -((trial.params["x"] - 2) ** 2))
+        trial.state = "finished"
+        trials.append(trial)
+        searcher.hear(trial)
+    late = [trial.params["x"] for trial in trials[30:]]
+    assert sum(-0.5 <= x <= 2.5 for x in late) > len(late) / 2
+
+
+def test_cma_waits_for_its_generation() -> None:
+    searcher = make_searcher("cma", SPACE, LOSS, 0)
+    trials = search(searcher, 4)
+    trials += [Trial(number, searcher.propose(number, trials)) for number in (4, 5)]
+    assert not searcher.is_ready(6, trials)
+    for trial in trials[4:]:
+        trial.values, trial.state = (bowl(trial.params),), "finished"
+    assert searcher.is_ready(6, trials)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_searcher("luck", SPACE, LOSS, 0), "search is tpe, random, grid, cma, but got 'luck'"),
+        (lambda: make_searcher("cma", {"a": mh.choice(1, 2), "b": mh.uniform(0, 1)}, LOSS, 0), "'a', a choice"),
+        (lambda: mh.ASHA(factor=1), "a factor of at least 2"),
+        (lambda: mh.Median(others=0), "at least 1"),
+    ],
+)
+def test_what_cannot_be_searched_is_said(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make()
+
+
+def _there(values: list[float], rung: int = 1) -> list[Trial]:
+    return [Trial(number, {}, reports={rung: value}) for number, value in enumerate(values)]
+
+
+def test_asha_lets_the_best_third_go_on_and_calls_those_that_wait() -> None:
+    asha = mh.ASHA()
+    trials = _there([0.5, 0.4])
+    assert asha.judge(trials[1], trials, 9, float) == "pause"
+    trials = _there([0.5, 0.4, 0.6])
+    assert asha.judge(trials[2], trials, 9, float) == "pause"
+    found = asha.promoted(trials, 9, float, {0, 1, 2})
+    assert found is not None
+    assert found.number == 1
+    assert asha.promoted(trials, 9, float, {0, 2}) is None
+    best = [*trials, Trial(3, {}, reports={1: 0.1})]
+    assert asha.judge(best[3], best, 9, float) == "go on"
+
+
+def test_median_stops_what_is_worse_than_the_others() -> None:
+    median = mh.Median(others=3)
+    trials = _there([0.1, 0.2, 0.3, 0.9])
+    assert median.judge(trials[3], trials, 5, float) == "stop"
+    assert median.judge(trials[0], trials, 5, float) == "go on"
+    assert median.judge(trials[3], trials[1:], 5, float) == "go on"

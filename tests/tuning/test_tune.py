@@ -1,0 +1,199 @@
+"""mh.tune: what a study finds, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.core import SettingsError
+from manyhands.tuning import JOURNAL, TrialsFailed
+
+from . import networks
+
+SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(4, 8)}
+
+
+def bowl(x: float = 0.0, y: float = 1.0) -> float:
+    return (x - 2) ** 2 + (y - 0.1) ** 2
+
+
+def tune(*args: Any, **options: Any) -> mh.Study:
+    return mh.tune(*args, **{"on": "cpu", "progress": False, **options})
+
+
+@pytest.mark.parametrize("on", ["cpu", "cpu*2"])
+def test_a_study_equals_the_same_trials_by_hand(tmp_path: Path, on: str) -> None:
+    study = tune(networks.task, SPACE, trials=4, epochs=2, search="random", on=on, folder=tmp_path, keep=4)
+    assert [trial.state for trial in study.trials] == ["finished"] * 4
+    for trial in study.trials:
+        alone = mh.fit(
+            networks.task(**trial.params), "single", epochs=2, on="cpu", folder=tmp_path / "alone", progress=False
+        )
+        assert trial.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-6)
+        assert mh.evaluate(study.run(trial))["loss"] == pytest.approx(trial.value, rel=1e-6)
+    assert study.best.value == min(trial.value for trial in study.trials)
+
+
+def test_early_stopping_pauses_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    study = tune(networks.task, SPACE, trials=9, epochs=9, stop="asha", search="random", folder=tmp_path)
+    steps = sum(trial.epochs for trial in study.trials)
+    assert steps < 9 * 9 / 2
+    assert {trial.state for trial in study.trials} == {"finished", "stopped"}
+    best = study.best
+    assert sorted(best.reports) == [1, 3, 9]
+    alone = mh.fit(networks.task(**best.params), "single", epochs=9, on="cpu", folder=tmp_path / "a", progress=False)
+    assert best.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-6)
+    assert [best.reports[epochs] for epochs in (1, 3)] == pytest.approx(
+        [alone.history["valid_loss"][4 * epochs] for epochs in (1, 3)], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("stop", ["median", "hyperband"])
+def test_other_policies_stop_some_and_finish_some(tmp_path: Path, stop: str) -> None:
+    study = tune(networks.task, SPACE, trials=9, epochs=3, stop=stop, search="random", folder=tmp_path)
+    states = [trial.state for trial in study.trials]
+    assert set(states) == {"finished", "stopped"}
+    assert all(trial.epochs == 3 for trial in study.trials if trial.state == "finished")
+
+
+def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
+    def measure(x: float = 0.0, y: float = 0.0) -> dict[str, float]:
+        return {"loss": (x - 1) ** 2, "accuracy": -((x + 1) ** 2), "size": y}
+
+    study = tune(
+        measure,
+        {"x": mh.uniform(-3, 3), "y": mh.uniform(0, 2)},
+        objective=["loss", "accuracy"],
+        trials=60,
+        constraint=lambda params: params["x"] + params["y"] < 2.5,
+        limits={"size": 1.0},
+        folder=tmp_path,
+    )
+    assert all(trial.params["x"] + trial.params["y"] < 2.5 for trial in study.trials)
+    assert all(trial.metrics["size"] <= 1.0 for trial in study.finished)
+    assert any(not trial.is_feasible for trial in study.trials)
+    front = study.front
+    assert 1 < len(front) < len(study.finished)
+    for one in front:
+        assert not any(o.values[0] < one.values[0] and o.values[1] > one.values[1] for o in study.finished)
+
+
+def test_a_study_goes_on_by_its_name(tmp_path: Path) -> None:
+    space = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+    whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole")
+    part = tune(bowl, space, trials=12, folder=tmp_path, name="part")
+    assert len(part.trials) == 12
+    part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True)
+    assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
+    with pytest.raises(SettingsError, match="goes on with the search it was begun with, tpe, but got random"):
+        tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random")
+    with pytest.raises(SettingsError, match="never overwritten"):
+        tune(bowl, space, trials=30, folder=tmp_path, name="part")
+    opened = mh.Study(tmp_path / "part")
+    assert opened.best.params == part.best.params
+
+
+def test_time_and_money_end_a_study(tmp_path: Path) -> None:
+    space = {"x": mh.uniform(-5.0, 5.0)}
+    for options in ({"seconds": 0.2}, {"cost": 0.2, "price": 3600.0}):
+        study = tune(bowl, space, search="random", folder=tmp_path, **options)
+        assert len(study.trials) > 1
+    with pytest.raises(SettingsError, match="a study has an end"):
+        tune(bowl, space, folder=tmp_path)
+    with pytest.raises(SettingsError, match="price of a device's hour"):
+        tune(bowl, space, folder=tmp_path, cost=1.0)
+    assert len(tune(bowl, {"x": [1.0, 2.0, 3.0]}, search="grid", folder=tmp_path).trials) == 3
+
+
+def test_a_trial_that_fails_or_diverges_costs_only_itself(tmp_path: Path) -> None:
+    def sometimes(x: float = 0.0) -> float:
+        if x < 0:
+            raise ArithmeticError("below zero")
+        return x
+
+    study = tune(sometimes, {"x": mh.uniform(-1.0, 3.0)}, trials=20, search="random", folder=tmp_path)
+    failed = [trial for trial in study.trials if trial.state == "failed"]
+    assert failed
+    assert all(trial.params["x"] < 0 and trial.reason == "ArithmeticError: below zero" for trial in failed)
+    wild = tune(networks.task, {"lr": [1e-2, math.inf]}, search="grid", folder=tmp_path)
+    assert [trial.state for trial in wild.trials] == ["finished", "stopped"]
+    assert "nan" in wild.trials[1].reason
+
+
+@pytest.mark.parametrize("on", ["cpu", "cpu*2"])
+def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on: str) -> None:
+    def broken(x: float = 0.0) -> float:
+        raise ArithmeticError("always")
+
+    with pytest.raises(TrialsFailed, match=r"3 trials failed alike(.|\n)*in broken(.|\n)*ArithmeticError: always"):
+        tune(broken, {"x": mh.uniform(0, 1)}, trials=50, folder=tmp_path, on=on, name="broken")
+    assert len(mh.Study(tmp_path / "broken").trials) <= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"space": {"rate": mh.uniform(0, 1)}}, "parameters of the task, which has lr, width, seed, but got 'rate'"),
+        ({"space": {"lr": mh.uniform(0, 1)}, "params": {"lr": 1}}, "fixed or searched, but got 'lr' in both"),
+        ({"objective": "valid_f1"}, "something that the task measures: loss, valid_loss, valid_accuracy, but got 'val"),
+        ({"task": networks.task()}, "a function that makes a Task, but got Task"),
+        ({"stop": "soon"}, "stop is asha, hyperband, median, but got 'soon'"),
+        ({"execution": "magic"}, "execution is processes, but got 'magic'"),
+        ({"trials": 0}, "trials must be a whole number of at least 1, but got 0"),
+        ({"constraint": lambda params: False}, "the constraint must let some of the space through"),
+    ],
+)
+def test_what_is_wrong_is_said_early_and_leaves_nothing(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    options: dict[str, Any] = {"task": networks.task, "space": SPACE, "trials": 3, "folder": tmp_path / "s", **given}
+    with pytest.raises(SettingsError, match=words):
+        tune(options.pop("task"), options.pop("space"), **options)
+    assert not list((tmp_path / "s").glob("*"))
+
+
+def test_a_function_that_does_not_measure_the_objective_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="which gave error, but got 'valid_loss'"):
+        tune(lambda x=0.0: {"error": x}, {"x": mh.uniform(0, 1)}, trials=3, folder=tmp_path)
+
+
+def test_tables_and_pages(tmp_path: Path) -> None:
+    study = tune(bowl, {"x": mh.uniform(-5, 5), "y": mh.uniform(0, 1)}, trials=12, folder=tmp_path)
+    frame = study.dataframe()
+    assert len(frame) == 12
+    assert frame["valid_loss"].min() == study.best.value
+    for kind in ("history", "parallel", "importance", "contour"):
+        assert "<html" in study.plot(kind).read_text()[:200]
+    with pytest.raises(SettingsError, match="a plot is one of history"):
+        study.plot("pie")
+    assert json.dumps(study.to_dict())
+
+
+def test_many_small_trials_take_no_more_memory_or_time_each(tmp_path: Path) -> None:
+    """What is kept of a trial is a few hundred bytes; time is the benchmark's matter."""
+    import tracemalloc
+
+    space = {"x": mh.uniform(-5, 5)}
+    tune(bowl, space, trials=50, search="random", folder=tmp_path, name="many")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        study = tune(bowl, space, trials=350, search="random", folder=tmp_path, name="many", resume=True)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(study.trials) == 350
+    assert grown < 350 * 1500
+    assert (study.path / JOURNAL).stat().st_size < 350 * 1500
+
+
+def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    tune(networks.task, SPACE, trials=1, folder=tmp_path)
+    assert torch.equal(torch.rand(3), wanted)
