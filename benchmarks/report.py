@@ -173,7 +173,8 @@ def _bar(row: Row, top: int, scale: float) -> str:
 
 
 def _row(case: str, name: str, values: Sequence[float], baseline: Sequence[float]) -> Row:
-    ratios = [value / base for value, base in zip(values, baseline, strict=True)]
+    # A contender may have run in the first rounds only.
+    ratios = [value / base for value, base in zip(values, baseline, strict=False)]
     low, _, high = quantiles(ratios) if len(ratios) > 1 else (ratios[0],) * 3
     return Row(case=case, name=name, seconds=median(values), ratio=median(ratios), low=low, high=high)
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .hand import Hand
 
 SKIPPED, MEASURED = 1, 3
-"""Exact steps that are not looked at, and those that are."""
+"""Exact steps that are not looked at, and those that are; one is enough where the waiting is CLEAR."""
+CLEAR = 0.25
+"""The part of a step without waiting below which no noise can deceive."""
 WINDOW = 5
 """Steps of a policy on trial, at the least, in each of two windows of which the faster one counts."""
 
@@ -30,7 +32,7 @@ class Choosing:
         self._steps: list[tuple[float, float]] = []
         """Of each step its seconds, and those of them without waiting for the network."""
         self._exact = math.inf
-        self._wanted = SKIPPED + MEASURED
+        self._wanted = SKIPPED + 1
         self._warmup, self._window = 0, WINDOW
         self._is_trying = False
         self.is_done = False
@@ -48,16 +50,20 @@ class Choosing:
             return
         if self._is_trying:
             self._judge()
-        else:
-            self._choose()
+        elif not self._choose():
+            return
         # What was done just now is no part of a step.
         self._steps, self._mark = [], None
 
-    def _choose(self) -> None:
+    def _choose(self) -> bool:
+        """Chooses, if enough steps were measured."""
         hand, steps = self._hand, self._steps[SKIPPED:]
         measured = median(taken for taken, _ in steps), median(alone for _, alone in steps)
         every = hand.world.gather_objects(measured)
         self._exact, alone = (max(values) for values in zip(*every, strict=True))
+        if len(steps) < MEASURED and alone > CLEAR * self._exact:
+            self._wanted = SKIPPED + MEASURED
+            return False
         choice = choice_for(hand.replica, exact=self._exact, alone=alone)
         hand.notice(choice.reason)
         if hand.is_first:
@@ -67,6 +73,7 @@ class Choosing:
             hand.follow_policy(choice.sync)
             self._is_trying, self._warmup, self._window = True, choice.warmup, max(WINDOW, choice.every)
             self._wanted = self._warmup + 2 * self._window
+        return True
 
     def _judge(self) -> None:
         """Goes back if a step takes longer than an exact one did."""
