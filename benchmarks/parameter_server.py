@@ -243,7 +243,7 @@ class Pair:
 
     def __init__(self, engine: LocalEngine, serve: Callable[..., Any], may_share: bool) -> None:
         self._token, self._context = served.new_token(), served.new_context()
-        self._chief = served.Listener(self._context, self._token)
+        self._chief = served.Listener(self._context, self._token, 60.0)
         work = functools.partial(serve, chief=self._chief.address, token=self._token)
         self._job = engine.start(work, [Device("cpu")])
         while (got := self._chief.receive()) is None:
@@ -308,7 +308,7 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
     torch.set_num_threads(1)
     share = served.cut(big_network(), 1, whole=False)[0]
     context = served.new_context()
-    listener = served.Listener(context, token)
+    listener = served.Listener(context, token, 60.0)
     caller = served.Caller(context, token, chief, 60.0)
     caller.send(served.Join("server", 0, listener.address))
     held = [torch.zeros(slab.length) for slab in share]

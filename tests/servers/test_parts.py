@@ -127,7 +127,7 @@ def test_a_push_is_entered_once() -> None:
 @pytest.fixture
 def listener() -> Iterator[served.Listener]:
     context = served.new_context()
-    listener = served.Listener(context, b"right" * 8)
+    listener = served.Listener(context, b"right" * 8, 60.0)
     done = threading.Event()
     heard: list[Any] = []
 

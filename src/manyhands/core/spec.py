@@ -77,7 +77,8 @@ class StrategySpec:
     - `staleness`: under servers, how many steps behind a worker's values may be: 0 is synchronous and exact, None lets
       nobody wait for anybody;
     - `correction`: whether a stale gradient's learning rate is divided by 1 + its staleness;
-    - `backup`: how many of the workers a step does without: it closes with what comes first.
+    - `backup`: how many of the workers a step does without: it closes with what comes first;
+    - `followers`: 1 where every server has a follower that takes its place when it dies.
 
     >>> StrategySpec.parse("dp=4,accumulate=2")
     StrategySpec(replicas=4, accumulate=2)
@@ -108,6 +109,7 @@ class StrategySpec:
     staleness: int | None = 0
     backup: int = 0
     correction: bool = False
+    followers: int = 0
 
     def __post_init__(self) -> None:
         # A policy's object prints as the text that makes it again, so that a spec stays plain data.
@@ -437,6 +439,7 @@ def ParameterServer(
     staleness: int | None = 0,
     backup: int = 0,
     correction: bool = False,
+    followers: int = 0,
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
@@ -447,7 +450,10 @@ def ParameterServer(
     - `staleness=0`: a step is the whole batch, as on one device; `staleness=3`: a worker may be three steps ahead of
       the slowest; `staleness=None`: nobody waits, and every worker's batch is an update by itself;
     - `backup=1`: a step closes without the slowest of the workers, whose samples are handed out again;
-    - `correction`: a stale gradient's learning rate is divided by 1 + its staleness.
+    - `correction`: a stale gradient's learning rate is divided by 1 + its staleness;
+    - `followers=1`: every server has a follower, which has all that the server acknowledges and takes its place when it
+      dies, so that nothing is taken again. It doubles the memory of the servers and what they compute. Without it
+      servers go on from the last checkpoint.
 
     All but the plain `staleness=0` change the mathematics.
 
@@ -463,6 +469,7 @@ def ParameterServer(
         staleness=staleness,
         backup=backup,
         correction=correction,
+        followers=followers,
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,
@@ -626,7 +633,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
         return name, 0 if name == "stages" else None
     if name == "staleness" and text.lower() == "none":
         return name, None
-    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup"):
+    if name in (*AXES, "accumulate", "microbatches", "servers", "staleness", "backup", "followers"):
         try:
             return name, int(text)
         except ValueError:
@@ -638,7 +645,7 @@ def _setting(key: str, text: str) -> tuple[str, Any]:
 
 def _check_servers(spec: StrategySpec) -> None:
     """Refuses settings of parameter servers that make no sense, alone or together."""
-    for name in ("servers", "backup", *(() if spec.staleness is None else ("staleness",))):
+    for name in ("servers", "backup", "followers", *(() if spec.staleness is None else ("staleness",))):
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             none = ", or None for no bound" if name == "staleness" else ""
@@ -646,7 +653,7 @@ def _check_servers(spec: StrategySpec) -> None:
                 f"{name} must be a whole number of at least 0{none}", got=repr(value), remedy=f"pass {name}=0 or more"
             )
     if not spec.servers:
-        for name in ("staleness", "backup", "correction"):
+        for name in ("staleness", "backup", "correction", "followers"):
             if getattr(spec, name) != getattr(StrategySpec, name):
                 raise StrategyError(
                     f"{name} belongs to parameter servers",
@@ -654,6 +661,8 @@ def _check_servers(spec: StrategySpec) -> None:
                     remedy="use mh.ParameterServer(servers=2, workers=4, ...)",
                 )
         return
+    if spec.followers > 1:
+        raise StrategyError("a server has at most one follower", got=spec.followers, remedy="pass followers=1")
     others = [name for name in ("shards", "tensor", "stages") if getattr(spec, name) != 1]
     others += [name for name in ("sync", "offload") if getattr(spec, name) != getattr(StrategySpec, name)]
     if others:

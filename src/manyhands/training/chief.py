@@ -7,13 +7,15 @@ nobody with it.
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import zmq
 
@@ -30,6 +32,10 @@ from .worker import Membership, clip_factor, shares_of
 
 Start = Callable[[Callable[[Any], Any], Device], Job]
 """Starts a function in a process of its own."""
+Request = Callable[[int], tuple[Any, Sequence[Any]]]
+"""By a server's number what it is asked: a message and its frames."""
+ANSWER = 2.0
+"""Seconds in which a server answers of which a worker says that it is out of reach."""
 TICK = 0.1
 """Seconds between two looks at what became of the processes."""
 GRACE = 1.0
@@ -66,6 +72,12 @@ class _Member:
     step: int = -1
     """The last step that it has done a part of."""
     since: float = 0.0
+    heard: float = 0.0
+    """When a member that somebody else has started was last heard of."""
+    is_led: bool = False
+    """Whether its server was told of a follower."""
+    is_filled: bool = False
+    """Whether a follower has all that its server acknowledges."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Tale:
     """Gradients that came after their step was closed."""
     lost_workers: int = 0
     lost_servers: int = 0
+    lost_followers: int = 0
     applied: int = 0
     """Gradients in closed steps."""
     ledger: list[int] = field(default_factory=list)
@@ -100,6 +113,7 @@ class Tale:
             "late": self.late,
             "lost_workers": self.lost_workers,
             "lost_servers": self.lost_servers,
+            "lost_followers": self.lost_followers,
             "applied": self.applied,
             "ledger": self.ledger,
             "bytes": self.bytes,
@@ -127,23 +141,29 @@ class Chief:
         self._token = start.token if isinstance(start, Place) else served.new_token()
         self._context = served.new_context()
         listens = (resolve_host(start.chief.name), start.chief.port) if isinstance(start, Place) else ("127.0.0.1", 0)
-        self._listener = served.Listener(self._context, self._token, *listens)
+        self._listener = served.Listener(self._context, self._token, timeout, *listens)
         self._poller = zmq.Poller()
         self._poller.register(self._listener.socket, zmq.POLLIN)
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._servers: list[_Member] = []
+        self._followers: dict[int, _Member] = {}
+        self._closes: deque[tuple[served.Close, float | None]] = deque(maxlen=2 + (self.spec.staleness or 0))
+        """The last steps that were closed, with their factors: a follower may lack what it has not acknowledged."""
         self._workers: dict[int, _Member] = {}
         self._peers: dict[bytes, _Member] = {}
         self._num_workers = 0
         self._told: set[str] = set()
-        self._term = 0
+        # Drawn, so that what a server holds of another chief's run is not taken for this one's.
+        self._term = secrets.randbelow(1 << 30)
         self._is_open = False
         self._failures = 0
         self._agenda: Agenda | None = None
         self._epoch = 0
         self._limit = 0
         self._next_ticket = 0
-        self._answers: dict[int, tuple[Any, list[Any]]] = {}
+        self._asked: dict[type[Any], tuple[Request, dict[int, tuple[Any, list[Any]]]]] = {}
+        """What servers were asked for, by the kind of the answer; and the answers."""
+        self._looked = 0.0
         self._skips: dict[int, bool] = {}
         self._num_entered = 0
         """Gradients in closed steps since the servers were filled; each of them must have applied just these."""
@@ -158,21 +178,24 @@ class Chief:
         """Starts servers and workers, and gives the servers what the hand's network holds."""
         for number in range(self.spec.servers):
             self._servers.append(self._begin("server", number, number))
+            if self.spec.followers:
+                self._followers[number] = self._begin("follower", number, number)
         for place in range(0 if self._is_placed else len(self._devices)):
             self._begin_worker(place)
         self.publish()
+        self._turn(lambda: all(follower.is_filled for follower in self._followers.values()), "followers to be filled")
         self._client = served.Client(self.hand.model, self.shares, -1, None, self._token, self._timeout)
         self._client.on_wait = self._hear_news
         self._client.connect(self._crew())
 
     def _begin(self, role: str, number: int, place: int) -> _Member:
-        device = Device("cpu") if role == "server" else self._devices[place]
+        device = self._devices[place] if role == "worker" else Device("cpu")
         member = _Member(role, number, device, place)
         if isinstance(self._start, Place):
             return member
         # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
         task = self.task.replace(valid=None, metrics={})
-        if role == "server":
+        if role != "worker":
             task = task.replace(data=(torch.zeros(1, 1),), collate=None, batch_size=1)
         work = Membership(
             task=task,
@@ -230,17 +253,78 @@ class Chief:
             raise RunError(f"{member.role} {member.number} {reason}; {MAX_RESTARTS} others did so before it")
         if member.peer is not None:
             self._peers.pop(member.peer, None)
+        if member.role == "follower":
+            self._lose_follower(member, reason)
+            return
         if member.role == "server":
-            self.tale.lost_servers += 1
-            self._say(f"server {member.number} {reason}: it is started anew")
-            self._servers[member.place] = self._begin("server", member.number, member.place)
-            raise ServerLost(f"server {member.number} {reason}")
+            self._lose_server(member, reason)
+            return
         self.tale.lost_workers += 1
         self._say(f"worker {member.number} {reason}: its samples are handed out again, another one is started")
         del self._workers[member.number]
         if member.ticket is not None and self._agenda is not None:
             self._agenda.give_back(member.ticket)
         self._begin_worker(member.place)
+
+    def _lose_server(self, member: _Member, reason: str) -> None:
+        """Its follower takes its place; without one it is filled again from the last checkpoint, and so are all."""
+        number, follower = member.number, self._followers.get(member.number)
+        self.tale.lost_servers += 1
+        if follower is not None and follower.is_filled:
+            self._say(f"server {number} {reason}: its follower is in its place, and gets a follower")
+            self._promote(follower)
+            return
+        self._say(f"server {number} {reason}: it is started anew")
+        if follower is not None:
+            follower.is_led = False
+        self._servers[number] = self._begin("server", number, number)
+        raise ServerLost(f"server {number} {reason}")
+
+    def _lose_follower(self, member: _Member, reason: str) -> None:
+        self.tale.lost_followers += 1
+        self._say(f"the follower of server {member.number} {reason}: another one is filled")
+        if self._servers[member.number].peer is not None:
+            self._send(self._servers[member.number], served.Lead(""))
+        self._followers[member.number] = self._begin("follower", member.number, member.number)
+
+    def _promote(self, follower: _Member) -> None:
+        """Goes on with a follower in its server's place, under another term; what is under way is asked for again."""
+        number = follower.number
+        follower.role, follower.is_filled = "server", False
+        self._servers[number] = follower
+        self._followers[number] = self._begin("follower", number, number)
+        self._is_open = False
+        self._term += 1
+        for worker in self._workers.values():
+            if worker.ticket is not None and self._agenda is not None:
+                self._agenda.give_back(worker.ticket)
+            worker.ticket, worker.is_asking = None, False
+        term = self._term
+        self._ask(lambda _: (served.Renew(term), ()), served.Loaded, "servers to go on")
+        if self._term != term:
+            return
+        self._remind(follower)
+        self._announce()
+
+    def _remind(self, server: _Member) -> None:
+        """Tells a server again what it may not have heard: steps that were closed, and what it was asked for."""
+        for close, scale in list(self._closes):
+            again = msgspec.structs.replace(close, term=self._term)
+            self._send(server, again)
+            if close.is_measured and scale is not None:
+                self._send(server, served.Apply(self._term, close.step, scale))
+        for request, answers in list(self._asked.values()):
+            if server.number not in answers:
+                self._send(server, *request(server.number))
+
+    def _announce(self) -> None:
+        """Tells everybody where the servers are."""
+        self._is_open = True
+        for worker in self._workers.values():
+            if worker.peer is not None:
+                self._send(worker, self._crew())
+        if self._client is not None:
+            self._client.connect(self._crew())
 
     def _say(self, text: str) -> None:
         self._line.report(event("notice", text=text))
@@ -256,27 +340,37 @@ class Chief:
         self._term += 1
         self._agenda = None
         self._next_ticket = self._num_entered = 0
+        self._closes.clear()
+        for follower in self._followers.values():
+            follower.is_filled = False
         self._turn(lambda: all(server.peer is not None for server in self._servers), "servers to join")
-        for number, server in enumerate(self._servers):
-            load, frames = load_frames(self.hand, self.shares[number], number, self.spec.servers, self._term)
-            self._send(server, load, frames)
-        self._gather(served.Loaded, "servers to take their values")
+
+        def load(number: int) -> tuple[Any, Sequence[Any]]:
+            found: tuple[Any, Sequence[Any]] = load_frames(
+                self.hand, self.shares[number], number, self.spec.servers, self._term
+            )
+            return found
+
+        self._ask(load, served.Loaded, "servers to take their values")
         for table in served.tables_of(self.hand.model).values():
             table.whole = None
         for worker in self._workers.values():
             worker.ticket, worker.is_asking = None, False
-        self._is_open = True
-        for worker in self._workers.values():
-            if worker.peer is not None:
-                self._send(worker, self._crew())
-        if self._client is not None:
-            self._client.connect(self._crew())
+        self._announce()
+        for follower in self._followers.values():
+            self._pair(follower)
+
+    def _pair(self, follower: _Member) -> None:
+        """Lets a follower be filled that has joined, if its server holds something."""
+        server = self._servers[follower.number]
+        if self._is_open and follower.peer is not None and server.peer is not None and not follower.is_led:
+            follower.is_led = True
+            self._send(server, served.Lead(follower.address))
 
     def refresh(self) -> None:
         """Makes the servers' values and slots those of the hand's network and optimizer."""
-        for server in self._servers:
-            self._send(server, served.Save(self.hand.num_steps))
-        answers = self._gather(served.State, "servers to give their values")
+        save = served.Save(self.hand.num_steps)
+        answers = self._ask(lambda _: (save, ()), served.State, "servers to give their values")
         for number, (state, _) in enumerate(answers):
             if state.applied != self._num_entered:
                 raise RunError(
@@ -337,14 +431,21 @@ class Chief:
         samples = sum(len(ticket.ids) for ticket in tickets)
         weighed = [served.Weighed(t.number, t.weight / count, len(t.ids) / samples) for t in tickets]
         is_measured = self.task.clip is not None or self.hand.skips
-        for server in self._servers:
-            self._send(server, served.Close(self._term, step, weighed, self.rates, is_measured))
+        rates = self.rates
+
+        def close(_: int) -> tuple[Any, Sequence[Any]]:
+            return served.Close(self._term, step, weighed, rates, is_measured), ()
+
+        self._closes.append((close(0)[0], None))
         if not is_measured:
+            for server in self._servers:
+                self._send(server, *close(0))
             return True
-        squares = [message.square for message, _ in self._gather(served.Summed, "servers to sum gradients")]
+        squares = [message.square for message, _ in self._ask(close, served.Summed, "servers to sum gradients")]
         norm = sum(squares) ** 0.5
         is_taken = norm < float("inf") or not self.hand.skips
         scale = clip_factor(norm, self.task.clip) if is_taken else 0.0
+        self._closes[-1] = (close(0)[0], scale)
         for server in self._servers:
             self._send(server, served.Apply(self._term, step, scale))
         return is_taken
@@ -381,40 +482,102 @@ class Chief:
             return
         member = self._peers.get(peer)
         if member is None:
+            # It was taken for gone, and learns so.
+            self._listener.send(peer, served.Stranger())
             return
+        member.heard = time.monotonic()
         if isinstance(message, served.Ask) and message.term == self._term:
             member.is_asking = True
         elif isinstance(message, served.Delivered) and message.term == self._term:
             self._receive(member, message)
-        elif isinstance(message, served.Loaded | served.State | served.Summed):
-            self._answers[member.number] = message, frames
+        elif isinstance(message, served.Filled):
+            follower = self._followers.get(member.number)
+            if follower is not None and follower.address == message.address and self._servers[member.number] is member:
+                follower.is_filled = True
+                self._line.report(event("followed", server=member.number))
+        elif isinstance(message, served.Unreached):
+            self._hear_complaint(member, message)
+        elif type(message) in self._asked and getattr(message, "term", self._term) == self._term:
+            self._asked[type(message)][1][member.number] = message, frames
 
     def _welcome(self, peer: bytes, message: served.Join) -> None:
-        members = {m.number: m for m in self._servers} if message.role == "server" else self._workers
-        member = members.get(message.number)
-        if self._is_placed:
-            member = self._expect(message, member)
+        member = self._worker_for(message) if message.role == "worker" else self._holder_for(message)
         if member is None:
             return
-        member.peer, member.address = peer, message.address
+        if member.peer is not None:
+            self._peers.pop(member.peer, None)
+        member.peer, member.address, member.heard = peer, message.address, time.monotonic()
         self._peers[peer] = member
-        if message.role == "worker" and self._is_open:
+        if member.role == "worker" and self._is_open:
             self._send(member, self._crew())
+        elif member.role == "follower":
+            self._pair(member)
+        elif message.term == self._term:
+            self._remind(member)
 
-    def _expect(self, message: served.Join, before: _Member | None) -> _Member | None:
-        """A member that somebody else has started, maybe in place of one that is gone."""
-        if message.role == "server":
-            if before is not None and before.peer is not None:
-                self._peers.pop(before.peer)
-                before.peer = None
-                self.tale.lost_servers += 1
-                self._news.put(lambda: _raise(ServerLost(f"server {message.number} was started anew")))
+    def _worker_for(self, message: served.Join) -> _Member | None:
+        """A worker that we or somebody else has started; it may have been here before."""
+        number, before = message.number, self._workers.get(message.number)
+        if not self._is_placed:
+            if before is not None and before.ticket is not None and self._agenda is not None:
+                self._agenda.give_back(before.ticket)
+                before.ticket, before.is_asking = None, False
             return before
         if before is not None:
             self._release(before)
-        if 0 <= message.number < len(self._devices):
-            self._workers[message.number] = _Member("worker", message.number, Device("cpu"), message.number)
-        return self._workers.get(message.number)
+        if 0 <= number < len(self._devices):
+            self._workers[number] = _Member("worker", number, Device("cpu"), number)
+        return self._workers.get(number)
+
+    def _holder_for(self, message: served.Join) -> _Member | None:
+        """A server or a follower: the one that it was, if it still holds what it did; else one that has yet to come."""
+        if not 0 <= message.number < len(self._servers):
+            return None
+        server, follower = self._servers[message.number], self._followers.get(message.number)
+        for member in (server, *([follower] if follower is not None else [])):
+            if member.peer is not None and message.term == self._term and message.address == member.address:
+                return member
+        if not self._is_placed:
+            return server if message.role == "server" else follower
+        if server.peer is not None and message.address == server.address:
+            self._lose_placed(server, "was started anew")
+            server, follower = self._servers[message.number], self._followers.get(message.number)
+        if message.role == "server" and server.peer is None:
+            return server
+        if follower is not None and follower.peer is not None:
+            self._peers.pop(follower.peer, None)
+            self._lose_follower(follower, "was started anew")
+        return self._followers.get(message.number)
+
+    def _lose_placed(self, member: _Member, reason: str) -> None:
+        """A member is gone that somebody else has started, and will maybe start again."""
+        self._peers.pop(member.peer or b"", None)
+        member.peer = None
+        if member.role == "follower":
+            self._lose_follower(member, reason)
+            return
+        try:
+            self._lose_server(member, reason)
+        except ServerLost as lost:
+            self._news.put(lambda lost=lost: _raise(lost))  # type: ignore[misc]
+
+    def _hear_complaint(self, member: _Member, message: served.Unreached) -> None:
+        """A server does not reach its follower, or a worker a server: it is looked after."""
+        follower = self._followers.get(message.number)
+        if member.role == "server":
+            if follower is not None and follower.address == message.address:
+                self._end(follower)
+        elif self._is_placed and 0 <= message.number < len(self._servers):
+            server = self._servers[message.number]
+            if server.peer is not None:
+                server.heard = min(server.heard, time.monotonic() - self._timeout / 2 + ANSWER)
+                self._send(server, served.Beat())
+
+    def _end(self, member: _Member) -> None:
+        if member.job is not None:
+            member.job.kill()
+        else:
+            self._lose_placed(member, "does not answer")
 
     def _release(self, worker: _Member) -> None:
         """Takes back what a worker has that is gone."""
@@ -426,7 +589,7 @@ class Chief:
             self._agenda.give_back(worker.ticket)
 
     def _look_for_silence(self) -> None:
-        """A worker that takes too long is taken for gone: it may be frozen, or its host may be."""
+        """A member that is silent for too long is taken for gone: it may be frozen, or its host may be."""
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.ticket is not None and w.since < now - self._timeout]:
             if worker.job is None:
@@ -434,6 +597,17 @@ class Chief:
             else:
                 worker.job.kill()
                 worker.since = now
+        away, self._looked = now - self._looked, now
+        holders = [m for m in (*self._servers, *self._followers.values()) if m.peer is not None and m.job is None]
+        for member in holders if self._is_placed else ():
+            if away > self._timeout / 8:
+                # Nobody listened meanwhile.
+                member.heard = now
+            if now - max(member.heard, member.since) > self._timeout / 8:
+                member.since = now
+                self._send(member, served.Beat())
+            if now - member.heard > self._timeout / 2:
+                self._lose_placed(member, f"was silent for {now - member.heard:.0f} s")
 
     def _receive(self, worker: _Member, message: served.Delivered) -> None:
         worker.ticket, worker.is_asking = None, True
@@ -466,13 +640,25 @@ class Chief:
             part = served.Part(self._term, ticket.number, self._epoch, ticket.step, oldest, rates)
             self._send(worker, part, [ticket.ids.tobytes()])
 
-    def _gather(self, kind: type[Any], waiting_for: str) -> list[tuple[Any, list[Any]]]:
-        """The answers of all servers, in order."""
-        self._answers = {}
-        self._turn(lambda: len(self._answers) == len(self._servers), waiting_for)
-        answers = [self._answers[number] for number in range(len(self._servers))]
-        assert all(isinstance(message, kind) for message, _ in answers)
-        return answers
+    def _ask(self, request: Request, kind: type[Any], waiting_for: str) -> list[tuple[Any, list[Any]]]:
+        """Asks all servers, and whoever comes in the place of one; returns their answers in order."""
+        answers: dict[int, tuple[Any, list[Any]]] = {}
+        before, term = self._asked.get(kind), self._term
+        self._asked[kind] = request, answers
+        try:
+            for server in self._servers:
+                if server.peer is not None:
+                    self._send(server, *request(server.number))
+            # Another server may be lost meanwhile: what is said about the next term is enough then.
+            self._turn(
+                lambda: len(answers) == len(self._servers) or (kind is served.Loaded and self._term != term),
+                waiting_for,
+            )
+        finally:
+            del self._asked[kind]
+            if before is not None:
+                self._asked[kind] = before
+        return [answers[number] for number in sorted(answers)]
 
     def _send(self, member: _Member, message: Any, frames: Sequence[Any] = ()) -> None:
         assert member.peer is not None
@@ -483,7 +669,7 @@ class Chief:
         self._is_ending, self._is_open = True, False
         if self._is_placed:
             self._await_late()
-        members = [*self._servers, *self._workers.values()]
+        members = [*self._servers, *self._followers.values(), *self._workers.values()]
         for member in members:
             if member.peer is not None:
                 self._send(member, served.End())

@@ -39,8 +39,15 @@ class Place:
 
     def fitted(self, spec: StrategySpec) -> StrategySpec:
         """The strategy with as many servers and workers as the cluster has."""
+        if spec.followers and self.num_servers % 2:
+            raise SettingsError(
+                "with followers the second half of a cluster's ps follow the first",
+                got=f"{self.num_servers} ps",
+                remedy="name two for every server, or leave followers away",
+            )
+        servers = self.num_servers // 2 if spec.followers else self.num_servers
         for name, asked, there in (
-            ("servers", spec.servers, self.num_servers),
+            ("servers", spec.servers, servers),
             ("workers", spec.replicas, self.num_workers),
         ):
             if asked not in (None, there) and not (name == "servers" and asked == 1):
@@ -49,7 +56,7 @@ class Place:
                     got=f"{asked} and {there}",
                     remedy=f"leave {name} away, or correct TF_CONFIG",
                 )
-        return dataclasses.replace(spec, servers=self.num_servers, replicas=self.num_workers)
+        return dataclasses.replace(spec, servers=servers, replicas=self.num_workers)
 
 
 def place_here(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -95,11 +102,12 @@ def take_part(place: Place, task: Task, spec: StrategySpec, device: Device, time
         return
     from .worker import Membership
 
+    follows = place.role == SERVER and place.number >= spec.servers
     Membership(
         task=task,
         spec=spec,
-        role="server" if place.role == SERVER else "worker",
-        number=place.number,
+        role="follower" if follows else "server" if place.role == SERVER else "worker",
+        number=place.number - spec.servers if follows else place.number,
         chief=place.address,
         token=place.token,
         timeout=timeout,

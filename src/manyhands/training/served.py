@@ -204,6 +204,8 @@ class ServedLoop(TrainingLoop):
         self.chief.publish()
 
     def _say_what_differs(self, model: nn.Module) -> None:
+        if self.job.spec.followers:
+            self.hand.notice("every server has a follower: twice the servers' memory, and every update is taken twice")
         if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
             self.hand.notice("batch statistics are those of each worker's part of a batch, and buffers their average")
 

@@ -60,8 +60,8 @@ def shares_of(hand: Hand) -> list[served.Share]:
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
     """Holds one share of the network."""
     shard = served.Shard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
-    listens = member.listens or ("127.0.0.1", 0)
-    return served.Server(shard, member.spec, member.chief, member.token, member.timeout, listens).run()
+    listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
+    return served.Server(shard, member.spec, member.chief, member.token, member.timeout, listens, leads=leads).run()
 
 
 class _Worker:
@@ -81,37 +81,61 @@ class _Worker:
             workers=0,
         )
         self._context = served.new_context()
-        self.chief = served.Caller(self._context, member.token, member.chief, member.timeout)
+        self.chief = self._join()
         self.client = served.Client(
             hand.model, shares_of(hand), member.number, self.chief, member.token, member.timeout
         )
         self.waited = 0.0
         self.computed = 1e-9
 
+    def _join(self) -> served.Caller:
+        """Reports to the chief, who is waited for as long as the one time limit says."""
+        member = self.member
+        chief = served.Caller(self._context, member.token, member.chief, member.timeout)
+        chief.send(served.Join("worker", member.number))
+        return chief
+
     def run(self) -> dict[str, Any]:
         """Computes what it is given until there is nothing left."""
-        self.chief.send(served.Join("worker", self.member.number))
         try:
             with contextlib.suppress(served.Over):
-                crew = self._wait_for_crew()
+                crew = None
                 while True:
                     try:
+                        crew = self._wait_for_crew(None) if crew is None else crew
                         self.client.connect(crew)
                         self._work(crew)
                     except served.Moved as moved:
                         crew = moved.crew
-                        self.hand.forget_step()
+                    except served.ServerUnreached as lost:
+                        crew = self._complain(lost.number)
                     except served.LinkLost:
-                        crew = self._wait_for_crew()
+                        self._join_again()
+                        crew = None
+                    self.hand.forget_step()
             return {"waited": self.waited, "computed": self.computed}
         finally:
             self.client.close()
             self.chief.close()
             self._context.term()
 
-    def _wait_for_crew(self) -> served.Crew:
+    def _complain(self, number: int) -> served.Crew | None:
+        """A server is out of reach: the chief says who is in its place, or else it is tried again by joining anew."""
+        try:
+            self.chief.send(served.Unreached(number))
+            return self._wait_for_crew(self.member.timeout / 4)
+        except served.LinkLost:
+            self._join_again()
+            return None
+
+    def _join_again(self) -> None:
+        self.client.disconnect()
+        self.chief.close()
+        self.chief = self.client.chief = self._join()
+
+    def _wait_for_crew(self, timeout: float | None) -> served.Crew:
         while True:
-            message, _ = self.chief.expect(None)
+            message, _ = self.chief.expect(timeout)
             if isinstance(message, served.Crew):
                 return message
             if isinstance(message, served.End):

@@ -1,22 +1,28 @@
 """Parameter servers: a sharded centre that holds values and updates them, and the workers' way to it."""
 
-from .client import Client, Moved, Over
+from .client import Client, Moved, Over, ServerUnreached
 from .layout import Piece, Share, Slab, cut, frames_of, tables_of, tensor_of
 from .messages import (
     Apply,
     Ask,
+    Beat,
     Close,
     Crew,
     Delivered,
     End,
+    Filled,
     Join,
+    Lead,
     Load,
     Loaded,
     Part,
+    Renew,
     Save,
     Slots,
     State,
+    Stranger,
     Summed,
+    Unreached,
     Weighed,
 )
 from .post import Caller, LinkLost, Listener, new_context, new_token
@@ -30,6 +36,7 @@ __all__ = [
     "Client",
     "Moved",
     "Over",
+    "ServerUnreached",
     "cut",
     "Share",
     "Slab",
@@ -50,6 +57,11 @@ __all__ = [
     "new_context",
     "new_token",
     "Ask",
+    "Beat",
+    "Filled",
+    "Lead",
+    "Renew",
+    "Unreached",
     "Apply",
     "Close",
     "Crew",
@@ -62,6 +74,7 @@ __all__ = [
     "Save",
     "Slots",
     "State",
+    "Stranger",
     "Summed",
     "Weighed",
 ]

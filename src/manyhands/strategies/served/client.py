@@ -17,12 +17,23 @@ from .post import Caller, Frame, LinkLost
 from .shared import SharedSlots
 from .table import joined
 
+REACH = 5.0
+"""Seconds in which a server that the chief has named must answer; then the chief is asked again."""
+
 
 class Moved(Exception):
     """The servers are elsewhere now, or hold older values: what is under way is given up and asked for again."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
+
+
+class ServerUnreached(LinkLost):
+    """The connection to a server is gone, while the chief may know more."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.number = number
 
 
 class Over(Exception):
@@ -65,7 +76,7 @@ class Client:
     def __init__(
         self, model: nn.Module, shares: Sequence[Share], number: int, chief: Caller | None, token: bytes, timeout: float
     ) -> None:
-        self._shares, self._number, self._chief = shares, number, chief
+        self._shares, self._number, self.chief = shares, number, chief
         self._token, self._timeout = token, timeout
         self._context: zmq.Context[Any] = zmq.Context()
         self._links: list[_Link] = []
@@ -95,9 +106,13 @@ class Client:
         """Speaks with these servers from now on."""
         self.disconnect()
         self.crew = crew
-        for share, address in zip(self._shares, crew.servers, strict=True):
-            caller = Caller(self._context, self._token, address, self._timeout)
-            self._links.append(_Link(share, caller, may_share=self.may_share))
+        for number, (share, address) in enumerate(zip(self._shares, crew.servers, strict=True)):
+            try:
+                reach = self._timeout if self.chief is None else min(REACH, self._timeout)
+                caller = Caller(self._context, self._token, address, self._timeout, reach)
+                self._links.append(_Link(share, caller, may_share=self.may_share))
+            except LinkLost as lost:
+                raise ServerUnreached(str(lost), number) from None
         self._touched = [[] for _ in self.tables]
 
     def disconnect(self) -> None:
@@ -200,6 +215,15 @@ class Client:
 
     def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
         """Rows of a table, each from the server that has it; their gradients are kept for the next push."""
+        while True:
+            try:
+                return self._rows(name, ids, device)
+            except Moved:
+                # The chief only looks at rows, and hears by itself that another server has them.
+                if self.chief is not None:
+                    raise
+
+    def _rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
         number = self._table_number[name]
         table = self.tables[number]
         where = ids.cpu()
@@ -246,20 +270,26 @@ class Client:
 
     def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
         """A server's next answer of this kind; news of the chief's comes first."""
-        sockets = [link.caller.socket, *([self._chief.socket] if self._chief is not None else [])]
+        callers = [link.caller, *([self.chief] if self.chief is not None else [])]
+        sockets = [socket for caller in callers for socket in (caller.socket, caller.monitor)]
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
         deadline = time.monotonic() + self._timeout
         while True:
-            ready = dict(poller.poll(100 if self._chief is None else None))
+            ready = dict(poller.poll(100 if self.chief is None else None))
             if not ready:
                 self.on_wait()
+                if link not in self._links:
+                    raise Moved(self.crew)
                 if time.monotonic() > deadline:
                     raise LinkLost(f"the server at {link.caller.address} does not answer")
-            if self._chief is not None and self._chief.socket in ready:
-                _hear(self._chief)
-            got = link.caller.receive()
+            if self.chief is not None and (self.chief.socket in ready or self.chief.monitor in ready):
+                _hear(self.chief)
+            try:
+                got = link.caller.receive()
+            except LinkLost as lost:
+                raise ServerUnreached(str(lost), self._links.index(link)) from None
             if got is None:
                 continue
             message, frames = got

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Ledger:
     """A set of whole numbers from 0 that are mostly consecutive.
@@ -13,9 +15,18 @@ class Ledger:
     ([0, 1, 2, 5], 4)
     """
 
-    def __init__(self) -> None:
-        self._below = 0
-        self._others: set[int] = set()
+    def __init__(self, state: Sequence[int] = (0,)) -> None:
+        self._below = state[0]
+        self._others = set(state[1:])
+
+    @property
+    def state(self) -> list[int]:
+        """All of it in short: every number below the first one, and the others.
+
+        >>> Ledger([2, 5]).state, len(Ledger([2, 5]))
+        ([2, 5], 3)
+        """
+        return [self._below, *sorted(self._others)]
 
     def add(self, number: int) -> None:
         """Enters a push; entering one twice is a mistake of ours."""

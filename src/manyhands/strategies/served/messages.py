@@ -47,10 +47,12 @@ class Join(Message, tag=True):
     role: str
     number: int
     address: str = ""
+    term: int = -1
+    """Of what a server holds that comes back after its connection was lost."""
 
 
 class Crew(Message, tag=True):
-    """Where the servers are. With another term everything that was not in the last checkpoint is forgotten."""
+    """Where the servers are. With another term whatever is under way is given up and asked for again."""
 
     term: int
     servers: list[str]
@@ -232,6 +234,8 @@ class Load(Message, tag=True):
     version: int
     slots: list[Slots]
     tables: list[list[str]]
+    ledger: list[int] = msgspec.field(default_factory=lambda: [0])
+    """What was applied: all tickets below the first number, and the others."""
 
 
 class Loaded(Message, tag=True):
@@ -240,9 +244,49 @@ class Loaded(Message, tag=True):
     term: int
 
 
+class Renew(Message, tag=True):
+    """Another term with what a server holds; a follower that hears it is a server from now on."""
+
+    term: int
+
+
+class Lead(Message, tag=True):
+    """Where a server's follower listens; it is to be filled. Without an address there is none any more."""
+
+    address: str
+
+
+class Filled(Message, tag=True):
+    """The follower at this address has all that its server acknowledges."""
+
+    address: str
+
+
+class Follow(Message, tag=True):
+    """What a server takes, for its follower to take too; frames as they came."""
+
+    message: Push | Close | Apply | Load
+
+
+class Followed(Message, tag=True):
+    """The follower has taken the next thing."""
+
+
+class Unreached(Message, tag=True):
+    """A member does not get through to a server, or a server to its follower, of the same number."""
+
+    number: int
+    address: str = ""
+
+
+class Beat(Message, tag=True):
+    """A question whether somebody is there, and the answer."""
+
+
 AnyMessage = (
     Hello | Challenge | Proof | Welcome | Stranger | Join | Crew | Ask | Part | Delivered | End | Attach | Attached
-    | Push | Pushed | Pull | Values | PullRows | Rows | Close | Summed | Apply | Save | State | Load | Loaded
+    | Push | Pushed | Pull | Values | PullRows | Rows | Close | Summed | Apply | Save | State | Load | Loaded | Renew
+    | Lead | Filled | Follow | Followed | Unreached | Beat
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -29,6 +29,8 @@ Frame = Any
 """Anything with a buffer: bytes, an array, a ZeroMQ frame."""
 NONCE = 32
 MAX_STRANGERS = 1024
+LAST = 20
+"""Milliseconds in which what was sent before a connection was lost still comes."""
 _BIG = 65536
 """Bytes from which a frame is sent without a copy."""
 
@@ -50,9 +52,11 @@ def new_token() -> bytes:
 class Listener:
     """Many members at one address; only those that proved to know the token are heard."""
 
-    def __init__(self, context: zmq.Context[Any], token: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], token: bytes, timeout: float, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.socket = context.socket(zmq.ROUTER)
-        _settle(self.socket)
+        _settle(self.socket, timeout)
         where = f"tcp://{host}"
         if port:
             self.socket.bind(f"{where}:{port}")
@@ -110,15 +114,19 @@ class Listener:
 
 
 class Caller:
-    """One connection to a listener."""
+    """One connection to a listener, which must answer within `reach` seconds when it is made."""
 
-    def __init__(self, context: zmq.Context[Any], token: bytes, address: str, timeout: float) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], token: bytes, address: str, timeout: float, reach: float | None = None
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
-        _settle(self.socket)
+        _settle(self.socket, timeout)
         self.address = address
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Becomes readable when the connection is lost; what it held is lost too, so it is not used again."""
         self.socket.connect(address)
         try:
-            self._introduce(token, timeout)
+            self._introduce(token, timeout if reach is None else reach)
         except BaseException:
             self.close()
             raise
@@ -133,13 +141,25 @@ class Caller:
 
     def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
         """The next message, within so many seconds; None where none came."""
-        if not self.socket.poll(None if timeout is None else int(1000 * timeout)):
+        if not self._has_come(timeout):
             return None
         head, *frames = self.socket.recv_multipart(copy=False)
         message = decode(head.buffer)
         if isinstance(message, Stranger):
             raise LinkLost(f"{self.address} does not know this connection any more")
         return message, [frame.buffer for frame in frames]
+
+    def _has_come(self, timeout: float | None) -> bool:
+        """Waits for a message; what came before a connection was lost is still read."""
+        if self.socket.poll(0):
+            return True
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout is None else int(1000 * timeout)))
+        if self.monitor in ready and not self.socket.poll(LAST):
+            raise LinkLost(f"the connection to {self.address} was lost")
+        return bool(self.socket.poll(0))
 
     def expect(self, timeout: float | None) -> tuple[AnyMessage, list[Frame]]:
         """The next message; an error where none comes in time."""
@@ -151,6 +171,8 @@ class Caller:
 
     def close(self) -> None:
         """Ends the connection; what was sent still leaves."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         self.socket.close(linger=200)
 
     def _introduce(self, token: bytes, timeout: float) -> None:
@@ -171,8 +193,13 @@ def _proof(token: bytes, role: bytes, caller: bytes, listener: bytes) -> bytes:
     return hmac.digest(token, b"manyhands " + role + caller + listener, "sha256")
 
 
-def _settle(socket: Any) -> None:
-    """Bounds what a frame may hold; what is sent waits in memory, bounded by who asks how often."""
+def _settle(socket: Any, timeout: float) -> None:
+    """Bounds what a frame may hold, and how long the other end may be silent, whose ZeroMQ answers by itself.
+
+    What is sent waits in memory, bounded by who asks how often.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, int(1000 * timeout / 8)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(400, int(1000 * timeout / 2)))
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -7,35 +7,44 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import zmq
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core import StrategySpec
+from .chain import Chain
 from .layout import Share, buffers_of, frames_of, tables_of, tensor_of
 from .ledger import Ledger
 from .messages import (
     Apply,
     Attach,
     Attached,
+    Beat,
     Close,
     End,
+    Filled,
+    Follow,
+    Followed,
     Join,
+    Lead,
     Load,
     Loaded,
     Pull,
     PullRows,
     Push,
     Pushed,
+    Renew,
     Rows,
     Save,
     Slots,
     State,
     Summed,
+    Unreached,
     Values,
 )
-from .post import Caller, Frame, Listener
+from .post import Caller, Frame, LinkLost, Listener
 from .shared import SharedSlots
 from .table import Table, joined, kind_of
 from .update import pack_slots, pieces_of, unpack_slots
@@ -128,7 +137,8 @@ class Shard:
 
     def apply_now(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]], slow: bool) -> int:
         """Takes a push as an update by itself; returns how many updates it did not know of."""
-        staleness = self.version - push.version
+        # A follower that has become the server may know less than the values that were pulled from the last one.
+        staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
         if push.scale:
             self._update(*self._scaled(dense, tables, push.scale), frozenset(push.unused), rates)
@@ -209,13 +219,13 @@ class Shard:
             ids = tensor_of(next(at), torch.int64)
             tensors = [tensor_of(next(at), table.dtype) for _ in range(len(names))]
             table.load(ids, tensors, int(names[0]))
-        self.version, self.ledger = load.version, Ledger()
+        self.version, self.ledger = load.version, Ledger(load.ledger)
         self.forget(list(self.held))
         self._summed = None
 
 
 class Server:
-    """Answers workers and follows the chief, one message after another."""
+    """Answers workers and follows the chief, one message after another; or follows another server, see `Chain`."""
 
     def __init__(
         self,
@@ -225,14 +235,23 @@ class Server:
         token: bytes,
         timeout: float,
         listens: tuple[str, int] = ("127.0.0.1", 0),
+        *,
+        leads: bool = True,
     ) -> None:
-        self.shard, self.spec = shard, spec
+        self.shard, self.spec, self.leads = shard, spec, leads
+        self._token, self._timeout, self._chief_address = token, timeout, chief
         self._context: zmq.Context[Any] = zmq.Context()
-        self._listener = Listener(self._context, token, *listens)
+        self._listener = Listener(self._context, token, timeout, *listens)
         self._chief = Caller(self._context, token, chief, timeout)
         self._slots: dict[bytes, SharedSlots] = {}
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
-        self._closing: list[int] = []
+        self._chain: Chain | None = None
+        self._is_told = False
+        """Whether the chief knows that the follower is silent."""
+        self._next_follower: str | None = None
+        """One that is to be filled when the step that was summed is taken."""
+        self._closing: Close | None = None
+        self._square = 0.0
         self._term = -1
         self._is_over = False
         self.seconds = {"push": 0.0, "pull": 0.0}
@@ -240,52 +259,157 @@ class Server:
 
     def run(self) -> dict[str, Any]:
         """Serves until the chief says that it is over; returns what passed through."""
-        self._chief.send(Join("server", self.shard.number, self._listener.address))
-        poller = zmq.Poller()
-        poller.register(self._listener.socket, zmq.POLLIN)
-        poller.register(self._chief.socket, zmq.POLLIN)
+        self._join()
         try:
             while not self._is_over:
-                ready = dict(poller.poll())
-                if self._chief.socket in ready:
+                ready = self._poll()
+                if self._chief.socket in ready or self._chief.monitor in ready:
                     self._hear_chief()
+                if self._chain is not None:
+                    self._hear_follower(self._chain)
                 while self._listener.socket in ready and (got := self._listener.receive()) is not None:
-                    self._hear_worker(*got)
+                    self._hear_member(*got)
             return {"num_bytes": self._listener.num_bytes, "applied": len(self.shard.ledger), **self.seconds}
         finally:
             self._close()
 
+    def _join(self) -> None:
+        role = "server" if self.leads else "follower"
+        self._chief.send(Join(role, self.shard.number, self._listener.address, self._term))
+
+    def _poll(self) -> dict[Any, int]:
+        poller = zmq.Poller()
+        sockets = [self._listener.socket, self._chief.socket, self._chief.monitor]
+        if self._chain is not None:
+            sockets += [self._chain.caller.socket, self._chain.caller.monitor]
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        return dict(poller.poll(None if self._chain is None else int(1000 * self._timeout / 8)))
+
+    # -- the chief ------------------------------------------------------------------------------------------------
+
     def _hear_chief(self) -> None:
-        got = self._chief.receive()
+        try:
+            got = self._chief.receive()
+        except LinkLost:
+            # What it holds stays good: the chief may come back, or another one that has the last checkpoint.
+            self._chief.close()
+            self._chief = Caller(self._context, self._token, self._chief_address, self._timeout)
+            self._join()
+            return
         if got is None:
             return
         message, frames = got
-        shard = self.shard
-        if isinstance(message, Close) and message.term == self._term:
-            square = shard.sum(message)
-            self._closing = [weighed.ticket for weighed in message.tickets]
-            if message.is_measured:
-                self._chief.send(Summed(self._term, message.step, square))
-            else:
-                self._apply(1.0)
-        elif isinstance(message, Apply) and message.term == self._term:
-            self._apply(message.scale)
+        if isinstance(message, Close | Apply):
+            if message.term == self._term:
+                self._close_step(message)
         elif isinstance(message, Save):
-            state, parts = shard.state(self._listener.num_bytes)
+            state, parts = self.shard.state(self._listener.num_bytes)
             self._chief.send(state, [bytes(part) for part in parts])
         elif isinstance(message, Load):
-            shard.load(message, frames)
-            self._term, self._waiting = message.term, []
+            self._load(message, frames)
+        elif isinstance(message, Renew):
+            self._term, self._waiting, self.leads = message.term, [], True
             self._chief.send(Loaded(message.term))
+        elif isinstance(message, Lead):
+            self._lead(message.address)
+        elif isinstance(message, Beat):
+            self._chief.send(Beat())
         elif isinstance(message, End):
             self._is_over = True
 
-    def _apply(self, scale: float) -> None:
-        self.shard.apply(self._closing, scale)
-        self._serve_waiting()
+    def _load(self, load: Load, frames: list[Frame]) -> None:
+        chain = self._chain
+        if chain is not None:
+            address = chain.caller.address
+            chain.forward(load, frames, lambda: self._chief.send(Filled(address)))
+        self._hold(load, frames)
+        self._chief.send(Loaded(load.term))
 
-    def _hear_worker(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
-        if isinstance(message, Attach):
+    def _hold(self, load: Load, frames: list[Frame]) -> None:
+        self.shard.load(load, frames)
+        self._term, self._waiting, self._closing = load.term, [], None
+
+    def _close_step(self, message: Close | Apply) -> None:
+        """Sums a step or takes its update; the chief may say so twice, when a server is gone that had heard it."""
+        if message.step < self.shard.version:
+            return
+        if self._chain is not None:
+            self._chain.forward(message, [], lambda: None)
+        self._take_step(message)
+        if isinstance(message, Close) and message.is_measured:
+            self._chief.send(Summed(self._term, message.step, self._square))
+        self._serve_waiting()
+        if self._next_follower is not None and self._closing is None:
+            self._lead(self._next_follower)
+
+    def _take_step(self, message: Close | Apply) -> None:
+        if isinstance(message, Close):
+            if self._closing is None:
+                self._square = self.shard.sum(message)
+                self._closing = message
+            if message.is_measured:
+                return
+        assert self._closing is not None
+        tickets = [weighed.ticket for weighed in self._closing.tickets]
+        self.shard.apply(tickets, message.scale if isinstance(message, Apply) else 1.0)
+        self._closing = None
+
+    # -- the follower ---------------------------------------------------------------------------------------------
+
+    def _lead(self, address: str) -> None:
+        """Fills another follower, or goes on without one."""
+        if self._chain is not None:
+            self._chain.close()
+        self._chain, self._next_follower, self._is_told = None, None, False
+        if not address:
+            return
+        if self._closing is not None:
+            # The gradients of this step are a sum already.
+            self._next_follower = address
+            return
+        try:
+            chain = Chain(self._context, self._token, address, self._timeout)
+        except LinkLost:
+            self._chief.send(Unreached(self.shard.number, address))
+            return
+        state, frames = self.shard.state(0)
+        load = Load(self._term, state.version, state.slots, state.tables, self.shard.ledger.state)
+        chain.forward(load, frames, lambda: self._chief.send(Filled(address)))
+        for ticket, held in self.shard.held.items():
+            push = Push(self._term, -1, ticket, 0, False, list(held.unused))
+            chain.forward(push, frames_of([*held.dense, *(t for pair in held.tables for t in pair)]), lambda: None)
+        self._chain = chain
+
+    def _hear_follower(self, chain: Chain) -> None:
+        """Acknowledges what the follower has; whether one that is silent still counts, the chief says."""
+        try:
+            chain.hear()
+            is_silent = chain.is_silent
+        except LinkLost:
+            is_silent = True
+        if is_silent and not self._is_told:
+            self._is_told = True
+            self._chief.send(Unreached(self.shard.number, chain.caller.address))
+
+    def _follow(self, message: Push | Close | Apply | Load, frames: list[Frame]) -> None:
+        if isinstance(message, Load):
+            self._hold(message, frames)
+        elif isinstance(message, Push):
+            self._enter(message, *self._parts(message, frames, None))
+        else:
+            self._take_step(message)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _hear_member(self, peer: bytes, message: Any, frames: list[Frame]) -> None:
+        if isinstance(message, Follow):
+            # Only who has been told to leads: a server that is filled by another one follows it.
+            self.leads = self.leads and not isinstance(message.message, Load)
+            if not self.leads:
+                self._follow(message.message, frames)
+                self._listener.send(peer, Followed())
+        elif isinstance(message, Attach):
             slots = SharedSlots.attached(self.shard.share, message)
             if slots is not None:
                 self._slots[peer] = slots
@@ -300,10 +424,31 @@ class Server:
 
     def _take(self, peer: bytes, push: Push, frames: list[Frame]) -> None:
         began = time.perf_counter()
+        dense, tables = self._parts(push, frames, peer)
+        if push.is_shared:
+            self._listener.num_bytes += sum(slab.num_bytes for slab in self.shard.share)
+        answer: list[Pushed] = []
+
+        def acknowledge() -> None:
+            self._listener.send(peer, answer[0])
+
+        if self._chain is not None:
+            alike = msgspec.structs.replace(push, is_shared=False)
+            parts = frames_of([*dense, *(part for pair in tables for part in pair)])
+            self._chain.forward(alike, parts, acknowledge)
+        answer.append(self._enter(push, dense, tables))
+        if self._chain is None:
+            acknowledge()
+        self.seconds["push"] += time.perf_counter() - began
+        if answer[0].is_new and push.rates:
+            self._serve_waiting()
+
+    def _parts(self, push: Push, frames: list[Frame], peer: bytes | None) -> Any:
+        """The gradients of a push: dense ones, and ids and rows of every table."""
         shard = self.shard
         if push.is_shared:
+            assert peer is not None
             dense = self._slots[peer].pushed
-            self._listener.num_bytes += sum(slab.num_bytes for slab in shard.share)
         else:
             dense = [tensor_of(frame, slab.dtype) for frame, slab in zip(frames, shard.share, strict=False)]
             frames = frames[len(shard.share) :]
@@ -311,17 +456,16 @@ class Server:
             (tensor_of(frames[2 * i], torch.int64), tensor_of(frames[2 * i + 1], table.dtype).view(-1, table.dim))
             for i, table in enumerate(shard.tables)
         ]
-        staleness = 0
+        return dense, tables
+
+    def _enter(self, push: Push, dense: list[Tensor], tables: list[tuple[Tensor, Tensor]]) -> Pushed:
+        """Keeps a gradient, or takes it as an update by itself."""
+        shard = self.shard
         if not push.rates:
-            is_new = shard.keep(push, dense, tables)
-        else:
-            is_new = push.ticket not in shard.ledger
-            if is_new:
-                staleness = shard.apply_now(push, dense, tables, self.spec.correction)
-        self._listener.send(peer, Pushed(push.ticket, staleness, is_new))
-        self.seconds["push"] += time.perf_counter() - began
-        if is_new and push.rates:
-            self._serve_waiting()
+            return Pushed(push.ticket, 0, shard.keep(push, dense, tables))
+        if push.ticket in shard.ledger:
+            return Pushed(push.ticket, 0, False)
+        return Pushed(push.ticket, shard.apply_now(push, dense, tables, self.spec.correction), True)
 
     def _serve_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -347,6 +491,8 @@ class Server:
         self.seconds["pull"] += time.perf_counter() - began
 
     def _close(self) -> None:
+        if self._chain is not None:
+            self._chain.caller.close()
         for slots in self._slots.values():
             slots.close()
         self._listener.close()
