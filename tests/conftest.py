@@ -28,6 +28,7 @@ BUDGETS = {
     "cli": 1.5,
     "tuning": 1.7,
     "serving": 1.2,
+    "population": 1.0,
     "test_examples.py": 3.0,
 }
 """Minutes that a room's tests may take on two cores, 0.5 where none is named; longer ones belong to `make bench`."""

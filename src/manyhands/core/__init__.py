@@ -45,12 +45,12 @@ from .spec import (
 from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
-    from .layout_free import LayoutFree, as_written
+    from .layout_free import LayoutFree, as_written, stacked_keys
 
 
 def __getattr__(name: str) -> Any:
     """Layout-free randomness needs torch, which a command line that only helps must not wait for."""
-    if name in ("LayoutFree", "as_written"):
+    if name in ("LayoutFree", "as_written", "stacked_keys"):
         from . import layout_free
 
         return getattr(layout_free, name)
@@ -91,6 +91,7 @@ __all__ = [
     "restore_random_state",
     "LayoutFree",
     "as_written",
+    "stacked_keys",
     "ManyhandsError",
     "UsageError",
     "TaskError",

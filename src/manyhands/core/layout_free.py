@@ -124,6 +124,21 @@ class LayoutFree(TorchFunctionMode):
         if self._is_drawing:
             self._settle()
 
+    @contextmanager
+    def given(self, keys: Tensor, num_passes: int) -> Iterator[None]:
+        """Draws inside with keys that were made elsewhere, as `stacked_keys` does: a network in a stack has its own.
+
+        The last key is for what belongs to no sample; `num_passes` says how often `begin` would have been called.
+        """
+        before = self._keys
+        self._keys, self._num_passes = keys, num_passes
+        self.select(0, len(keys) - 1)
+        try:
+            with self.drawing():
+                yield
+        finally:
+            self._keys = before
+
     def _settle(self) -> None:
         """Sets the generators of the CPU to what comes now."""
         torch.default_generator.manual_seed(self._call)
@@ -358,6 +373,32 @@ def _keys(seed: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return (keys ^ keys >> np.uint64(31)).view(np.int64)
 
 
+def stacked_keys(seeds: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
+    """The keys that `load(seeds[i], steps[i], ids[i])` makes, for many networks at once and on their device.
+
+    >>> draws = LayoutFree(torch.device("cpu"))
+    >>> draws.load(5, 7, np.arange(3))
+    >>> keys = stacked_keys(torch.tensor([5]), torch.tensor([7]), torch.arange(3)[None])
+    >>> torch.equal(keys[0], draws._keys)
+    True
+    """
+    value = torch.full_like(seeds, _signed(_GOLDEN, 64))
+    for part in (seeds, steps):
+        value = (value ^ part) * _signed(_FIRST, 64)
+        value = (value ^ _shifted(value, 31)) * _signed(_SECOND, 64)
+        value = value ^ _shifted(value, 29)
+    samples = torch.cat([ids, torch.full_like(ids[:, :1], -1)], 1)
+    keys = samples * _signed(_GOLDEN, 64) + _shifted(value, 1).unsqueeze(1)
+    keys = (keys ^ _shifted(keys, 30)) * _signed(_FIRST, 64)
+    keys = (keys ^ _shifted(keys, 27)) * _signed(_SECOND, 64)
+    return keys ^ _shifted(keys, 31)
+
+
+def _shifted(values: Tensor, count: int) -> Tensor:
+    """Shifted to the right, with zeros coming in as for numbers without a sign."""
+    return (values >> count) & (1 << 64 - count) - 1
+
+
 def _places(inner: Shape, device: torch.device) -> Tensor:
     """A code for every element of a sample, made from its coordinates, in one row."""
     codes = torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -381,6 +422,7 @@ def _scramble(places: Tensor, keys: Tensor) -> Tensor:
     return x
 
 
-def _signed(value: int) -> int:
-    """The lower 32 bits as a signed number, as torch's int32 has it."""
-    return (value + 2**31) % 2**32 - 2**31
+def _signed(value: int, bits: int = 32) -> int:
+    """The lower bits as a signed number, as torch's int32 or int64 has it."""
+    half = 1 << bits - 1
+    return (value + half) % (2 * half) - half

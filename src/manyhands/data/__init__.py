@@ -8,8 +8,9 @@ from .feed import Feed
 from .fields import Fields
 from .files import Files, files
 from .order import Ids, Order
+from .orders import Orders
 from .prefetch import Prefetcher
-from .resident import ResidentBatch
+from .resident import Resident, ResidentBatch, in_memory
 from .shares import part_of
 from .source import IndexedSource, Source, check_source
 from .sources import as_source
@@ -17,7 +18,9 @@ from .sources import as_source
 __all__ = [
     "Feed",
     "Batch",
+    "Resident",
     "ResidentBatch",
+    "in_memory",
     "Fields",
     "Files",
     "files",
@@ -33,6 +36,7 @@ __all__ = [
     "check_source",
     "data_digest",
     "Order",
+    "Orders",
     "Prefetcher",
     "first_dim",
     "map_leaves",

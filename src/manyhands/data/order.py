@@ -28,8 +28,8 @@ class Order:
     def __init__(self, size: int, seed: int, epoch: int, shuffle: bool) -> None:
         self._size = size
         self._shuffle = shuffle
-        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._tables = _round_tables(self._half, mix(seed, epoch)) if shuffle else []
+        self.half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self.tables = _round_tables(self.half, mix(seed, epoch)) if shuffle else []
         self._chunk: Ids = np.empty(0, np.int64)
         self._chunk_start = 0
 
@@ -72,10 +72,10 @@ class Order:
         return values
 
     def _feistel(self, values: Ids) -> Ids:
-        left, right = values >> self._half, values & ((1 << self._half) - 1)
-        for table in self._tables:
+        left, right = values >> self.half, values & ((1 << self.half) - 1)
+        for table in self.tables:
             left, right = right, left ^ table.take(right)
-        return (left << self._half) | right
+        return (left << self.half) | right
 
 
 def _round_tables(half: int, key: int) -> list[Ids]:

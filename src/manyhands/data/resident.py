@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .arrays import ArraySource, SubsetSource
 from .batch import Batch, Cursor, to_device
 from .order import Ids
 from .shares import Share
-from .source import Window
+from .source import Source, Window
 
 SHARE = 16
 """What is resident takes at most one part in so many of the device's memory."""
@@ -28,7 +29,7 @@ class Resident:
         self._arrays, self._device = to_device(arrays, device, dtype=dtype), device
 
     def fetch(self, index: Tensor) -> Any:
-        """Some rows, gathered on the device."""
+        """Some rows, gathered on the device; an index of several dims gives as many before a row's own."""
         return _rows(self._arrays, index)
 
     def batch(self, index: Tensor, ids: Ids, share: Share, cursor: Cursor) -> ResidentBatch:
@@ -73,6 +74,13 @@ class ResidentBatch(Batch):
         return self.__dict__["gathered"]
 
 
+def in_memory(source: Source) -> Any:
+    """The nested arrays of a source that lies in memory, row i for sample i; None where it must be read."""
+    if isinstance(source, ArraySource):
+        return source.arrays
+    return source.fetch(np.arange(source.size)) if isinstance(source, SubsetSource) else None
+
+
 def fits(num_bytes: int, device: torch.device) -> bool:
     """Whether so much may stay on this device."""
     if device.type != "cuda":
@@ -84,7 +92,7 @@ def fits(num_bytes: int, device: torch.device) -> bool:
 
 def _rows(arrays: Any, index: Tensor) -> Any:
     if isinstance(arrays, Tensor):
-        return arrays.index_select(0, index)
+        return arrays.index_select(0, index) if index.dim() == 1 else arrays[index]
     if isinstance(arrays, dict):
         return {key: _rows(child, index) for key, child in arrays.items()}
     parts = [_rows(child, index) for child in arrays]

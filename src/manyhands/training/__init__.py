@@ -4,13 +4,13 @@ from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .cuts import check_pieces, outline_of
-from .evaluation import evaluate, predict
+from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
 from .fitting import fit_in
 from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, host_bytes, limited, parse_bytes
-from .metrics import check_metrics
+from .metrics import Meter, check_metrics, parted
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers
 from .progress import View, make_view, sparkline
@@ -40,6 +40,7 @@ __all__ = [
     "time_steps",
     "gradient_squares",
     "evaluate",
+    "evaluating",
     "predict",
     "explain",
     "fit_in",
@@ -50,6 +51,8 @@ __all__ = [
     "check_pieces",
     "outline_of",
     "check_metrics",
+    "parted",
+    "Meter",
     "Averages",
     "Patience",
     "as_patience",

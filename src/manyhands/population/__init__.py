@@ -1,0 +1,7 @@
+"""Many networks of one structure as one program."""
+
+from .grouping import Group, groups
+from .member import Member
+from .population import Population
+
+__all__ = ["Population", "Member", "Group", "groups"]

@@ -1,0 +1,98 @@
+"""Building: a task's network and optimizer, with the first values that the task alone would have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..core import Task, TaskError, mix, random_state, restore_random_state, seed_all
+from .stack import AVERAGES, BUFFERS, CLIP, COUNT, DECAY, FROZEN, PARAMETERS, SEED, STEP, VALID_SEED, Row
+from .updates import KNOWN, Update, update_for
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network and its optimizer as data: which parameters a group holds, and how it is updated."""
+
+    task: Task
+    model: nn.Module
+    optimizer: Any
+    groups: tuple[tuple[str, ...], ...]
+    """The names of the parameters of every group."""
+    updates: tuple[Update, ...]
+
+
+def build(task: Task, dtype: torch.dtype | None = None) -> Built:
+    """A task's network on the CPU; the generators are left as they were."""
+    states = random_state(CPU)
+    try:
+        seed_all(mix(task.seed, 0))
+        model = task.model()
+        model = model.to(dtype) if dtype is not None else model
+        if not model.training:
+            model.train()
+        optimizer = task.optimizer(model)
+    finally:
+        restore_random_state(states, CPU)
+    if isinstance(optimizer, Mapping):
+        raise TaskError(
+            "a stacked task has one optimizer", got=f"{len(optimizer)} of them", remedy="train it by itself"
+        )
+    kind = update_for(optimizer)
+    if kind is None:
+        got = type(optimizer).__name__
+        raise TaskError(f"stacked optimizers are {KNOWN}", got=got, remedy="use one of these, or train it by itself")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+    return Built(task, model, optimizer, groups, tuple(kind(group) for group in optimizer.param_groups))
+
+
+@torch.no_grad()
+def row_of(built: Built) -> Row:
+    """All that a member holds before its first step."""
+    task, model = built.task, built.model
+    trained = [name for group in built.groups for name in group]
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    row: Row = {(PARAMETERS, name): parameters[name] for name in trained}
+    row |= {(FROZEN, name): tensor for name, tensor in parameters.items() if name not in set(trained)}
+    row |= {(BUFFERS, name): buffer for name, buffer in model.named_buffers()}
+    for index, (names, update) in enumerate(zip(built.groups, built.updates, strict=True)):
+        row |= {(slot, name): torch.zeros_like(parameters[name]) for slot in update.slots for name in names}
+        numbers = update.numbers_of(built.optimizer.param_groups[index])
+        row |= {(name, str(index)): _number(value) for name, value in numbers.items()}
+    row |= {SEED: _count(mix(task.seed, 0)), VALID_SEED: _count(mix(task.seed, 1)), STEP: _count(0), COUNT: _count(0)}
+    row[CLIP] = _number(float("inf") if task.clip is None else task.clip)
+    if task.ema is not None:
+        row[DECAY] = _number(task.ema)
+        row |= {(AVERAGES, name): _wide(tensor) for name, tensor in averaged(built).items()}
+    return row
+
+
+def averaged(built: Built) -> dict[str, Tensor]:
+    """What a moving average is kept of: trained parameters, and the batch statistics that belong to them."""
+    own = dict(built.model.named_parameters())
+    found = {name: own[name].detach() for group in built.groups for name in group}
+    for path, layer in built.model.named_modules():
+        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.running_var is not None:
+            start = f"{path}." if path else ""
+            found |= {f"{start}running_mean": layer.running_mean, f"{start}running_var": layer.running_var}
+    return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _count(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64)

@@ -1,0 +1,106 @@
+"""Grouping: which tasks can be stacked together, and why others cannot, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core import Task, TaskError, UsageError
+from ..data import IndexedSource, as_source, in_memory
+from .build import Built, build
+from .likeness import difference, network_difference
+from .trial import try_stacked
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tasks that can be trained as one population, by their numbers; one with a reason can only be trained alone."""
+
+    tasks: tuple[int, ...]
+    reason: str = ""
+    """Why this task cannot be stacked; empty where it can."""
+    unlike: str = ""
+    """Why it is not in an earlier group of tasks that can be stacked; empty for the first."""
+
+    @property
+    def stacks(self) -> bool:
+        """Whether a population can be made of it."""
+        return not self.reason
+
+
+def groups(tasks: Sequence[Task]) -> list[Group]:
+    """Sorts tasks into populations: those that differ in nothing but numbers go together.
+
+    >>> import torch
+    >>> def task(lr, width=8): return Task(
+    ...     model=lambda: torch.nn.Linear(4, width), loss=lambda model, batch: model(batch).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr), data=data, batch_size=8)
+    >>> data = torch.randn(16, 4)
+    >>> found = groups([task(0.1), task(0.2, width=16), task(0.3)])
+    >>> [group.tasks for group in found], found[1].unlike
+    ([(0, 2), (1,)], 'weight is (8, 4) in one and (16, 4) in another')
+    """
+    alike: list[tuple[Built, list[int], str]] = []
+    alone: list[Group] = []
+    for number, task in enumerate(tasks):
+        try:
+            check_stackable(task)
+            built = build(task)
+            unlike = ""
+            for first, numbers, _ in alike:
+                found = difference_between(first, built)
+                if not found:
+                    numbers.append(number)
+                    break
+                unlike = unlike or found
+            else:
+                try_stacked(built)
+                alike.append((built, [number], unlike))
+        except UsageError as error:
+            alone.append(Group((number,), reason=str(error)))
+    return [*(Group(tuple(numbers), unlike=unlike) for _, numbers, unlike in alike), *alone]
+
+
+def check_stackable(task: Task) -> None:
+    """Refuses what no population can hold."""
+    if task.loss is None:
+        raise TaskError("a stacked task has a loss", got="a step of its own", remedy="train it by itself")
+    source = as_source(task.data, collate=task.collate)
+    if not isinstance(source, IndexedSource) or in_memory(source) is None:
+        raise TaskError(
+            "the data of a stacked task are arrays in memory",
+            got=source.name if task.collate is None else f"{source.name} with a collate of its own",
+            remedy="pass tensors or arrays, or train it by itself",
+        )
+
+
+def difference_between(first: Built, second: Built) -> str:
+    """What keeps two tasks from being members of one population; empty where nothing does."""
+    return (
+        _optimizer_difference(first, second)
+        or network_difference(first.model, second.model)
+        or _task_difference(first.task, second.task)
+    )
+
+
+def _optimizer_difference(first: Built, second: Built) -> str:
+    kinds = [type(built.optimizer).__name__ for built in (first, second)]
+    if kinds[0] != kinds[1]:
+        return f"the optimizer is {kinds[0]} in one and {kinds[1]} in another"
+    if first.groups != second.groups:
+        return "the optimizer's groups hold other parameters"
+    for one, other in zip(first.updates, second.updates, strict=True):
+        for flag, value in one.set.items():
+            if other.set[flag] != value:
+                return f"{kinds[0]} has {flag} in one only"
+    return ""
+
+
+def _task_difference(first: Task, second: Task) -> str:
+    if (first.ema is None) != (second.ema is None):
+        return "one has a moving average (ema) and another has none"
+    for name in ("batch_size", "shuffle", "not_finite", "loss", "predict", "metrics", "collate", "data", "valid"):
+        found = difference(getattr(first, name), getattr(second, name))
+        if found:
+            return f"{name} {found}"
+    return ""

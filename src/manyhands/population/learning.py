@@ -1,0 +1,40 @@
+"""Learning draws: which random numbers belong to single samples, seen on a few of them before work starts."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core import LayoutFree, UsageError, random_state, restore_random_state
+from ..data import Resident, map_leaves
+from .program import Program
+
+MOST_ROWS = 5
+
+
+def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size: int) -> None:
+    """Computes the loss in training mode with two numbers of rows, as `fit` does; buffers and generators stay."""
+    loss, model = program.task.loss, program.model
+    assert loss is not None
+    more = min(MOST_ROWS, batch_size)
+    few = max(1, more - 2)
+    if few == more:
+        return
+    batch = data.fetch(torch.arange(more, device=program.device))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    states = random_state(program.device)
+
+    def compute(count: int) -> None:
+        with program.scope():
+            loss(model, map_leaves(lambda leaf: leaf[:count], batch))
+
+    try:
+        draws.learn(compute, few, more)
+    except UsageError:
+        raise
+    except Exception:
+        return  # a slip of the person's own comes again in the first step
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        restore_random_state(states, program.device)

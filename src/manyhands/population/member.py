@@ -1,0 +1,57 @@
+"""Member: one network of a population, and how far it has come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..core import Task
+from ..data import Cursor
+
+TRAINING, DONE, STOPPED, FAILED = "training", "done", "stopped", "failed"
+MAX_SKIPPED = 20
+"""Steps in a row without a finite loss after which a member that skips them ends all the same."""
+
+
+@dataclass
+class Member:
+    """What a population knows of one of its networks."""
+
+    task: Task
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    status: str = TRAINING
+    """"training", "done", "stopped" or "failed"."""
+    reason: str = ""
+    """Why it failed."""
+    loss: float = math.nan
+    """The last step's."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was measured last: the mean loss since then, and the validation's loss and metrics."""
+    total: float = 0.0
+    count: int = 0
+    """The losses since the last measurement, and how many."""
+    num_skipped: int = 0
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it takes steps."""
+        return self.status == TRAINING
+
+    def hear(self, loss: float, *, skips: bool) -> None:
+        """A step was taken, with this loss."""
+        self.step += 1
+        self.loss = loss
+        if math.isfinite(loss):
+            self.total, self.count, self.num_skipped = self.total + loss, self.count + 1, 0
+            return
+        self.num_skipped += 1
+        if not skips or self.num_skipped >= MAX_SKIPPED:
+            self.status = FAILED
+            self.reason = f"its loss became {loss} at step {self.step}; lower the learning rate, or set clip=1.0"
+
+    def take_mean(self) -> dict[str, float]:
+        """The mean loss since the last measurement."""
+        mean = {"loss": self.total / self.count} if self.count else {}
+        self.total, self.count = 0.0, 0
+        return mean

@@ -1,0 +1,202 @@
+"""Program: one training step of many networks, as one computation over their stacked tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, stacked_keys
+from ..data import Resident
+from ..training import answers as predicted
+from ..training import evaluating
+from .build import Built
+from .stack import (
+    AVERAGES,
+    BUFFERS,
+    CLIP,
+    COUNT,
+    DECAY,
+    FROZEN,
+    PARAMETERS,
+    SEED,
+    STEP,
+    VALID_SEED,
+    Key,
+    Stack,
+)
+from .updates import along
+
+FIRST_PASS = 1
+"""A step draws its numbers in a pass over the batch; evaluation draws them outside of any."""
+
+
+class Program:
+    """What members of one structure compute; they differ in what lies in the stack, and in nothing else."""
+
+    def __init__(self, built: Built, spec: StrategySpec, device: torch.device, draws: LayoutFree) -> None:
+        self.built, self.task, self.device = built, built.task, device
+        self._spec, self._draws = spec, draws
+        self._whole = Whole(built.model.to(device), built.task)
+        self.skips = built.task.not_finite == "skip"
+        self.clips = built.task.clip is not None
+        self.decays = True
+        """Whether some member's weights decay; where none does, that part is left out."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The network that all members are; its own tensors count for nothing."""
+        return self._whole.model
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, stack: Stack, data: Resident, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
+        """Takes a step of all members in place; returns their losses.
+
+        Row i of `ids` are the samples of member i, `factor` is what its schedule makes of its learning rate. Where
+        `shared`, all have the same samples, which are read once.
+        """
+        batch = data.fetch(ids[0] if shared else ids)
+        # Whatever fails before the update leaves the stack as it was, so that the step can be taken again.
+        buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
+        keys = stacked_keys(stack[SEED], stack[STEP], ids)
+        tensors = {**leaves, **stack.named(FROZEN)}
+        loss, buffers = self.compute(tensors, buffers, keys, batch, shared=shared, num_passes=FIRST_PASS)
+        total, count = pair_of(loss)
+        if count is not None:
+            total = total / count.to(total.dtype)
+        found = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True)
+        gradients = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        with torch.no_grad():
+            before = {key: tensor.clone() for key, tensor in stack.tensors.items()} if self.skips else {}
+            self._update(stack, gradients, buffers, factor)
+            if self.skips:
+                _keep_where(_finite(gradients, total), stack, before)
+            stack[STEP].add_(1)
+        return total.detach()
+
+    def compute(
+        self,
+        tensors: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        keys: Tensor,
+        batch: Any,
+        *,
+        shared: bool,
+        num_passes: int = 0,
+        answers: bool = False,
+    ) -> Any:
+        """What every member makes of its batch, its loss or what it predicts, and its buffers afterwards.
+
+        The buffers that are given may be changed.
+        """
+
+        def one(tensors: dict[str, Tensor], buffers: dict[str, Tensor], keys: Tensor, batch: Any) -> Any:
+            own = {f"model.{name}": tensor for name, tensor in {**tensors, **buffers}.items()}
+            with self._draws.given(keys, num_passes):
+                return functional_call(self._whole, own, (batch, answers))
+
+        with self.scope():
+            return vmap(one, in_dims=(0, 0, 0, None if shared else 0))(tensors, buffers, keys, batch)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where networks are computed: the precision, and kernels that know of stacks."""
+        with contextlib.ExitStack() as held:
+            if self.device.type == "cpu":
+                # The CPU's own attention would be called once for every member.
+                held.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self._spec.precision == "bf16":
+                # What a cache keeps would be lost to a recording.
+                held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))
+            yield
+
+    def _update(self, stack: Stack, gradients: dict[str, Tensor], buffers: dict[str, Tensor], factor: Tensor) -> None:
+        for name, buffer in stack.named(BUFFERS).items():
+            buffer.copy_(buffers[name])
+        if self.clips:
+            gradients = _clipped(gradients, stack[CLIP])
+        for index, (names, update) in enumerate(zip(self.built.groups, self.built.updates, strict=True)):
+            used = [name for name in names if name in gradients]
+            if not used:
+                continue
+            numbers = {name: stack[name, str(index)] for name in update.numbers}
+            numbers |= {"count": stack[COUNT], "lr": numbers["lr"] * factor}
+            slots = {slot: [stack[slot, name] for name in used] for slot in update.slots}
+            parameters = [stack[PARAMETERS, name] for name in used]
+            update.apply(parameters, [gradients[name] for name in used], slots, numbers, self.decays)
+        stack[COUNT].add_(1)
+        live = {**stack.named(BUFFERS), **stack.named(PARAMETERS)}
+        for name, average in stack.named(AVERAGES).items():
+            average.lerp_(live[name].to(average.dtype), along(1 - stack[DECAY], average))
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, stack: Stack, batch: Any, ids: Tensor) -> tuple[tuple[Tensor, Tensor | None], Any]:
+        """The loss of every member on one and the same batch, and what they predict where the task has metrics."""
+        tensors = {**stack.named(PARAMETERS), **stack.named(FROZEN)}
+        buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
+        for name, average in stack.named(AVERAGES).items():
+            kept = buffers if name in buffers else tensors
+            kept[name] = average.to(kept[name].dtype)
+        keys = stacked_keys(stack[VALID_SEED], stack[STEP], ids.expand(len(stack), -1))
+        with evaluating(self._whole.model), torch.no_grad():
+            loss, _ = self.compute(tensors, buffers, keys, batch, shared=True)
+            answers = None
+            if self.task.metrics:
+                answers, _ = self.compute(tensors, buffers, keys, batch, shared=True, answers=True)
+        return pair_of(loss), answers
+
+
+class Whole(nn.Module):
+    """A network with its task as one module, so that tensors can be put in their place while it computes."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model = model
+        self.task = task
+
+    def forward(self, batch: Any, answers: bool = False) -> Any:
+        if answers:
+            return predicted(self.task, self.model, batch), {}
+        assert self.task.loss is not None
+        loss = self.task.loss(self.model, batch)
+        # Some layers change their buffers, others put new ones in their place.
+        return (loss.total, loss.count) if isinstance(loss, Mean) else loss, dict(self.model.named_buffers())
+
+
+def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
+    """Losses as their totals and counts, or as means and None."""
+    total, count = loss if isinstance(loss, tuple) else (loss, None)
+    if not isinstance(total, Tensor) or total.dim() != 1:
+        raise TaskError(
+            "a loss is a scalar, the mean over the batch's samples",
+            got=f"a tensor of shape {tuple(total.shape[1:])}" if isinstance(total, Tensor) else type(total).__name__,
+            remedy="end it with .mean(), or return mh.mean(losses.sum(), count)",
+        )
+    return total, count
+
+
+def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
+    """Gradients no longer than each member allows."""
+    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()])
+    norm = torch.linalg.vector_norm(norms, dim=0)
+    scale = (most.to(norm.dtype) / (norm + 1e-6)).clamp(max=1.0)
+    return {name: gradient * along(scale, gradient) for name, gradient in gradients.items()}
+
+
+def _finite(gradients: dict[str, Tensor], total: Tensor) -> Tensor:
+    flags = [gradient.flatten(1).isfinite().all(1) for gradient in gradients.values()]
+    return torch.stack(flags).all(0) if flags else total.isfinite()
+
+
+def _keep_where(good: Tensor, stack: Stack, before: dict[Key, Tensor]) -> None:
+    """Puts members back whose step is left out; chosen and not multiplied by zero, since they may not be finite."""
+    for key, tensor in stack.tensors.items():
+        tensor.copy_(torch.where(good.view(-1, *[1] * (tensor.dim() - 1)), tensor, before[key]))

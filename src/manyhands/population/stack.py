@@ -1,0 +1,79 @@
+"""Stack: the tensors of many networks, one row for each; everything that a step reads or changes lies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Key = tuple[str, str]
+"""A part of a member and a name in it: ("parameters", "0.weight"), ("exp_avg", "0.weight"), ("lr", "0")."""
+Row = dict[Key, Tensor]
+
+PARAMETERS, FROZEN, BUFFERS, AVERAGES = "parameters", "frozen", "buffers", "averages"
+SEED, VALID_SEED, STEP, COUNT = ("seed", ""), ("seed", "valid"), ("step", ""), ("count", "")
+CLIP, DECAY = ("clip", ""), ("ema", "")
+
+
+class Stack:
+    """Named tensors whose first dim is the members.
+
+    >>> stack = Stack.of([{("parameters", "w"): torch.ones(2)}, {("parameters", "w"): torch.zeros(2)}])
+    >>> stack.row(1)
+    {('parameters', 'w'): tensor([0., 0.])}
+    """
+
+    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: torch.device | None = None) -> Stack:
+        """Members side by side."""
+        return cls({key: torch.stack([row[key] for row in rows]).to(device) for key in rows[0]})
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self.tensors[key]
+
+    def named(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of one kind, by name."""
+        return {name: tensor for (own, name), tensor in self.tensors.items() if own == kind}
+
+    def row(self, index: int) -> Row:
+        """A copy of one member."""
+        return {key: tensor[index].clone() for key, tensor in self.tensors.items()}
+
+    @torch.no_grad()
+    def put(self, index: int, row: Row) -> None:
+        """Makes a member this one, in the same memory."""
+        for key, tensor in self.tensors.items():
+            tensor[index].copy_(row[key])
+
+    def part(self, start: int, stop: int) -> Stack:
+        """Some members, in the same memory."""
+        return Stack({key: tensor[start:stop] for key, tensor in self.tensors.items()})
+
+    def pick(self, rows: Sequence[int]) -> Stack:
+        """A copy of some members."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self[STEP].device)
+        return Stack({key: tensor.index_select(0, index) for key, tensor in self.tensors.items()})
+
+    @torch.no_grad()
+    def put_back(self, rows: Sequence[int], part: Stack) -> None:
+        """Takes what `pick` gave, changed."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self[STEP].device)
+        for key, tensor in self.tensors.items():
+            tensor.index_copy_(0, index, part[key])
+
+    def joined(self, others: Iterable[Row]) -> Stack:
+        """With more members behind these."""
+        more = Stack.of(list(others), self[STEP].device)
+        return Stack({key: torch.cat([tensor, more[key]]) for key, tensor in self.tensors.items()})
+
+    @property
+    def bytes_each(self) -> int:
+        """What one member takes."""
+        return sum(tensor.nbytes // max(1, len(tensor)) for tensor in self.tensors.values())

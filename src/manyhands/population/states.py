@@ -1,0 +1,114 @@
+"""States: one member as a checkpoint of its plain network, so that it can go on alone or in a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import CheckpointError, StrategySpec
+from ..data import Cursor
+from .build import Built
+from .member import Member
+from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
+
+COUNTED = ("exp_avg_sq", "square_avg")
+"""Slots beside which torch keeps a counter of its own."""
+
+
+def state_of(member: Member, row: Row, built: Built, spec: StrategySpec) -> dict[str, Any]:
+    """The fields of a checkpoint, as `fit` writes one: `step`, `model`, `optimizers`, `state`, `averages`, `random`."""
+    held = {name: tensor.cpu() for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
+    model = {name: held[_source(name, built, held)] for name in built.model.state_dict()}
+    loop = {"metrics": _validated(member.metrics), "measured": {}, "sums": {"loss": [member.total, member.count]}}
+    return {
+        "step": member.step,
+        "model": model,
+        "optimizers": {"": _optimizer(member, row, built)},
+        "state": {"cursors": [member.cursor.to_dict()], "spec": spec.to_dict(), "state": loop},
+        "random": {},
+        "averages": {name: tensor.cpu() for name, tensor in _kind(row, AVERAGES).items()},
+    }
+
+
+@torch.no_grad()
+def fill(member: Member, row: Row, built: Built, state: Mapping[str, Any]) -> None:
+    """Puts what `state_of` gave, or the fields of a checkpoint of `fit`, into a member and its row."""
+    model = state["model"]
+    own = dict(built.model.state_dict())
+    odd = sorted(set(own) ^ set(model)) or [name for name in own if own[name].shape != model[name].shape]
+    if odd:
+        raise CheckpointError(
+            "a member's state must be of its own network",
+            got=f"{', '.join(odd[:3])} differ",
+            remedy="use its own state",
+        )
+    held = {_source(name, built, row_names(row)): tensor for name, tensor in model.items()}
+    for kind in (PARAMETERS, FROZEN, BUFFERS):
+        for name in _kind(row, kind):
+            if name in held:
+                row[kind, name].copy_(held[name])
+    averages = state.get("averages") or {}
+    for name in _kind(row, AVERAGES):
+        row[AVERAGES, name].copy_(averages.get(name, held.get(name, row[AVERAGES, name])))
+    slots = state["optimizers"][""]["state"]
+    for names, update in zip(built.groups, built.updates, strict=True):
+        for name in names:
+            for slot in update.slots:
+                value = slots.get(name, {}).get(slot)
+                row[slot, name].zero_() if value is None else row[slot, name].copy_(value)
+    member.step = int(state["step"])
+    counts = [int(values["step"]) for values in slots.values() if "step" in values]
+    row[COUNT].fill_(max(counts, default=member.step))
+    row[STEP].fill_(member.step)
+    member.cursor = Cursor.from_dict(state["state"]["cursors"][0])
+    loop = state["state"].get("state", {})
+    member.metrics = dict(loop.get("metrics", {}))
+    member.total, member.count = loop.get("sums", {}).get("loss", (0.0, 0))
+
+
+def row_names(row: Row) -> dict[str, Tensor]:
+    """What a row holds of the network itself, by name."""
+    return {name: tensor for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
+
+
+def _kind(row: Row, kind: str) -> dict[str, Tensor]:
+    return {name: tensor for (own, name), tensor in row.items() if own == kind}
+
+
+def _source(name: str, built: Built, held: Mapping[str, Tensor]) -> str:
+    """The name under which a tensor is kept: a tied one stands under several."""
+    if name in held:
+        return name
+    every = dict(built.model.named_parameters(remove_duplicate=False)) | dict(
+        built.model.named_buffers(remove_duplicate=False)
+    )
+    return next(other for other in held if other in every and every[other] is every[name])
+
+
+def _optimizer(member: Member, row: Row, built: Built) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for names, update in zip(built.groups, built.updates, strict=True):
+        for name in names if member.step else ():
+            slots: dict[str, Any] = {slot: row[slot, name].cpu() for slot in update.slots}
+            if any(slot in slots for slot in COUNTED):
+                slots["step"] = row[COUNT].cpu().float()
+            if slots:
+                state[name] = slots
+    groups = []
+    for names, group in zip(built.groups, built.optimizer.param_groups, strict=True):
+        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": list(names), **{key: _plain(value) for key, value in plain.items()}})
+    return {"state": state, "groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("valid_")}

@@ -1,0 +1,91 @@
+"""The trial: a few samples, stacked and alone, before tasks are taken for ones that can be stacked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import LayoutFree, Mean, StrategySpec, TaskError, UsageError, stacked_keys
+from ..data import Resident, as_source, in_memory
+from ..graph import culprit
+from .build import CPU, Built, row_of
+from .program import FIRST_PASS, Program, pair_of
+from .stack import BUFFERS, PARAMETERS, SEED, STEP, Stack
+
+NUM_ROWS = 4
+TOLERANCE = 1e-3
+
+
+def try_stacked(built: Built) -> None:
+    """Computes the loss and its gradients for two members at once and for one alone; they must agree."""
+    own = dataclasses.replace(built, model=copy.deepcopy(built.model))
+    draws = LayoutFree(CPU)
+    program = Program(own, StrategySpec(), CPU, draws)
+    source = as_source(built.task.data, collate=built.task.collate)
+    data = Resident(in_memory(source), CPU, next(built.model.parameters()).dtype)
+    rows = min(NUM_ROWS, source.size or NUM_ROWS)
+    ids = torch.arange(rows).expand(2, rows)
+    stack = Stack.of([row_of(own), row_of(own)])
+    keys = stacked_keys(stack[SEED], stack[STEP], ids)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            together, slopes = _together(program, stack, keys, data.fetch(ids))
+    except UsageError:
+        raise
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TaskError(
+            "a stacked loss is computed for many networks at once",
+            got=f"{culprit(error)}, which cannot be ({said[:160]})",
+            remedy="avoid .item(), branches on values and layers without a rule for vmap, or train it by itself",
+        ) from error
+    drawn = draws.drew_on_host()
+    if drawn:
+        raise TaskError(
+            "members of a stack draw their own random numbers",
+            got=f"numbers from {drawn}, which would be the same for all",
+            remedy="draw them with torch",
+        )
+    alone, own_slopes = _alone(own, draws, keys[0], data.fetch(ids[0]))
+    if not torch.allclose(together[0], alone, rtol=TOLERANCE, atol=1e-5):
+        _refuse(f"a loss of {together[0]:.6g} and {alone:.6g}")
+    # A gradient that should be zero is nothing but rounding, so all are judged by the largest.
+    scale = max((float(slope.abs().max()) for slope in own_slopes.values() if slope.numel()), default=0.0)
+    for name, slope in own_slopes.items():
+        if name in slopes and not torch.allclose(slopes[name][0], slope, rtol=TOLERANCE, atol=TOLERANCE * scale):
+            _refuse(f"another gradient of {name}")
+
+
+def _together(program: Program, stack: Stack, keys: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
+    tensors = {**stack.named("frozen"), **leaves}
+    buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
+    loss, _ = program.compute(tensors, buffers, keys, batch, shared=False, num_passes=FIRST_PASS)
+    total, count = pair_of(loss)
+    total = total if count is None else total / count.to(total.dtype)
+    found = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True)
+    return total.detach(), {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+
+
+def _alone(built: Built, draws: LayoutFree, keys: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    assert built.task.loss is not None
+    with draws.given(keys, FIRST_PASS):
+        loss = built.task.loss(built.model, batch)
+    value = loss.total / loss.count.to(loss.total.dtype) if isinstance(loss, Mean) else loss
+    parameters = {name: p for name, p in built.model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return value.detach(), {name: slope for name, slope in zip(parameters, found, strict=True) if slope is not None}
+
+
+def _refuse(got: str) -> None:
+    raise TaskError(
+        "a network computes the same in a stack and alone",
+        got=f"{got} for the same samples",
+        remedy="train it by itself, and look for what samples of other members could change",
+    )

@@ -1,0 +1,31 @@
+"""Lion: the sign of a mixture of momentum and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .update import Numbers, Slots, Update, along
+
+
+class Lion(Update):
+    """Lion as its authors wrote it, and as the packages that people install have it."""
+
+    numbers = ("lr", "beta1", "beta2", "weight_decay")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def apply(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
+    ) -> None:
+        rate = numbers["lr"]
+        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            momentum, way = slots["exp_avg"][index], self.uphill(gradient)
+            if decays:
+                parameter.mul_(along(1 - rate * numbers["weight_decay"], parameter))
+            sign = momentum.lerp(way, along(1 - numbers["beta1"], way)).sign_()
+            parameter.addcmul_(sign, along(-rate, way))
+            momentum.lerp_(way, along(1 - numbers["beta2"], way))

@@ -1,0 +1,36 @@
+"""SGD: plain, with momentum, or Nesterov's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .update import Numbers, Slots, Update, along, decayed
+
+
+class Sgd(Update):
+    """torch.optim.SGD."""
+
+    numbers = ("lr", "momentum", "dampening", "weight_decay")
+    flags = ("nesterov", "maximize", "momentum")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.set["momentum"] else ()
+
+    def apply(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
+    ) -> None:
+        # The first gradient is taken whole.
+        taken = torch.where(numbers["count"] == 0, 1.0, 1.0 - numbers["dampening"])
+        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            way = self.uphill(gradient)
+            if decays:
+                way = decayed(parameter, way, numbers["weight_decay"])
+            if self.set["momentum"]:
+                buffer, momentum = slots["momentum_buffer"][index], along(numbers["momentum"], parameter)
+                buffer.mul_(momentum).addcmul_(way, along(taken, way))
+                way = torch.addcmul(way, buffer, momentum) if self.set["nesterov"] else buffer
+            parameter.addcmul_(way, along(-numbers["lr"], way))
