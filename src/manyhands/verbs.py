@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 from . import __version__, training
 from .cluster import (
     DEFAULT_TIMEOUT,
+    AfterLoss,
     Device,
     DirectLine,
     Join,
@@ -186,8 +188,8 @@ def fit(
     sinks = make_sinks(log_to)
     limit = None if memory is None else training.parse_bytes(memory)
     if not isinstance(resume, bool):
-        before = resume.path if isinstance(resume, Run) else Path(resume)
-        folder, name, resume = before.parent, before.name, True
+        resumed = resume.path if isinstance(resume, Run) else Path(resume)
+        folder, name, resume = resumed.parent, resumed.name, True
     made = as_task(task, params)
     strategy, said = _planned(strategy, made, on)
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
@@ -213,7 +215,9 @@ def fit(
     table, layout = _explained(made, spec)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = _from_first(lambda: new_folder(folder, name, default, resume), on)
+    before = _begun_before(folder)
+    resume = resume or before is not None
+    path = before or _from_first(lambda: new_folder(folder, name, default, resume), on)
     if source is not None and resume and CheckpointStore(path / training.CHECKPOINTS).steps():
         notices.append("start_from is for the beginning of a run; this one goes on from its checkpoint")
     job = Job(
@@ -244,7 +248,7 @@ def fit(
         else:
             train = functools.partial(training.train, job=job)
             apart = limit is not None and devices[0].kind == "cpu"
-            outcomes = _start(train, devices, timeout, on_event, view, on=on, apart=apart, recovers=True)
+            outcomes = _start(train, devices, timeout, on_event, view, on=on, apart=apart, after_loss="regroup")
         end = outcomes[0]
         if end.servers:
             _write_record(job, devices, shown, servers=end.servers)
@@ -266,6 +270,9 @@ def launch(
 ) -> list[Any]:
     """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
 
+    A rank that is killed or lost with its host costs a restart: all of them begin `fn` anew, where `hand.restore` goes
+    on from the last `hand.save`, and a `fit` with its run. After three restarts without a new step it fails.
+
     With `deterministic` the network draws the same random numbers on any number of replicas, and so does what stands
     in `with hand.scope():` or in a function given to `hand.minimize`.
 
@@ -278,7 +285,8 @@ def launch(
         view.line(text)
     try:
         with _holding(_here(on, devices), getattr(fn, "__name__", ""), view.line):
-            return _start(functools.partial(_with_hand, fn=fn, spec=spec), devices, timeout, view.show, view, on=on)
+            work = functools.partial(_with_hand, fn=fn, spec=spec, launch=secrets.token_hex(8))
+            return _start(work, devices, timeout, view.show, view, on=on, after_loss="restart")
     finally:
         view.close()
 
@@ -517,7 +525,7 @@ def _start(
     *,
     on: Where = None,
     apart: bool = False,
-    recovers: bool = False,
+    after_loss: AfterLoss = "end",
 ) -> list[Any]:
     """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank."""
     world = current_world()
@@ -530,9 +538,9 @@ def _start(
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, Team):
-        job = on.start(_engine, carrying(fn), timeout=timeout, recovers=recovers)
+        job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss)
     else:
-        job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, recovers=recovers)
+        job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 
@@ -678,13 +686,38 @@ def _from_first(make: Callable[[], Path], on: Where) -> Path:
     return cast(Path, world.gather_objects(make() if world.is_first else None)[0])
 
 
-def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec) -> Any:
+_launch: list[str] = []
+"""In a rank of a launch its name, and an entry more for every run that its script has begun."""
+
+
+def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
     hand = Hand(world, spec)
+    hand.tells_steps = True
+    _launch[:] = [launch]
     try:
         with training.holding(hand):
             return fn(hand)
     finally:
+        _launch.clear()
         hand.close()
+
+
+def _begun_before(folder: str | Path) -> Path | None:
+    """The run that stood at this place of a script before all its ranks began anew; None where there is none."""
+    world = current_world()
+    if not _launch or world is None:
+        return None
+    _launch.append(f"{_launch[0]}-{len(_launch)}")
+    if world.seat.generation == 0:
+        return None
+
+    def find() -> Path | None:
+        records = Path(folder).glob(f"*/{training.RECORD}")
+        return next(
+            (path.parent for path in records if json.loads(path.read_text()).get("launch") == _launch[-1]), None
+        )
+
+    return cast("Path | None", world.gather_objects(find() if world.is_first else None)[0])
 
 
 def _over_data(
@@ -796,6 +829,7 @@ def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> d
         "seed": job.task.seed,
         "save_every": job.save_every,
         "start_from": None if job.start_from is None else str(job.start_from),
+        **({"launch": _launch[-1]} if _launch else {}),
     }
 
 

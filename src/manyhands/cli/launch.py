@@ -66,6 +66,9 @@ def launch(
     runs under plain Python as the only rank. Lines that a rank prints are marked with its number. With one device
     the script runs in this process, so a debugger works.
 
+    When a rank or a host is lost, all ranks begin the script anew; hand.restore goes on from the last hand.save, an
+    mh.fit with its run. Three times in a row without a new step end it with exit code 70.
+
     With --role the script, whose mh.fit trains with mh.ParameterServer, is run here as one member of the cluster that
     TF_CONFIG describes; servers and workers end when the chief's fit does.
 

@@ -1,7 +1,7 @@
 """Who works together and where: devices, worlds, and the engines that start ranks."""
 
 from .devices import Device, devices, num_cores, place_of, resolve, this_host
-from .engine import Engine, Job, OnEvent, OnOutput
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
 from .joining import Join, Team, write_token
@@ -41,6 +41,7 @@ __all__ = [
     "current_world",
     "enter_world",
     "Engine",
+    "AfterLoss",
     "Job",
     "OnEvent",
     "OnOutput",

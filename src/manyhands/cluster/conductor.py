@@ -15,7 +15,7 @@ from typing import Any
 from ..core import Event, NoProgress, WorkerFailed, event
 from .crew import Crew, Hearer, Process, turn
 from .devices import Device
-from .engine import Job, OnEvent, OnOutput
+from .engine import AfterLoss, Job, OnEvent, OnOutput
 from .hangs import HangReport
 from .judgement import Judgement, Loss
 from .network import LOOPBACK, interface_of, listen, serve_store
@@ -144,12 +144,12 @@ class Conductor(Job):
         here: Here,
         meeting: Meeting,
         *,
-        recovers: bool,
+        after_loss: AfterLoss,
         timeout: float,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         self.selector = selector or selectors.DefaultSelector()
-        self._here, self._meeting, self._recovers, self._timeout = here, meeting, recovers, timeout
+        self._here, self._meeting, self._after_loss, self._timeout = here, meeting, after_loss, timeout
         self._judgement = Judgement()
         self._members: list[Member] = []
         self._newcomers: list[Member] = []
@@ -191,9 +191,9 @@ class Conductor(Job):
         for member in gone:
             self._say(event("lost", rank=member.rank, host=place.host, reason=reason))
         self._members = [member for member in self._members if member.place is not place]
-        if not self._recovers and self._has_begun and self._failed is None:
+        if self._after_loss == "end" and self._has_begun and self._failed is None:
             self._give_up(gone[0], Loss(gone[0].rank, place.host, reason))
-        elif not any(member.done for member in self._members):
+        elif self._after_loss == "restart" or not any(member.done for member in self._members):
             self._interrupt(f"{place.host} {reason}")
 
     def call(self) -> None:
@@ -214,7 +214,7 @@ class Conductor(Job):
             if member.is_running:
                 member.place.tell(member.slot, {"summons": summons.to_dict()})
             else:
-                member.is_running, member.failure = True, {}
+                member.is_running, member.done, member.failure = True, False, {}
                 member.place.start(member.slot, summons)
             if self._is_stopping:
                 member.place.tell(member.slot, {"stop": True})
@@ -242,6 +242,8 @@ class Conductor(Job):
             if entry["kind"] == "steps":
                 self._heard = entry["steps"][-1]
                 self._committed = max(self._committed, self._heard)
+            elif entry["kind"] == "step":
+                self._committed = max(self._committed, entry["step"])
             elif entry["kind"] == "recovered":
                 self._heard = min(self._heard, entry["step"])
             self._on_event(member.rank, entry)
@@ -357,13 +359,17 @@ class Conductor(Job):
         if self._failed is not None or member.loss is not None or member.done:
             return
         failure = member.failure
-        member.loss = Loss(member.rank, member.place.host, reason, bool(failure), bool(failure.get("is_ours")))
+        is_echo = self._after_loss == "restart" and bool(failure.get("echo"))
+        raised, is_ours = bool(failure) and not is_echo, bool(failure.get("is_ours")) and not is_echo
+        member.loss = Loss(member.rank, member.place.host, reason, raised, is_ours, is_echo)
         self._losses.append(member.loss)
-        if self._recovers and self._members[0].done:
+        if self._after_loss == "restart":
+            self._interrupt(str(member.loss))
+        elif self._after_loss == "regroup" and self._members[0].done:
             # The run is complete and saved; what one rank still had to say is not missed.
             member.done = True
             member.place.kill(member.slot)
-        elif not self._recovers or any(other.done for other in self._members):
+        elif self._after_loss == "end" or any(other.done for other in self._members):
             self._give_up(member, member.loss)
         else:
             self._interrupt(str(member.loss))
@@ -378,17 +384,21 @@ class Conductor(Job):
         return all(not member.is_running or member.waits or member.loss is not None for member in self._members)
 
     def _decide(self) -> None:
-        ending = [member for member in self._members if member.is_running and member.loss is not None]
+        restarts = self._after_loss == "restart"
+        ending = [member for member in self._members if member.is_running and (restarts or member.loss is not None)]
         if ending:
-            # They have said that they failed, and need not take their time to end.
+            # They have said that they failed, or begin anew, and need not take their time to end.
             for member in ending:
+                member.loss = member.loss or Loss(member.rank, member.place.host, "was ended with the others")
                 member.place.kill(member.slot)
             return
-        losses = self._losses
+        losses = [loss for loss in self._losses if not loss.is_echo] or self._losses
         if not losses or self._judgement.goes_on(losses, size=len(self._members), step=self._committed):
             for loss in losses:
                 self._say(event("lost", rank=loss.rank, host=loss.host, reason=loss.reason))
             self.call()
+            if restarts:
+                self._say(event("notice", text=f"all {len(self._members)} ranks begin anew"))
         else:
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..core import Event
 from .devices import Device, resolve
 from .service import Make, Service
 from .world import DEFAULT_TIMEOUT, World
 
+AfterLoss = Literal["end", "regroup", "restart"]
+"""What is done when a rank is lost: the job ends with its failure; or lost ranks are replaced, and `fn` answers a lost
+peer with `regroup` and goes on from there; or all ranks are ended, and `fn` begins anew in all of them."""
 OnEvent = Callable[[int, Event], None]
 """Called with a rank and what it reported."""
 OnOutput = Callable[[int, str, str], None]
@@ -51,12 +54,9 @@ class Engine(ABC):
         devices: Sequence[Device],
         *,
         timeout: float = DEFAULT_TIMEOUT,
-        recovers: bool = False,
+        after_loss: AfterLoss = "end",
     ) -> Job:
-        """Runs `fn(world)` on every device.
-
-        With `recovers` lost ranks are replaced: `fn` must answer a lost peer with `regroup`, and go on from there.
-        """
+        """Runs `fn(world)` on every device; `after_loss` says what becomes of it when a rank is lost."""
 
     @abstractmethod
     def start_service(

@@ -20,6 +20,8 @@ class Loss:
     """Whether it raised, instead of being ended from outside."""
     is_ours: bool = False
     """Whether what it raised is an error of manyhands', which would come again: nothing else does such a thing."""
+    is_echo: bool = False
+    """Whether it only fell with another, whose loss may be heard of later."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} {self.reason}"

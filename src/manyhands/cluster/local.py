@@ -11,7 +11,7 @@ from typing import Any
 from ..core import DeviceError
 from .conductor import Conductor, Here, Meeting
 from .devices import Device, this_host
-from .engine import Engine, Job, OnEvent, OnOutput, ignore
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
 from .local_service import LocalService
 from .parcel import pack
 from .rank import Assignment
@@ -43,13 +43,13 @@ class LocalEngine(Engine):
         devices: Sequence[Device],
         *,
         timeout: float = DEFAULT_TIMEOUT,
-        recovers: bool = False,
+        after_loss: AfterLoss = "end",
     ) -> Job:
         _require_linux()
-        parcel = pack(Assignment.here(fn, devices, timeout, recovers))
+        parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
         try:
             here = Here(this_host(), devices, self.warm_up(), parcel)
-            job = Conductor(here, Meeting(), recovers=recovers, timeout=timeout)
+            job = Conductor(here, Meeting(), after_loss=after_loss, timeout=timeout)
             job.call()
             return job
         finally:

@@ -25,7 +25,7 @@ import torch
 from ..core import DeviceError, SettingsError, WorkerFailed
 from .conductor import Conductor, End, Here, Place
 from .devices import Device
-from .engine import Engine, Job, OnEvent, OnOutput, ignore
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
 from .network import LOOPBACK
 from .ray_service import READY_SECONDS, RayService, brief, pickled
 from .service import Make, Service
@@ -67,9 +67,9 @@ class RayEngine(Engine):
         devices: Sequence[Device],
         *,
         timeout: float = DEFAULT_TIMEOUT,
-        recovers: bool = False,
+        after_loss: AfterLoss = "end",
     ) -> Job:
-        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, recovers=recovers)
+        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, after_loss=after_loss)
 
     def start_service(
         self,
@@ -117,18 +117,20 @@ class RayEngine(Engine):
 class RayJob(Conductor):
     """Ranks on hosts that Ray has placed; all results come to the caller."""
 
-    def __init__(self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, recovers: bool) -> None:
+    def __init__(
+        self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss
+    ) -> None:
         self._ray, self._alone_since, self._is_ending = ray, 0.0, False
         self._work = ray.put(work)
         self._group: Any = None
         meeting = _RayMeeting(self)
-        super().__init__(_Nowhere(), meeting, recovers=recovers, timeout=timeout)  # type: ignore[arg-type]
+        super().__init__(_Nowhere(), meeting, after_loss=after_loss, timeout=timeout)  # type: ignore[arg-type]
         counts = Counter(device.host for device in devices)
         kind = devices[0].kind
         try:
             self._group = _placed(ray, list(counts.values()), kind)
             self.places = [
-                _RayPlace(self, bundle, [Device(kind, index, host=host) for index in range(count)], recovers)
+                _RayPlace(self, bundle, [Device(kind, index, host=host) for index in range(count)], after_loss != "end")
                 for bundle, (host, count) in enumerate(counts.items())
             ]
             for place in self.places:
@@ -150,7 +152,7 @@ class RayJob(Conductor):
 
     def dismiss(self, place: Place, reason: str) -> None:
         gone = [member for member in self._members if member.place is place and member.is_running]
-        if gone and not self._recovers:
+        if gone and self._after_loss == "end":
             for member in gone:
                 member.is_running = False
             self._lose(gone[0], reason)
@@ -163,7 +165,7 @@ class RayJob(Conductor):
             self._alone_since = 0.0
         elif not self._alone_since:
             self._alone_since = time.monotonic()
-        elif time.monotonic() > self._alone_since + READY_SECONDS or not self._recovers:
+        elif time.monotonic() > self._alone_since + READY_SECONDS or self._after_loss == "end":
             self._failed = WorkerFailed(0, self.places[0].host, "every host of the job is gone")
 
     def finish(self) -> None:
@@ -198,7 +200,7 @@ class RayJob(Conductor):
 
     def prepare(self, actor: Any, devices: Sequence[Device]) -> Any:
         """Tells an actor what its ranks are to do."""
-        return actor.prepare.remote(self._work, devices, self._timeout, self._recovers)
+        return actor.prepare.remote(self._work, devices, self._timeout, self._after_loss == "regroup")
 
 
 class _RayPlace(Place):

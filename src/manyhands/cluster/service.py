@@ -53,16 +53,15 @@ class Service(ABC):
         with self._booking:
             self._num_calls += 1
             number = self._num_calls
-            if self.is_alive:
-                self._calls[number] = answer
-        if number in self._calls:
-            try:
-                self._send(number, method, args, kwargs)
-            except BaseException:
-                self._calls.pop(number, None)
-                raise
-        else:
-            answer.set_exception(self._gone("has ended"))
+            if self.ended.done():
+                answer.set_exception(self._gone("has ended"))
+                return answer
+            self._calls[number] = answer
+        try:
+            self._send(number, method, args, kwargs)
+        except BaseException:
+            self._calls.pop(number, None)
+            raise
         return answer
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Key = str
 NUM_FOLLOWED, MAX_FOLLOWED = 4, 64
 """Samples that are followed through a network to find out how to split it; more where stages are measured."""
+TELL_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has built for tasks: one that comes again would go on from where it was left."""
@@ -102,6 +103,9 @@ class Hand:
         self.losses: dict[Key, Tensor] = {}
         """The losses of the last step, over all replicas; where they drift, of this one until they agree."""
         self._stores: dict[Path, CheckpointStore] = {}
+        self.tells_steps = False
+        """Whether somebody wants to know how far a loop of a person's own has come."""
+        self._told_at = 0.0
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -394,6 +398,9 @@ class Hand:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""
         self.update(key)
         self.note(key)
+        if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
+            self._told_at = time.monotonic()
+            self.world.line.report(event("step", step=self.num_steps))
 
     def update(self, key: Key = MAIN) -> None:
         """What a step does within this replica and with its gradients."""

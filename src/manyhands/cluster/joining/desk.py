@@ -15,6 +15,7 @@ from ...core import RunError, SettingsError, event
 from ..conductor import Conductor, End, Here, Meeting, Place
 from ..crew import turn
 from ..devices import Device
+from ..engine import AfterLoss
 from ..summons import Summons
 from .channel import Channel, Message, Nonsense
 from .handshake import Challenge, Facts
@@ -155,8 +156,8 @@ class Desk:
 class HostsConductor(Conductor):
     """Conducts ranks on this host and on those that have joined."""
 
-    def __init__(self, here: Here, desk: Desk, address: str, *, recovers: bool, timeout: float) -> None:
-        super().__init__(here, Meeting(address), recovers=recovers, timeout=timeout, selector=desk.selector)
+    def __init__(self, here: Here, desk: Desk, address: str, *, after_loss: AfterLoss, timeout: float) -> None:
+        super().__init__(here, Meeting(address), after_loss=after_loss, timeout=timeout, selector=desk.selector)
         self._desk = desk
         self._patience = min(4.0, timeout / 10)
         for place in desk.present:

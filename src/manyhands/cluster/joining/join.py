@@ -15,7 +15,7 @@ from typing import Any
 from ...core import RunError, SettingsError
 from ..conductor import Here
 from ..devices import Device, resolve, this_host
-from ..engine import Job
+from ..engine import AfterLoss, Job
 from ..local import LocalEngine
 from ..network import address_towards, interface_of, is_ours, listen, parse_endpoint, resolve_host
 from ..parcel import pack
@@ -90,7 +90,7 @@ class Team(ABC):
         """What the first host makes, on all of them."""
 
     @abstractmethod
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
         """Starts this host's ranks, which become one world with those of the others."""
 
     @abstractmethod
@@ -117,11 +117,11 @@ class First(Team):
         self._desk.greet("agreed", value=agreed)
         return agreed
 
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
-        parcel = pack(Assignment.here(fn, self.here, timeout, recovers))
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             here = Here(this_host(), self.here, engine.warm_up(), parcel)
-            job = HostsConductor(here, self._desk, self._address, recovers=recovers, timeout=timeout)
+            job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout)
             job.call()
             return job
         finally:
@@ -194,8 +194,8 @@ class Other(Team):
             raise RunError(f"the first host has ended the job: {message['reason']}")
         return message
 
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, recovers: bool) -> Job:
-        parcel = pack(Assignment.here(fn, self.here, timeout, recovers))
+    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             return Agent(
                 self._channel, self._join, engine.warm_up(), parcel, interface=self._interface, timeout=timeout
