@@ -271,7 +271,8 @@ def launch(
     """Runs `fn(hand)` once per replica; returns what they returned, in rank order.
 
     A rank that is killed or lost with its host costs a restart: all of them begin `fn` anew, where `hand.restore` goes
-    on from the last `hand.save`, and a `fit` with its run. After three restarts without a new step it fails.
+    on from the last `hand.save`, and a `fit` with its run. After three restarts without a new step it fails; what
+    `fn` raises by itself ends it at once.
 
     With `deterministic` the network draws the same random numbers on any number of replicas, and so does what stands
     in `with hand.scope():` or in a function given to `hand.minimize`.

@@ -61,6 +61,7 @@ def test_what_a_script_raises_by_itself_ends_it_at_once(engine: Any, tmp_path: P
     def slip(hand: mh.Hand) -> None:
         with (tmp_path / f"begun-{hand.rank}").open("a") as file:
             file.write("x")
+        train(hand, tmp_path)
         if hand.rank == 1:
             raise KeyError("typo")
         hand.barrier()

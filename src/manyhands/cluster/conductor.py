@@ -363,13 +363,13 @@ class Conductor(Job):
         raised, is_ours = bool(failure) and not is_echo, bool(failure.get("is_ours")) and not is_echo
         member.loss = Loss(member.rank, member.place.host, reason, raised, is_ours, is_echo)
         self._losses.append(member.loss)
-        if self._after_loss == "restart":
+        if self._after_loss == "restart" and not raised:
             self._interrupt(str(member.loss))
         elif self._after_loss == "regroup" and self._members[0].done:
             # The run is complete and saved; what one rank still had to say is not missed.
             member.done = True
             member.place.kill(member.slot)
-        elif self._after_loss == "end" or any(other.done for other in self._members):
+        elif self._after_loss != "regroup" or any(other.done for other in self._members):
             self._give_up(member, member.loss)
         else:
             self._interrupt(str(member.loss))
