@@ -12,8 +12,9 @@ from .service import Make, Service
 from .world import DEFAULT_TIMEOUT, World
 
 AfterLoss = Literal["end", "regroup", "restart"]
-"""What is done when a rank is lost: the job ends with its failure; or lost ranks are replaced, and `fn` answers a lost
-peer with `regroup` and goes on from there; or all ranks are ended, and `fn` begins anew in all of them, unless it raised by itself."""
+"""What is done when a rank is lost. "end": the job ends with its failure. "regroup": lost ranks are replaced, and `fn`
+answers a lost peer with `regroup` and goes on from there. "restart": all ranks are ended, and `fn` begins anew in all
+of them; what it raises by itself ends the job all the same."""
 OnEvent = Callable[[int, Event], None]
 """Called with a rank and what it reported."""
 OnOutput = Callable[[int, str, str], None]
