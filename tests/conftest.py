@@ -25,6 +25,7 @@ BUDGETS = {
     "recovery": 1.7,
     "sync": 1.5,
     "servers": 1.0,
+    "profiling": 1.0,
     "cli": 1.5,
     "tuning": 1.7,
     "serving": 1.2,

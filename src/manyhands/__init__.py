@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cuts import cut
     from .data import bucketed, files
     from .plans import plan
+    from .profiles import profile
     from .serving import Client
     from .store import load, weights
     from .strategies import Embedding, on
@@ -57,6 +58,7 @@ __all__ = [
     "Median",
     "Study",
     "Trial",
+    "profile",
     "check",
     "cut",
     "evaluate",
@@ -111,6 +113,7 @@ _HOMES = {
     "plans": ["plan"],
     "studies": ["map", "tune"],
     "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
+    "profiles": ["profile"],
     "store": ["load", "weights"],
     "strategies": ["Embedding", "on"],
     "data": ["files", "bucketed"],

@@ -142,6 +142,7 @@ def fit(
     deterministic: bool = False,
     memory: str | int | None = None,
     fit_in: str | int | None = None,
+    profile: bool = False,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
@@ -161,14 +162,15 @@ def fit(
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
     - `memory`: what each replica may take on its device at most, such as "8GiB";
-    - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB".
+    - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
+    - `profile`: times one step in fifty by what it does: `run.profile`, and `mh.profile(run)` with advice.
 
     Ctrl-C ends the run after the current step and returns it.
 
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "log", "notice", "skipped", "waits", "parts", "pace",
+    "start", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
     "straggler", "hang", "checkpoint", "end" or "failed".
 
     >>> import tempfile, torch, manyhands as mh
@@ -203,6 +205,10 @@ def fit(
     place = training.place_here() if spec.servers else None
     if spec.servers:
         training.check_served(made)
+        if profile:
+            raise StrategyError(
+                "profile times ranks that step together", got=f"{spec}", remedy="leave profile away under servers"
+            )
     if place is not None and not place.is_chief:
         training.take_part(place, made, spec, devices[0], timeout)
         # What follows in the program is for the chief, which has the run.
@@ -234,6 +240,7 @@ def fit(
         start_from=source,
         memory=limit,
         layout=layout,
+        profile=profile,
     )
     with (
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),

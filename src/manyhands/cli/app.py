@@ -17,6 +17,7 @@ VERBS = (
     "manifest",
     "check",
     "plan",
+    "profile",
     "fit",
     "launch",
     "token",

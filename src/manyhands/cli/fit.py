@@ -39,6 +39,7 @@ class FitSettings(HostsSettings):
     deterministic: bool = False
     memory: str | None = None
     fit_in: str | None = None
+    profile: bool = False
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -74,6 +75,10 @@ FitIn = Annotated[
 ]
 Memory = Annotated[
     str | None, typer.Option(help="What each replica may take on its device at most, such as 8GiB.", show_default=False)
+]
+Profile = Annotated[
+    bool | None,
+    typer.Option("--profile/--no-profile", help="Time one step in fifty by what it does; see manyhands profile RUN."),
 ]
 Config = Annotated[
     Path | None,
@@ -116,6 +121,7 @@ def fit(
     deterministic: Deterministic = None,
     memory: Memory = None,
     fit_in: FitIn = None,
+    profile: Profile = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -130,7 +136,7 @@ def fit(
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
-        "fit_in": fit_in,
+        "fit_in": fit_in, "profile": profile,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -259,5 +265,5 @@ def _next_command(
         "name": run.name,
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
-    flags = ["--deterministic"] if given["deterministic"] else []
+    flags = [f"--{name}" for name in ("deterministic", "profile") if given[name]]
     return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume"])

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..core import Event, event
 
@@ -21,21 +21,37 @@ MAX_FRAMES = 12
 STEP = "a step"
 
 
+class Listener(Protocol):
+    """Who wants to know when a rank begins and ends to wait in a collective."""
+
+    def begin(self, name: str) -> None:
+        """It begins."""
+
+    def leave(self) -> None:
+        """It has ended."""
+
+
 class Diary:
     """What a rank is doing: the operation, since when, and how many collectives it has begun."""
 
     def __init__(self) -> None:
+        self.spans: Listener | None = None
+        """Where waiting is noted, while a step is timed."""
         self.operation, self.since, self.number = "", time.monotonic(), 0
         self.thread = threading.get_ident()
 
     def begin(self, operation: str) -> str:
         """A collective begins; what `end` takes."""
         before = self.operation
+        if self.spans is not None and threading.get_ident() == self.thread:
+            self.spans.begin("communication")
         self.operation, self.since, self.number = operation, time.monotonic(), self.number + 1
         return before
 
     def end(self, before: str) -> None:
         """It has ended, and the rank goes on with what it did before."""
+        if self.spans is not None and threading.get_ident() == self.thread:
+            self.spans.leave()
         self.operation, self.since = before, time.monotonic()
 
     @contextlib.contextmanager

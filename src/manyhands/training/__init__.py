@@ -17,11 +17,13 @@ from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
 from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .sampling import Breakdown, Sample, Sampler, Window, breakdowns
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
+from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
 from .stragglers import Stragglers
-from .timing import gradient_squares, time_steps
+from .timing import Steps, gradient_squares, time_steps
 
 __all__ = [
     "Hand",
@@ -38,6 +40,7 @@ __all__ = [
     "take_part",
     "check_schedule",
     "time_steps",
+    "Steps",
     "gradient_squares",
     "evaluate",
     "evaluating",
@@ -78,6 +81,16 @@ __all__ = [
     "one_step",
     "compare",
     "Stragglers",
+    "PHASES",
+    "IDLE",
+    "Span",
+    "Spans",
+    "by_phase",
+    "Sample",
+    "Sampler",
+    "Window",
+    "Breakdown",
+    "breakdowns",
     "View",
     "make_view",
     "sparkline",

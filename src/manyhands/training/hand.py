@@ -25,6 +25,7 @@ from .choosing import Choosing
 from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
+from .spans import Spans
 from .tally import Part, Tally
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Hand:
         """The moving average of the weights, where the task has `ema`."""
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
         """Where this replica's time went, besides input, sync and compute."""
+        self.spans: Spans | None = None
+        """Where this replica notes what it does, while a step is timed."""
         self._replica: Replica | None = None
         self._choosing: Choosing | None = None
         self.batch: Batch | None = None
@@ -188,6 +191,10 @@ class Hand:
             yield
         finally:
             self.seconds[what] += time.perf_counter() - start - (self.world.waited - waited)
+
+    def during(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """What runs inside belongs to this phase of a step, where one is timed."""
+        return _AS_IT_IS if self.spans is None else self.spans.during(what)
 
     @property
     def replica(self) -> Replica:
@@ -356,7 +363,7 @@ class Hand:
         if self.part.last:
             self.send(tally, key)
         # A forward that is computed again must draw the same numbers again.
-        with self.drawing():
+        with self.during("backward"), self.drawing():
             self.replica.backward(objective, key, last=self.part.last)
 
     def open_tally(self, key: Key = MAIN) -> Tally:
@@ -396,8 +403,9 @@ class Hand:
 
     def step(self, key: Key = MAIN) -> None:
         """Finishes the gradients over all replicas, clips them, and updates the parameters."""
-        self.update(key)
-        self.note(key)
+        with self.during("optimizer"):
+            self.update(key)
+            self.note(key)
         if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
             self._told_at = time.monotonic()
             self.world.line.report(event("step", step=self.num_steps))

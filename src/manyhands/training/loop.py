@@ -27,6 +27,7 @@ from .hand import Hand
 from .memory import Guard, explain_memory, limited, used
 from .patience import Patience, Watch, check_patience
 from .recovery import GoBack, Kept, Marker, as_loss, is_sound, recall, resized
+from .sampling import NoSampler, Sampler
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
 from .start import start_from
@@ -76,6 +77,8 @@ class Job:
     """How layers are cut, where that was found before any rank was started."""
     memory: int | None = None
     """Bytes that a replica may take on its device; None for all there are."""
+    profile: bool = False
+    """Whether one step in fifty is timed by what it does."""
 
 
 @dataclass
@@ -160,6 +163,7 @@ class TrainingLoop:
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.factor: float | None = None
+        self.sampler: Sampler = NoSampler()
 
     def run(self) -> Outcome:
         train_feed, valid_feed = self.prepare()
@@ -170,6 +174,8 @@ class TrainingLoop:
                 callback.on_start(self.hand)
             self.reporter.start(train_feed)
             self.marker.mark()
+            if self.job.profile:
+                self.sampler = Sampler(self.hand, train_feed)
             self.hand.on_taken = self.marker.mark
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
@@ -197,9 +203,12 @@ class TrainingLoop:
                 self.call_back(stepper)
                 if job.save_every and hand.num_steps % job.save_every == 0:
                     self.save()
+                    self.sampler.pause()
+                self.sampler.step()
                 if self.is_over:
                     break
             else:
+                self.sampler.pause()
                 self.tell_limit(train_feed)
                 self.end_epoch(epoch, valid_feed)
         if self.measured_at != hand.num_steps and not self.stopped:

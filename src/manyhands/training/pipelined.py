@@ -38,7 +38,7 @@ class _Micros:
 
     def loss(self, micro: int) -> Any:
         self._hand.select(self._starts[micro], self.sizes[micro])
-        with self._hand.scope():
+        with self._hand.during("forward"), self._hand.scope():
             return self._replica.loss(self._loss, self._parts[micro])
 
     def weigh(self, micro: int, loss: Any) -> Tensor:
@@ -48,5 +48,5 @@ class _Micros:
     def scope(self, micro: int) -> Iterator[None]:
         self._hand.select(self._starts[micro], self.sizes[micro])
         # A forward that is computed again must draw the same numbers again.
-        with self._hand.drawing():
+        with self._hand.during("backward"), self._hand.drawing():
             yield

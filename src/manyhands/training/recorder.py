@@ -41,7 +41,7 @@ def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
         if isinstance(hand.replica, PipelineReplica):
             compute_in_stages(hand, hand.replica, loss, data)
             continue
-        with hand.scope():
+        with hand.during("forward"), hand.scope():
             value = hand.replica.loss(loss, data)
         hand.backward(value)
 
@@ -257,10 +257,14 @@ class Recorder:
         made.statics.load(_input(batch))
         num_steps = hand.num_steps
         if self._is_whole:
-            made.recording.replay()
+            with hand.during("recorded"):
+                made.recording.replay()
         else:
             hand.reopen(made.tally)
-            with self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage):
+            with (
+                hand.during("recorded"),
+                self._in_parts(is_deferred=not hand.replica.records_exchange, usage=made.usage),
+            ):
                 made.recording.replay()
             made.losses, made.good = dict(hand.losses), hand.good
         hand.num_steps = num_steps + 1

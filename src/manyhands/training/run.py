@@ -26,6 +26,7 @@ from ..data import Cursor, Feed, as_source
 from ..store import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .loop import CHECKPOINTS, Outcome
 from .predictor import ModelPredictor
+from .sampling import Breakdown, breakdowns
 
 EVENTS = "events.jsonl"
 RECORD = "run.json"
@@ -94,6 +95,11 @@ class Run:
     def seconds(self) -> dict[str, float]:
         """Where the first replica's time went."""
         return {} if self.outcome is None else self.outcome.seconds
+
+    @property
+    def profile(self) -> tuple[Breakdown, ...]:
+        """Where every rank's time went within steps, of a run with `profile=True`; `mh.profile(run)` makes advice of it."""
+        return breakdowns(read_events(self.path / EVENTS))
 
     def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
         """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint.

@@ -21,7 +21,7 @@ def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], A
     """One step of a task on a batch: its own, or its loss over the micro-batches and one update."""
     before = hand.begin_step()
     if task.step is not None:
-        with hand.drawing():
+        with hand.during("forward"), hand.drawing():
             task.step(hand, batch.data)
         if MAIN not in hand.optimizers:
             hand.num_steps += 1

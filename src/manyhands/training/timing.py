@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..cluster import World
 from ..core import Mean, StrategySpec, Task
-from ..data import as_source, check_source, first_dim
+from ..data import Batch, as_source, check_source, first_dim
 from .hand import Hand
-from .stepping import Stepper
+from .sampling import Sample, Window
+from .stepping import Stepper, take_step
 
 WARMUP = 3
 """Steps that are not counted: on a GPU they are recorded."""
@@ -56,6 +58,59 @@ def time_steps(
         return seconds[WARMUP:]
     finally:
         hand.close()
+
+
+class Steps:
+    """A task's steps on one rank, one after another over whole batches, kept nowhere."""
+
+    def __init__(self, world: World, task: Task, spec: StrategySpec) -> None:
+        self.hand, self._task = Hand(world, spec), task
+        self.hand.build(task)
+        self.hand.model.train()
+        self.hand.seed(task.seed)
+        source = as_source(task.data, collate=task.collate)
+        self.batch_size, self.num_samples = check_source(source, task.batch_size), source.size
+        self.feed = self.hand.make_feed(
+            source, self.batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers
+        )
+        self._batches = self._endless()
+        self._stepper: Stepper | None = None
+
+    def expect(self, total: int) -> None:
+        """So many steps are to come as `fit` takes them, on a GPU from recordings."""
+        self._stepper = Stepper(self.hand, self._task, total)
+
+    def take(self) -> None:
+        """Takes one, as `fit` does where some are expected, else as it is written."""
+        batch = next(self._batches)
+        if self._stepper is not None:
+            self._stepper.take(batch)
+        else:
+            take_step(self.hand, self._task, batch)
+
+    def sample(self) -> Sample:
+        """Takes one and tells where its time went."""
+        window = Window(self.hand, self.feed)
+        self.take()
+        return window.close()
+
+    def settle(self) -> None:
+        """From here on steps are taken as they are written."""
+        if self._stepper is not None:
+            self._stepper.close()
+            self._stepper = None
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        self.settle()
+        self.feed.close()
+        self.hand.close()
+
+    def _endless(self) -> Iterator[Batch]:
+        while True:
+            for batch in self.hand.one_epoch(self.feed):
+                if batch.global_samples == self.batch_size or self.feed.num_steps() == 1:
+                    yield batch
 
 
 def gradient_squares(world: World, task: Task, sizes: tuple[int, int], rounds: int = 4) -> list[list[float]]:

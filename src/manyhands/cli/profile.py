@@ -1,0 +1,77 @@
+"""`manyhands profile`: where a step's time and memory go, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core import resolve_settings
+from .options import Json, On, Params, SplitSettings, Strategy, add_verb
+from .screen import note, only_json, print_json
+from .target import load_task, parse_params
+
+if TYPE_CHECKING:
+    from ..profiling import Profile
+
+EXAMPLES = (
+    "manyhands profile digits.py",
+    "manyhands profile digits.py --strategy mirrored --on 'cpu*2' --html profile.html --trace trace.json",
+    "manyhands fit digits.py --profile --name first && manyhands profile runs/first",
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py[:name]|RUN",
+        help="A Python file with a function [bold]task[/], or the folder of a run that was trained with --profile.",
+        show_default=False,
+    ),
+]
+Steps = Annotated[int, typer.Option(help="How many steps are timed.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with everything and the timeline.")]
+Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, profile, EXAMPLES)
+
+
+def profile(
+    target: Target,
+    params: Params = None,
+    strategy: Strategy = None,
+    on: On = None,
+    steps: Steps = 20,
+    html: Html = None,
+    trace: Trace = None,
+    json: Json = False,
+) -> None:
+    """Say where a step's time and memory go: by rank, module and operation, with advice.
+
+    Some steps of the task are taken on its ranks and forgotten; of a run it reads what was sampled while it trained.
+    """
+    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    with only_json(json):
+        task = None if Path(target).is_dir() else load_task(target)
+        from .. import profiles
+
+        if task is None:
+            found = profiles.profile(Path(target))
+        else:
+            words = parse_params(params or [])
+            found = profiles.profile(task, settings.strategy, on=settings.on, params=words, steps=steps)
+    if json:
+        print_json(found.to_dict())
+    else:
+        found.show()
+    _write(found, html, trace)
+
+
+def _write(found: Profile, html: Path | None, trace: Path | None) -> None:
+    if html is not None:
+        note(f"wrote {found.save(html)}")
+    if trace is not None:
+        note(f"wrote {found.trace(trace)}")

@@ -1,0 +1,118 @@
+"""The verb `profile`: takes some steps of a task on its ranks, or reads a run's samples, and tells where time goes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import costs, profiling, training, verbs
+from .cluster import DEFAULT_TIMEOUT
+from .core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError, as_task, read_events, task_name
+from .data import Feed, as_source, check_source
+from .profiling import Profile, RankProfile
+from .strategies import require_loss
+
+ROWS = 8
+"""Samples that a network is traced with; operations grow in proportion."""
+
+
+def profile(
+    task: verbs.TaskLike | training.Run | str | Path,
+    strategy: StrategySpec | str | None = None,
+    *,
+    on: verbs.On = None,
+    params: Mapping[str, Any] | None = None,
+    steps: int = 20,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Profile:
+    """Where a step's time and memory go, by rank and by module, and what to do about it.
+
+    - `task`: a task, of which some steps are taken and forgotten; or a run, or its folder, that was trained with
+      `fit(profile=True)`, whose samples are read;
+    - `strategy`, `on`, `params`: as for `fit`;
+    - `steps`: how many are timed; a few more are watched closely.
+
+    >>> import torch, manyhands as mh
+    >>> task = mh.Task(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)),
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=torch.ones(64, 64),
+    ...     batch_size=64,
+    ... )
+    >>> found = mh.profile(task, mh.Single(), on="cpu", steps=3)
+    >>> found.phases["forward"] > 0
+    True
+    """
+    if isinstance(task, (str, Path)):
+        task = training.Run(task)
+    if isinstance(task, training.Run):
+        return _of_run(task)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise SettingsError("steps is how many are timed", got=repr(steps), remedy="pass 20")
+    made = as_task(task, params)
+    spec, devices, notices = verbs.settle(strategy, on, timeout=timeout)
+    require_loss(spec, made.loss is not None)
+    training.check_pieces(made, spec, devices)
+    work = functools.partial(profiling.probe, task=made, spec=spec, steps=steps)
+    ranks: list[RankProfile] = verbs._start(work, devices, timeout, lambda rank, entry: None, training.View(), on=on)
+    source = as_source(made.data, collate=made.collate)
+    batch_size = check_source(source, made.batch_size)
+    valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
+    flops, said = _flops(made, batch_size, spec)
+    return Profile(
+        name=task_name(task),
+        strategy=str(spec),
+        spec=spec.to_dict(),
+        batch_size=batch_size,
+        ranks=tuple(ranks),
+        flops=flops,
+        epoch_steps=source.num_steps(batch_size),
+        valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
+        notes=(*notices, *said),
+    )
+
+
+def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | None, list[str]]:
+    """Operations of a step as the network is written; None and the reason where it cannot be traced."""
+    precision = "bf16" if spec.precision == "bf16" else "fp32"
+    feed = Feed(as_source(task.data, collate=task.collate), batch_size=batch_size, workers=0)
+    try:
+        batch = feed.peek(min(ROWS, batch_size))
+    finally:
+        feed.close()
+    try:
+        with verbs._own_randomness():
+            return costs.trace(task, batch, rows=ROWS, precision=precision).flops_per_sample * batch_size, []
+    except ManyhandsError as error:
+        return None, [f"operations are not counted: {error}"]
+
+
+def _of_run(run: training.Run) -> Profile:
+    """The profile of a run that was sampled."""
+    taken = run.profile
+    if not taken:
+        raise UsageError(
+            "a run's profile is what it sampled, one step in fifty",
+            got=f"{run.path} without samples",
+            remedy="train it with fit(..., profile=True) for more than fifty steps, or profile the task",
+        )
+    spent: dict[int, dict[str, float]] = {}
+    for entry in read_events(run.path / training.EVENTS):
+        if entry["kind"] == "waits":
+            spent[entry["rank"]] = entry["seconds"]
+    whole = spent.get(0, {})
+    total = whole.get("total") or 1.0
+    upkeep = {name: whole.get(name, 0.0) / total for name in ("save", "validation")}
+    spec = run.record["spec"]
+    return profiling.of_run(
+        run.name,
+        str(StrategySpec.from_dict(spec)),
+        spec,
+        run.record["batch_size"] or 1,
+        taken,
+        upkeep=upkeep,
+        notes=(f"medians of {len(taken[0].steps)} sampled steps",),
+    )

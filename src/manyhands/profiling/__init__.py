@@ -1,0 +1,20 @@
+"""Where the time and the memory of a step go, and what to do about it."""
+
+from .advice import Advice
+from .memory import Memory
+from .operations import ModuleTime, Operation, Operations
+from .probe import Largest, RankProfile, probe
+from .profile import Profile, of_run
+
+__all__ = [
+    "Profile",
+    "RankProfile",
+    "of_run",
+    "probe",
+    "Advice",
+    "Operation",
+    "Operations",
+    "ModuleTime",
+    "Memory",
+    "Largest",
+]

@@ -1,0 +1,268 @@
+"""Operations: what ran within some steps, by operation and by module, and when; torch's profiler is underneath."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, record_function
+
+MODULE = "module "
+STEP = "manyhands step"
+EVALUATED = "autograd::engine::evaluate_function"
+MAX_BARS = 4000
+"""Bars of a timeline that are kept, the longest ones."""
+EXCHANGES = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|record_param_comms)")
+_OURS = (MODULE, STEP)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation: how often it runs in a step, and the seconds that it itself takes."""
+
+    name: str
+    count: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """What a module itself takes in a step, without those inside it."""
+
+    name: str
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
+class Bar(NamedTuple):
+    """Something on a track of the timeline, in seconds from the beginning of the step."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What ran in a step, on average over those that were watched."""
+
+    operations: tuple[Operation, ...]
+    modules: tuple[ModuleTime, ...]
+    bars: tuple[Bar, ...]
+    """Of the last step that was watched."""
+    busy: float | None = None
+    """The part of the time in which an accelerator had something to do; None on a CPU."""
+    exchanged: float = 0.0
+    """Seconds of a step that the computing thread spent in exchanges which are torch's own."""
+    num_started: float = 0.0
+    """Operations that the host starts in a step."""
+
+
+def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_steps: int) -> Operations:
+    """Takes some steps and tells what ran in them."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    with _hushed():
+        profiler.start()
+    try:
+        with _naming_modules(model):
+            for _ in range(num_steps):
+                with record_function(STEP):
+                    take()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+    finally:
+        with _hushed():
+            profiler.stop()
+    events: Any = profiler.events()
+    return _summed(list(events), device)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """The library beneath writes a line of its own to the screen whenever it starts and stops."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@contextmanager
+def _naming_modules(model: nn.Module) -> Iterator[None]:
+    """Marks where every module's forward begins and ends; nothing is put on the modules themselves."""
+    names = {module: name for name, module in model.named_modules()}
+    running: list[tuple[nn.Module, Any]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if module in names:
+            mark = record_function(f"{MODULE}{names[module]}")
+            mark.__enter__()
+            running.append((module, mark))
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        while running and module in names:
+            last, mark = running.pop()
+            mark.__exit__(None, None, None)
+            if last is module:
+                break
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _summed(events: list[Any], device: torch.device) -> Operations:
+    on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    steps = [event for event in on_host if event.name == STEP]
+    owners = _owners(on_host)
+    is_cuda = device.type == "cuda"
+    threads = {step.thread for step in steps}
+    ends = [step.time_range.end for step in steps]
+    counts, seconds = _Sums(len(steps)), _Sums(len(steps))
+    modules, others = _Sums(len(steps)), _Sums(len(steps))
+    for event in on_host:
+        if event.name.startswith((*_OURS, "autograd::", "Optimizer.")):
+            continue
+        step = next((number for number, end in enumerate(ends) if event.time_range.start <= end), len(ends) - 1)
+        own = float(event.self_device_time_total if is_cuda else event.self_cpu_time_total) * 1e-6
+        counts.add(event.name, step, 1.0)
+        seconds.add(event.name, step, own)
+        parent = event.cpu_parent
+        if event.name.startswith("aten::") and (parent is None or not parent.name.startswith("aten::")):
+            others.add("started", step, 1.0)
+        if EXCHANGES.match(event.name) and event.thread in threads and not _within(parent, EXCHANGES):
+            others.add("exchanged", step, event.time_range.elapsed_us() * 1e-6)
+        owner = owners.get(id(event))
+        if owner is not None:
+            modules.add(owner, step, own)
+    usual, often = seconds.medians(), counts.medians()
+    operations = [Operation(name, often[name], spent) for name, spent in usual.items() if spent > 0]
+    spent = modules.medians()
+    names = dict.fromkeys(name for name, _ in spent)
+    times = [ModuleTime(name, spent.get((name, 0), 0.0), spent.get((name, 1), 0.0)) for name in names]
+    return Operations(
+        operations=tuple(sorted(operations, key=lambda one: -one.seconds)),
+        modules=tuple(sorted(times, key=lambda one: -one.seconds)),
+        bars=tuple(_bars(on_host, on_device, steps)),
+        busy=_busy(on_device, steps) if is_cuda else None,
+        exchanged=others.medians().get("exchanged", 0.0),
+        num_started=others.medians().get("started", 0.0),
+    )
+
+
+class _Sums:
+    """Sums by step, of which the median counts: what else the machine does now and then is nobody's."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._sums: dict[Any, list[float]] = defaultdict(lambda: [0.0] * num_steps)
+
+    def add(self, key: Any, step: int, value: float) -> None:
+        self._sums[key][step] += value
+
+    def medians(self) -> dict[Any, float]:
+        return {key: median(values) for key, values in self._sums.items()}
+
+
+def _owners(events: Iterable[Any]) -> dict[int, tuple[str, int]]:
+    """The module in which each event ran, and whether that was in backward.
+
+    An operation of backward carries the number of the forward operation whose gradient it computes.
+    """
+    forward: dict[int, str] = {}
+    found: dict[int, tuple[str, int]] = {}
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    for event in ordered:
+        module = _module(event)
+        if module is not None:
+            found[id(event)] = (module, 1 if _evaluated(event) is not None else 0)
+            if event.sequence_nr >= 0 and _evaluated(event) is None:
+                forward[event.sequence_nr] = module
+    for event in ordered:
+        node = _evaluated(event)
+        if id(event) not in found and node is not None and node.sequence_nr in forward:
+            found[id(event)] = (forward[node.sequence_nr], 1)
+    return found
+
+
+def _module(event: Any) -> str | None:
+    """The innermost module around an event."""
+    while event is not None:
+        if event.name.startswith(MODULE):
+            return str(event.name.removeprefix(MODULE))
+        event = event.cpu_parent
+    return None
+
+
+def _evaluated(event: Any) -> Any:
+    """The step of backward around an event."""
+    while event is not None:
+        if event.name.startswith(EVALUATED):
+            return event
+        event = event.cpu_parent
+    return None
+
+
+def _within(event: Any, pattern: re.Pattern[str]) -> bool:
+    while event is not None:
+        if pattern.match(event.name):
+            return True
+        event = event.cpu_parent
+    return False
+
+
+def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Bar]:
+    """The last step's events as bars: modules, operations of the computing threads, kernels."""
+    if not steps:
+        return []
+    first, last = steps[-1].time_range.start, steps[-1].time_range.end
+    found = []
+    for event in [*on_host, *on_device]:
+        start, end = event.time_range.start, event.time_range.end
+        if start < first or end > last or event.name == STEP or end <= start:
+            continue
+        is_module = event.name.startswith(MODULE)
+        if event in steps or (is_module and event.device_type != torch.autograd.DeviceType.CPU):
+            continue
+        track = "modules" if is_module else "operations"
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            track = "device"
+        elif event.thread != steps[-1].thread:
+            track = f"thread {event.thread}"
+        name = event.name.removeprefix(MODULE) or "the network"
+        found.append(Bar(track, name, (start - first) * 1e-6, (end - first) * 1e-6))
+    longest = sorted(found, key=lambda bar: bar.start - bar.end)[:MAX_BARS]
+    return sorted(longest, key=lambda bar: (bar.track, bar.start, -bar.end))
+
+
+def _busy(on_device: list[Any], steps: list[Any]) -> float:
+    """The part of the steps in which some kernel ran."""
+    whole = sum(step.time_range.elapsed_us() for step in steps)
+    kernels = [(e.time_range.start, e.time_range.end) for e in on_device if not e.name.startswith(_OURS)]
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(kernels):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return min(1.0, covered / whole) if whole else 0.0

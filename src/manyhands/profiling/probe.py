@@ -1,0 +1,182 @@
+"""The probe: what one rank finds out about a task's steps. Some are timed first, then some are watched closely."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..cluster import World
+from ..core import StrategySpec, Task
+from ..training import Breakdown, Hand, Sample, Steps, time_steps
+from .ceiling import ceiling
+from .memory import Memory, MemoryWatch
+from .operations import Operations, watch
+
+WARMUP = 3
+WATCHED = 3
+"""Steps whose operations are watched."""
+TIMES_LARGER = 4
+"""How many times as large the batch is with which one sees whether this one is too small."""
+TRIAL_SECONDS = 0.3
+FEW = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The parameter with the most bytes."""
+
+    name: str
+    bytes: int
+    total: int
+    """Bytes of all that are trained."""
+    rows: float | None = None
+    """The part of its rows that a step's gradient touches, where it has rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """What one rank saw. What was not looked at is None."""
+
+    breakdown: Breakdown
+    samples: tuple[Sample, ...] = ()
+    plain: Breakdown | None = None
+    """Of steps as they are written, where steps run from a recording."""
+    watched: Operations | None = None
+    watched_sample: Sample | None = None
+    """The step whose operations are in the timeline."""
+    memory: Memory | None = None
+    ceiling: float | None = None
+    """Operations per second that this device reaches at the most, while all ranks work."""
+    device: str = ""
+    device_memory: int = 0
+    sent: int = 0
+    """Bytes of gradients that it sends in a step."""
+    threads: int = 1
+    cores: int = 1
+    """Threads that compute, and cores that this rank may use."""
+    with_fewer_threads: float | None = None
+    """Seconds of a step with one thread for each core, where there are more."""
+    larger: tuple[int, float] | None = None
+    """A larger batch, and the seconds of its step."""
+    largest: Largest | None = None
+    workers: int = 0
+    """Processes that read the data."""
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.breakdown.rank
+
+    @property
+    def parts(self) -> Breakdown:
+        """The breakdown whose phases are told apart."""
+        return self.plain or self.breakdown
+
+
+def probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfile:
+    """Takes steps on this rank and looks at them; all ranks do the same in one order."""
+    taken = Steps(world, task, spec)
+    try:
+        found = _Probe(taken).run(steps)
+    finally:
+        taken.close()
+    world.barrier()
+    found["ceiling"] = ceiling(world.device, spec.precision)
+    # Where a step takes long, its batch is not too small.
+    is_short = max(world.gather_objects(found["breakdown"].total)) < TRIAL_SECONDS
+    larger = TIMES_LARGER * taken.batch_size
+    if is_short and taken.num_samples is not None and taken.num_samples >= larger:
+        found["larger"] = larger, median(time_steps(world, task, spec, batch_size=larger, budget=TRIAL_SECONDS))
+    return RankProfile(**found)
+
+
+class _Probe:
+    """The steps of one rank."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._hand = steps, steps.hand
+
+    def run(self, count: int) -> dict[str, Any]:
+        """All there is to see."""
+        hand, steps, device = self._hand, self._steps, self._hand.world.seat.device
+        found: dict[str, Any] = {"device": str(device), "device_memory": device.memory}
+        steps.expect(WARMUP + count)
+        for _ in range(WARMUP):
+            steps.take()
+        found["samples"] = self._timed(count)
+        steps.settle()
+        found["breakdown"] = self._breakdown(found["samples"])
+        if found["breakdown"].seconds.get("recorded"):
+            steps.take()
+            found["plain"] = self._breakdown(self._timed(WARMUP))
+        found |= {"sent": hand.replica.num_bytes, "workers": steps.feed.workers, **self._threads()}
+        samples: list[Sample] = []
+        found["watched"] = watch(hand.model, hand.device, lambda: samples.append(steps.sample()), WATCHED)
+        found["watched_sample"] = samples[-1]
+        found["memory"], found["largest"] = self._held()
+        return found
+
+    def _timed(self, count: int) -> tuple[Sample, ...]:
+        self._hand.world.barrier()
+        return tuple(self._steps.sample() for _ in range(count))
+
+    def _breakdown(self, samples: tuple[Sample, ...]) -> Breakdown:
+        world = self._hand.world
+        told = [{"step": one.step, "seconds": one.seconds, "total": one.total} for one in samples]
+        return Breakdown.of(world.rank, world.seat.host, told)
+
+    def _threads(self) -> dict[str, Any]:
+        """How many threads compute; where they are more than cores, what a step takes with as many."""
+        threads, cores = torch.get_num_threads(), _num_cores()
+        found: dict[str, Any] = {"threads": threads, "cores": cores}
+        crowded = self._hand.device.type == "cpu" and threads > cores
+        if any(self._hand.world.gather_objects(crowded)):
+            torch.set_num_threads(min(threads, cores))
+            try:
+                found["with_fewer_threads"] = median(one.total for one in self._timed(FEW))
+            finally:
+                torch.set_num_threads(threads)
+        return found
+
+    def _held(self) -> tuple[Memory, Largest | None]:
+        """Memory over one step, and the parameter that weighs most."""
+        weight, following = _Weights(self._hand), MemoryWatch(self._hand)
+        try:
+            with following:
+                self._steps.take()
+        finally:
+            weight.remove()
+        return following.found(), weight.largest
+
+
+class _Weights:
+    """Looks at gradients just before an update."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._named = {name: p for name, p in hand.model.named_parameters() if p.requires_grad}
+        self._hooks = [o.register_step_pre_hook(self._look) for o in hand.optimizers.values()]
+        self.largest: Largest | None = None
+
+    def _look(self, *_: Any) -> None:
+        sizes = {name: p.numel() * p.element_size() for name, p in self._named.items()}
+        if not sizes:
+            return
+        name = max(sizes, key=lambda one: sizes[one])
+        gradient = self._named[name].grad
+        rows = None
+        if gradient is not None and gradient.dim() == 2 and not hasattr(gradient, "to_local"):
+            rows = float((gradient != 0).any(dim=1).double().mean())
+        self.largest = Largest(name=name, bytes=sizes[name], total=sum(sizes.values()), rows=rows)
+
+    def remove(self) -> None:
+        """Looks no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

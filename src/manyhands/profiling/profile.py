@@ -1,0 +1,154 @@
+"""Profile: where a step's time and memory go, on every rank, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ..training import Breakdown
+from .advice import Advice, advise
+from .probe import RankProfile
+
+SLOW = 0.75
+"""A rank is a straggler whose work takes so much of the others' speed at the most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A step's breakdown by rank and module, memory over time, the top operations, and advice.
+
+    `profile.show()` prints it, `profile.save("profile.html")` writes a page with the timeline, and
+    `profile.trace("trace.json")` a trace that Perfetto opens.
+    """
+
+    name: str
+    strategy: str
+    batch_size: int
+    ranks: tuple[RankProfile, ...]
+    flops: float | None = None
+    """Operations of a step, forward and backward, on all ranks; None where the network could not be traced."""
+    epoch_steps: int | None = None
+    """Steps of an epoch, and batches that are validated after it."""
+    valid_steps: int = 0
+    upkeep: Mapping[str, float] = field(default_factory=dict)
+    """Parts of a run's time that went into checkpoints and validation, where it is a run's profile."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The strategy as data."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """A step, as long as the slowest rank needs for it."""
+        return max(one.breakdown.total for one in self.ranks)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, the mean over the ranks."""
+        names = dict.fromkeys(name for one in self.ranks for name in one.parts.seconds)
+        return {name: fmean(one.parts.seconds.get(name, 0.0) for one in self.ranks) for name in names}
+
+    def share(self, phase: str) -> float:
+        """The part of a step's time that goes into a phase."""
+        whole = sum(self.phases.values())
+        return self.phases.get(phase, 0.0) / whole if whole else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.batch_size / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Operations per second over those that the devices reach at the most, as measured with large products."""
+        ceilings = [one.ceiling for one in self.ranks if one.ceiling]
+        if self.flops is None or len(ceilings) < len(self.ranks):
+            return None
+        return self.flops / self.seconds / sum(ceilings)
+
+    @property
+    def stragglers(self) -> list[Breakdown]:
+        """Ranks whose own work takes longer than that of the others, so that all wait for them."""
+        works = [one.breakdown for one in self.ranks]
+        if len(works) < 2 or self.spec.get("stages", 1) > 1:
+            return []
+        slow = []
+        for one in works:
+            others = median(other.work for other in works if other is not one)
+            if others < SLOW * one.work:
+                slow.append(one)
+        return slow
+
+    @property
+    def transfer(self) -> float:
+        """Seconds of a step in which nobody but the network is waited for: the least that any rank waits."""
+        return min(one.breakdown.seconds.get("communication", 0.0) for one in self.ranks)
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """What to do, what promises most first."""
+        return advise(self)
+
+    def show(self) -> None:
+        """Prints tables."""
+        from .report import show
+
+        show(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a page with everything and the timeline; it needs no other file and no network."""
+        from .pages import html
+
+        Path(path).write_text(html(self), encoding="utf-8")
+        return Path(path)
+
+    def trace(self, path: str | Path) -> Path:
+        """Writes the timeline as a trace that Perfetto and Chrome open."""
+        from .perfetto import write
+
+        return write(self, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the timeline, JSON-ready."""
+        return {
+            "task": self.name,
+            "strategy": self.strategy,
+            "batch_size": self.batch_size,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+            "phases": self.phases,
+            "mfu": self.mfu,
+            "flops": self.flops,
+            "ranks": [_rank(one) for one in self.ranks],
+            "stragglers": [{"rank": one.rank, "host": one.host, "seconds": one.work} for one in self.stragglers],
+            "advice": [asdict(one) for one in self.advice],
+            "notes": list(self.notes),
+        }
+
+
+def _rank(one: RankProfile) -> dict[str, Any]:
+    watched, memory = one.watched, one.memory
+    return {
+        "rank": one.rank,
+        "host": one.breakdown.host,
+        "device": one.device,
+        "seconds": one.breakdown.total,
+        "phases": dict(one.parts.seconds),
+        "ceiling": one.ceiling,
+        "busy": None if watched is None else watched.busy,
+        "operations": [] if watched is None else [asdict(op) for op in watched.operations[:30]],
+        "modules": [] if watched is None else [asdict(module) for module in watched.modules],
+        "memory": None if memory is None else {**memory.peak, "when": memory.peak_phase},
+        "sent": one.sent,
+    }
+
+
+def of_run(
+    name: str, strategy: str, spec: Mapping[str, Any], batch_size: int, taken: Sequence[Breakdown], **more: Any
+) -> Profile:
+    """The profile of a run from what it sampled."""
+    ranks = tuple(RankProfile(breakdown=one) for one in taken)
+    return Profile(name=name, strategy=strategy, spec=spec, batch_size=batch_size, ranks=ranks, **more)

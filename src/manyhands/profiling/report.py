@@ -1,0 +1,137 @@
+"""The report of a profile in the terminal: where the time goes, by rank, module and operation; memory; advice."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from .units import duration, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .operations import ModuleTime
+    from .profile import Profile
+
+NUM_ROWS = 10
+COLOURS = {
+    "input": "yellow",
+    "copy": "bright_yellow",
+    "forward": "green",
+    "backward": "bright_green",
+    "recorded": "green",
+    "communication": "red",
+    "optimizer": "blue",
+    "idle": "bright_black",
+}
+BAR = 40
+
+
+def show(profile: Profile, console: Console | None = None) -> None:
+    """Prints a profile."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console or Console()
+    if not out.is_terminal and console is None:
+        out = Console(width=140)
+    out.print(headline(profile), style="bold", markup=False, highlight=False)
+    names = [name for name, seconds in profile.phases.items() if seconds]
+    table = Table("rank", "step", *names, "", title="where a step's time goes", title_justify="left")
+    for one in profile.ranks:
+        parts = one.parts
+        whole = sum(parts.seconds.values()) or 1e-9
+        bar = Text()
+        for name in names:
+            bar.append("█" * round(BAR * parts.seconds.get(name, 0.0) / whole), style=COLOURS.get(name, "white"))
+        cells = [
+            f"{duration(parts.seconds.get(name, 0.0))} {parts.seconds.get(name, 0.0) / whole:.0%}" for name in names
+        ]
+        slow = " (slow)" if any(one.rank == straggler.rank for straggler in profile.stragglers) else ""
+        table.add_row(f"{one.rank}{slow}", duration(one.breakdown.total), *cells, bar)
+    out.print(table)
+    _print_rows(out, "modules, first rank", ("module", "forward", "backward"), module_rows(profile))
+    _print_rows(out, "operations, first rank", ("operation", "times a step", "seconds"), operation_rows(profile))
+    _print_rows(out, "memory when most is held, by rank", *memory_rows(profile))
+    for line in closing(profile):
+        out.print(line, markup=False, highlight=False)
+
+
+def _print_rows(out: Console, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def headline(profile: Profile) -> str:
+    """What it is of, and how fast it is."""
+    rate = f"{profile.samples_per_second:,.0f} a second"
+    speed = f"{duration(profile.seconds)} a step of {profile.batch_size} samples, {rate}"
+    used = "" if profile.mfu is None else f", {profile.mfu:.0%} of what the devices reach in large products"
+    return f"{profile.name}, {profile.strategy}: {speed}{used}"
+
+
+def module_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """Modules that take most, equal ones of a row of blocks together."""
+    watched = profile.ranks[0].watched
+    if watched is None:
+        return []
+    return [
+        (name, duration(forward), duration(backward)) for name, forward, backward in grouped(watched.modules)[:NUM_ROWS]
+    ]
+
+
+def grouped(modules: tuple[ModuleTime, ...]) -> list[tuple[str, float, float]]:
+    """Modules by their name without numbers, those of blocks added up.
+
+    >>> from .operations import ModuleTime
+    >>> grouped((ModuleTime("blocks.0.mlp", 1.0, 2.0), ModuleTime("blocks.1.mlp", 1.0, 2.0), ModuleTime("head", 1, 1)))
+    [('blocks.*.mlp x2', 2.0, 4.0), ('head', 1, 1)]
+    """
+    found: dict[str, list[ModuleTime]] = {}
+    for module in modules:
+        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", module.name), []).append(module)
+    rows = []
+    for pattern, members in found.items():
+        name = f"{pattern} x{len(members)}" if len(members) > 1 else members[0].name or "the network's own lines"
+        rows.append((name, sum(m.forward for m in members), sum(m.backward for m in members)))
+    return sorted(rows, key=lambda row: -row[1] - row[2])
+
+
+def operation_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """Operations that take most."""
+    watched = profile.ranks[0].watched
+    if watched is None:
+        return []
+    return [(one.name, f"{one.count:.3g}", duration(one.seconds)) for one in watched.operations[:NUM_ROWS]]
+
+
+def memory_rows(profile: Profile) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns, and a row for each rank."""
+    held = [(one.rank, one.memory) for one in profile.ranks if one.memory is not None]
+    if not held:
+        return (), []
+    kinds = tuple(held[0][1].peak)
+    rows = [
+        (str(rank), *(size(memory.peak[kind]) for kind in kinds), size(max(memory.totals)), memory.peak_phase)
+        for rank, memory in held
+    ]
+    return ("rank", *kinds, "all", "in"), rows
+
+
+def closing(profile: Profile) -> list[str]:
+    """Notes and advice."""
+    lines = list(profile.notes)
+    if any(one.plain is not None for one in profile.ranks):
+        lines.append("steps run from a recording; what they consist of was timed on plain ones")
+    if not profile.advice:
+        return [*lines, "nothing stands out: most of the time is the network's own"]
+    return [*lines, "advice:", *(f"  {number}. {one}" for number, one in enumerate(profile.advice, 1))]

@@ -1,0 +1,87 @@
+"""Rules about ranks that wait for each other: one that is slow, one parameter that weighs all, links that are busy."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..advice import Advice
+from ..units import duration, size
+
+if TYPE_CHECKING:
+    from ..profile import Profile
+
+EXPOSED = 0.2
+"""The part of a step from which waiting for exchanges is worth a word."""
+HOT, HEAVY = 0.5, 2**20
+"""The part of all bytes from which one parameter is hot, where it has so many; small ones take time, not bytes."""
+SPARSE = 0.2
+"""Where a step touches fewer of a parameter's rows, the others need not travel."""
+SETTLED = 0.6
+"""Where exchanges take more of a step, fewer replicas may be faster."""
+
+
+def slow_rank(profile: Profile) -> Advice | None:
+    """One rank's own work takes longer, and all wait for it."""
+    slow = profile.stragglers
+    if not slow:
+        return None
+    worst = max(slow, key=lambda one: one.work)
+    others = [one.breakdown for one in profile.ranks if one.rank != worst.rank]
+    usual = median(one.work for one in others)
+    longer = {
+        name: seconds - median(o.seconds.get(name, 0.0) for o in others) for name, seconds in worst.seconds.items()
+    }
+    longer.pop("communication", None)
+    phase = max(longer, key=lambda name: longer[name])
+    return Advice(
+        name="slow rank",
+        evidence=f"rank {worst.rank} on {worst.host} needs {duration(worst.work)} for its own work in a step, the "
+        f"others {duration(usual)}; most of the difference is in {phase}, and all wait for it",
+        cure="see what else runs on its device, or leave it out; where it must stay, "
+        "mh.ParameterServer(backup=1) or sync=mh.sync.LocalSteps(8) do not wait for it in every step",
+        gain=profile.seconds / max(usual + profile.transfer, 1e-9),
+    )
+
+
+def hot_parameter(profile: Profile) -> Advice | None:
+    """One parameter is most of what replicas exchange."""
+    hot = profile.ranks[0].largest
+    if hot is None or len(profile.ranks) < 2 or profile.share("communication") < EXPOSED or profile.stragglers:
+        return None
+    share = hot.bytes / max(1, hot.total)
+    if share < HOT or hot.bytes < HEAVY:
+        return None
+    evidence = (
+        f"{hot.name} has {share:.0%} of the bytes that replicas exchange ({size(hot.bytes)} of {size(hot.total)}), "
+        f"and {profile.share('communication'):.0%} of a step is waiting for exchanges"
+    )
+    cure = (
+        "cut it over the devices with mh.TensorParallel() or mh.Sharded(), or send it small: sync=mh.sync.PowerSGD(4)"
+    )
+    left = 0.5
+    if hot.rows is not None and hot.rows < SPARSE:
+        evidence += f"; a step touches {hot.rows:.1%} of its rows"
+        cure = "make it mh.Embedding(rows, dim) and train with mh.ParameterServer(): only touched rows travel then"
+        left = hot.rows
+    saved = profile.transfer * share * (1 - left)
+    return Advice(
+        name="hot parameter", evidence=evidence, cure=cure, gain=profile.seconds / max(profile.seconds - saved, 1e-9)
+    )
+
+
+def exposed_communication(profile: Profile) -> Advice | None:
+    """Steps wait for gradients to be exchanged."""
+    share = profile.transfer / profile.seconds if profile.seconds else 0.0
+    if len(profile.ranks) < 2 or share < EXPOSED or profile.spec.get("stages", 1) > 1:
+        return None
+    sent = max(one.sent for one in profile.ranks)
+    amount = f", {size(sent)} a rank" if sent else ""
+    fewer = "; so much of it that fewer replicas may be faster: mh.plan(task) tells" if share > SETTLED else ""
+    return Advice(
+        name="exposed communication",
+        evidence=f"{share:.0%} of a step, {duration(profile.transfer)}, is waiting for exchanges{amount}",
+        cure="send less: sync=mh.sync.BF16() halves it, sync=mh.sync.LocalSteps(8) exchanges once in eight steps "
+        f"(both change the mathematics), and a larger batch exchanges less often{fewer}",
+        gain=1 / (1 - share / 2),
+    )

@@ -1,0 +1,74 @@
+"""Rules about what goes in: data that comes late, and batches that are too small for what a step costs anyway."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..advice import Advice
+from ..units import duration
+
+if TYPE_CHECKING:
+    from ..profile import Profile
+
+FELT = 0.1
+"""The part of a step from which waiting is worth a word."""
+SMALL = 1.5
+"""How many times as many samples per second a larger batch must give for this one to be small."""
+DROWNED = 0.3
+"""Where exchanges take so much of a step, a larger batch would only hide them."""
+
+
+def starved_input(profile: Profile) -> Advice | None:
+    """Steps wait for data."""
+    share = profile.share("input")
+    if share < FELT:
+        return None
+    waited = profile.phases["input"]
+    rest = sum(profile.phases.values()) - waited
+    workers = max(one.workers for one in profile.ranks)
+    readers = f"{workers} worker processes read" if workers else "the training process itself reads"
+    wanted = workers + max(1, math.ceil(waited / max(rest, 1e-9)))
+    return Advice(
+        name="starved input",
+        evidence=f"{share:.0%} of a step, {duration(waited)}, is waiting for data, which {readers}",
+        cure=f"read it ahead with Task(workers={min(wanted, 16)}), or make a sample cheaper to read",
+        gain=(rest + waited) / max(rest, 1e-9),
+    )
+
+
+def slow_copy(profile: Profile) -> Advice | None:
+    """Steps wait for data to reach the device."""
+    share = profile.share("copy")
+    if share < FELT:
+        return None
+    return Advice(
+        name="slow copy",
+        evidence=f"{share:.0%} of a step, {duration(profile.phases['copy'])}, is copying or casting its batch",
+        cure="keep data in a smaller type (uint8, bf16) and convert it in the network",
+        gain=1 / (1 - share / 2),
+    )
+
+
+def tiny_batch(profile: Profile) -> Advice | None:
+    """What a step costs anyway is more than what its samples cost."""
+    first = profile.ranks[0]
+    if first.larger is None or profile.share("communication") > DROWNED:
+        return None
+    rows, seconds = first.larger
+    gain = (rows / seconds) / (profile.batch_size / profile.seconds)
+    if gain < SMALL:
+        return None
+    samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
+    evidence = f"a step of {samples} takes {duration(profile.seconds)}, one of {rows} {duration(seconds)}"
+    watched = first.watched
+    if watched is not None and watched.busy is not None:
+        evidence += f", and the device is busy {watched.busy:.0%} of the time"
+    elif watched is not None and watched.num_started:
+        evidence += f", because most of it is starting {watched.num_started:.0f} operations"
+    return Advice(
+        name="tiny batch",
+        evidence=evidence,
+        cure=f"pass batch_size={rows} or more and raise the learning rate with it, or train many networks at a time",
+        gain=gain,
+    )

@@ -1,0 +1,37 @@
+"""Rules about memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..advice import Advice
+from ..units import size
+
+if TYPE_CHECKING:
+    from ..profile import Profile
+
+TIGHT = 0.85
+"""The part of a device's memory from which the next larger batch, or a hiccup, is too much."""
+
+
+def tight_memory(profile: Profile) -> Advice | None:
+    """A step nearly fills its device."""
+    held = [one for one in profile.ranks if one.memory is not None and one.device_memory]
+    if not held:
+        return None
+    fullest = max(held, key=lambda one: max(one.memory.totals) / one.device_memory if one.memory else 0.0)
+    assert fullest.memory is not None
+    total, kinds = max(fullest.memory.totals), fullest.memory.peak
+    if total < TIGHT * fullest.device_memory:
+        return None
+    kind = max(kinds, key=lambda name: kinds[name])
+    cures = {
+        "activations": 'compute them again: recompute="blocks", or take half a batch at a time: accumulate=2',
+        "optimizer state": 'cut it over the replicas: sharding="optimizer"',
+    }
+    return Advice(
+        name="tight memory",
+        evidence=f"a step holds {size(total)} of {size(fullest.device_memory)}, most of it {kind}, {size(kinds[kind])}",
+        cure=cures.get(kind, "cut parameters and gradients over the devices: mh.Sharded()"),
+        saves=f"about {size(kinds[kind] / 2)} less",
+    )

@@ -1,0 +1,197 @@
+"""Profiles of real ranks: phases, modules, memory, the page and the trace; and what a run samples by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.core import SettingsError, StrategyError, UsageError, read_events
+from manyhands.profiling import Profile
+from manyhands.training import PHASES
+
+from . import programs
+
+
+@pytest.fixture(scope="module")
+def alone() -> Profile:
+    return mh.profile(programs.healthy(), mh.Single(), on="cpu", steps=6)
+
+
+@pytest.fixture(scope="module")
+def together() -> Profile:
+    return mh.profile(programs.healthy(), mh.Mirrored(), on="cpu*2", steps=6)
+
+
+def test_the_phases_of_a_step_add_up_to_it(alone: Profile) -> None:
+    for sample in alone.ranks[0].samples:
+        assert set(PHASES) <= set(sample.seconds)
+        assert sample.spans[0].start == 0.0
+        assert all(a.end == b.start for a, b in zip(sample.spans, sample.spans[1:], strict=False))
+        assert sample.spans[-1].end == pytest.approx(sample.total, rel=1e-6)
+    assert alone.phases["forward"] > 0
+    assert alone.phases["backward"] > 0
+    assert alone.phases["communication"] == 0
+    assert sum(map(alone.share, alone.phases)) == pytest.approx(1)
+
+
+def test_every_rank_is_seen_and_waiting_for_others_is_told_apart(together: Profile) -> None:
+    assert [one.rank for one in together.ranks] == [0, 1]
+    assert all(one.parts.seconds["communication"] > 0 for one in together.ranks)
+    assert together.transfer <= min(one.breakdown.seconds["communication"] for one in together.ranks)
+    parameters = sum(p.numel() for p in programs.mlp().parameters())
+    assert together.ranks[0].sent >= 4 * parameters
+
+
+def test_modules_have_their_forward_and_their_backward(alone: Profile) -> None:
+    watched = alone.ranks[0].watched
+    assert watched is not None
+    found = {module.name: module for module in watched.modules}
+    assert {"0", "2", "4"} <= set(found)
+    assert found["2"].forward > 0
+    assert found["2"].backward > 0
+    assert found["2"].seconds > found["4"].seconds  # 512 x 512 against 512 x 10
+    assert any(one.name == "aten::addmm" and one.count == 3 for one in watched.operations)
+
+
+def test_memory_is_known_by_kind(alone: Profile) -> None:
+    memory = alone.ranks[0].memory
+    assert memory is not None
+    parameters = 4 * sum(p.numel() for p in programs.mlp().parameters())
+    assert set(memory.bytes["parameters"]) == {parameters}
+    assert max(memory.bytes["gradients"]) == parameters
+    assert max(memory.bytes["optimizer state"]) == 0
+    rows = 4 * 512 * 512
+    # Two hidden layers' outputs are needed by backward.
+    assert 2 * rows <= max(memory.bytes["activations"]) <= 5 * rows
+    assert memory.bytes["activations"][-1] < rows
+
+
+def test_the_state_of_an_optimizer_is_counted() -> None:
+    task = programs.healthy(32).replace(optimizer=programs.adamw)
+    memory = mh.profile(task, mh.Single(), on="cpu", steps=1).ranks[0].memory
+    assert memory is not None
+    parameters = memory.bytes["parameters"][0]
+    assert 2 * parameters <= memory.bytes["optimizer state"][0] <= 2 * parameters + 100
+
+
+def test_the_ceiling_is_measured_and_no_step_is_above_it(alone: Profile) -> None:
+    layers = 64 * 512 + 512 * 512 + 512 * 10
+    assert alone.flops == pytest.approx(512 * (2 * 3 * layers - 2 * 64 * 512), rel=0.02)
+    assert alone.mfu is not None
+    assert 0 < alone.mfu < 1.2
+
+
+def test_a_page_needs_nothing_else(together: Profile, tmp_path: Path) -> None:
+    text = together.save(tmp_path / "profile.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", text)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert {track["name"] for track in data["tracks"]} >= {"rank 0, phases", "rank 1, phases", "rank 0, operations"}
+    assert "forward" in data["names"]
+
+
+def test_names_cannot_leave_the_page(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("</script><b>", nn.Linear(64, 10))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule("</script><b>")(inputs)  # type: ignore[no-any-return]
+
+    task = programs.healthy(16).replace(model=Odd)
+    text = mh.profile(task, mh.Single(), on="cpu", steps=1).save(tmp_path / "p.html").read_text()
+    assert "</script><b>" not in text
+
+
+def test_a_trace_has_a_process_for_every_rank(together: Profile, tmp_path: Path) -> None:
+    events = json.loads(together.trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    bars = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] > 0 for event in bars)
+    assert {"forward", "backward", "communication", "aten::addmm"} <= {event["name"] for event in bars}
+    assert any(event["ph"] == "C" and event["args"]["activations"] > 0 for event in events)
+
+
+def test_the_report_is_printed_and_can_be_data(together: Profile, capsys: pytest.CaptureFixture[str]) -> None:
+    together.show()
+    shown = capsys.readouterr()
+    assert "where a step's time goes" in shown.out
+    assert "aten::addmm" in shown.out
+    assert shown.err == ""
+    told = json.loads(json.dumps(together.to_dict()))
+    assert told["ranks"][1]["phases"]["forward"] > 0
+    assert told["strategy"] == "replicas=2"
+
+
+@pytest.mark.parametrize("strategy", ["shards=2", "stages=2,microbatches=2", "replicas=2,accumulate=2"])
+def test_other_strategies_are_profiled_too(strategy: str) -> None:
+    found = mh.profile(programs.healthy(64), strategy, on="cpu*2", steps=2)
+    assert len(found.ranks) == 2
+    assert all(one.parts.seconds["forward"] > 0 for one in found.ranks)
+    assert all(one.memory is not None and max(one.memory.totals) > 0 for one in found.ranks)
+
+
+def test_a_step_of_ones_own_is_profiled() -> None:
+    def step(hand: mh.Hand, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        hand.minimize(programs.classes(hand.model, batch))
+
+    task = programs.healthy(64).replace(loss=None, step=step)
+    found = mh.profile(task, mh.Single(), on="cpu", steps=2)
+    assert all(found.phases[name] > 0 for name in ("forward", "backward", "optimizer"))
+
+
+def test_a_profile_changes_nothing_of_the_program() -> None:
+    task = programs.healthy(16)
+    before = torch.get_rng_state()
+    mh.profile(task, mh.Single(), on="cpu", steps=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_cannot_be_profiled_is_said() -> None:
+    with pytest.raises(SettingsError, match="steps is how many are timed, but got 0"):
+        mh.profile(programs.healthy(), steps=0)
+    with pytest.raises(StrategyError, match="parameter servers"):
+        mh.profile(programs.healthy(), mh.ParameterServer(), on="cpu*2")
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_samples_one_step_in_fifty(tmp_path: Path) -> None:
+    task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
+    run = mh.fit(task, "mirrored", on="cpu*2", folder=tmp_path, progress=False, profile=True)
+    assert [one.rank for one in run.profile] == [0, 1]
+    assert run.profile[0].steps == (50, 100)
+    assert run.profile[0].seconds["forward"] > 0
+    found = mh.profile(run)
+    assert found.seconds == max(one.total for one in run.profile)
+    assert found.to_dict()["ranks"][1]["rank"] == 1
+    found.save(tmp_path / "run.html")
+    same = mh.profile(run.path)
+    assert same.phases == found.phases
+
+
+def test_a_sampled_run_learns_the_same(tmp_path: Path) -> None:
+    task = programs.healthy(8).replace(data=programs.pairs(8 * 60))
+    plain, sampled = (
+        mh.fit(task, "single", on="cpu", folder=tmp_path, name=f"run{on}", progress=False, profile=on)
+        for on in (False, True)
+    )
+    assert plain.losses == sampled.losses
+    assert plain.profile == ()
+    assert not [entry for entry in read_events(plain.path / "events.jsonl") if entry["kind"] == "profile"]
+    with pytest.raises(UsageError, match="without samples"):
+        mh.profile(plain)
+
+
+def test_validation_and_checkpoints_are_not_part_of_a_step(tmp_path: Path) -> None:
+    task = programs.healthy(8).replace(data=programs.pairs(8 * 50), valid=programs.pairs(800))
+    run = mh.fit(task, "single", on="cpu", folder=tmp_path, epochs=2, save_every=49, progress=False, profile=True)
+    # Step 50 comes after a checkpoint and ends an epoch, step 100 too.
+    assert all(one.total < 1.0 for one in run.profile)
