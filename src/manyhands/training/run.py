@@ -98,7 +98,7 @@ class Run:
 
     @property
     def profile(self) -> tuple[Breakdown, ...]:
-        """Where every rank's time went within steps, of a run with `profile=True`; `mh.profile(run)` makes advice of it."""
+        """Where every rank's time went within steps, if `profile=True` was asked for; see `mh.profile(run)`."""
         return breakdowns(read_events(self.path / EVENTS))
 
     def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
