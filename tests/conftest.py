@@ -28,6 +28,7 @@ BUDGETS = {
     "profiling": 1.0,
     "cli": 1.5,
     "tuning": 1.7,
+    "ensembles": 1.0,
     "serving": 1.2,
     "population": 1.0,
     "test_examples.py": 3.0,

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profiling": {"core", "training", "costs", "cluster"},
     "planning": {"core", "costs", "cluster"},
     "tuning": {"core", "training", "population", "cluster"},
-    "ensembles": {"core", "training", "population", "cluster"},
+    "ensembles": {"core", "store", "training", "population", "cluster"},
     "serving": {"core", "store", "cluster"},
     "keras": {"core", "strategies", "training", "data", "cluster"},
     "dashboard": {"core"},

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     )
     from .cuts import cut
     from .data import bucketed, files
+    from .ensembles import Answer, Team, TeamApart
     from .plans import plan
     from .profiles import profile
     from .serving import Client
     from .store import load, weights
     from .strategies import Embedding, on
     from .studies import map, tune
+    from .teams import apart, ensemble
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
     from .verbs import check, evaluate, explain, fit, launch, predict, replay, serve
@@ -49,6 +51,8 @@ __all__ = [
     "plan",
     "map",
     "tune",
+    "ensemble",
+    "apart",
     "uniform",
     "loguniform",
     "integers",
@@ -59,6 +63,9 @@ __all__ = [
     "Study",
     "Trial",
     "profile",
+    "Team",
+    "TeamApart",
+    "Answer",
     "check",
     "cut",
     "evaluate",
@@ -112,6 +119,8 @@ _HOMES = {
     "cluster": ["Device", "Join", "devices", "doctor"],
     "plans": ["plan"],
     "studies": ["map", "tune"],
+    "ensembles": ["Answer", "Team", "TeamApart"],
+    "teams": ["apart", "ensemble"],
     "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
     "profiles": ["profile"],
     "store": ["load", "weights"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import tuning
 from .cluster import Device, Engine, engine_for
-from .core import SettingsError, UsageError, task_name
+from .core import SettingsError, Task, UsageError, task_name
 from .training import View, make_view, new_folder
 from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, Workshop
 from .verbs import On, _engine, _interruptible
@@ -56,7 +56,7 @@ def map(
 
 
 def tune(
-    task: Callable[..., Any],
+    task: Task | Callable[..., Any],
     space: Mapping[str, Any],
     *,
     trials: int | None = None,
@@ -113,7 +113,7 @@ def tune(
     """
     ranges = tuning.as_space(space)
     fixed = dict(params or {})
-    tuning.check_space(ranges, task, fixed)
+    task = tuning.check_space(ranges, task, fixed)
     objectives = tuning.as_objectives(objective)
     for number, what in ((trials, "trials"), (epochs, "epochs"), (keep, "keep"), (per_device, "per_device")):
         _require_number(number, what)

@@ -19,6 +19,7 @@ VERBS = (
     "plan",
     "profile",
     "fit",
+    "tune",
     "launch",
     "token",
     "replay",

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from ..core import DataError, RequestRefused, SettingsError
+from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSpec
 from .kinds import BY_OPEN, BY_TORCH, Array
 
 _CODES = {
@@ -75,6 +75,12 @@ class Client:
     def metadata(self, model: str) -> Any:
         """What a model takes and gives."""
         return self._wire.json("GET", f"/v2/models/{quote(model, safe='')}")
+
+    def signature(self, model: str) -> Signature:
+        """The same as specs of tensors."""
+        told = self.metadata(model)
+        sides = [{one["name"]: _spec(one) for one in told[side]} for side in ("inputs", "outputs")]
+        return Signature(*sides)
 
     def is_ready(self) -> bool:
         """Whether the server answers."""
@@ -189,6 +195,11 @@ class _Wire:
             connection = kind(str(self._parts.hostname), self._parts.port, timeout=self._timeout)
             self._local.connection = connection
         return connection
+
+
+def _spec(told: Mapping[str, Any]) -> TensorSpec:
+    shape = tuple(None if int(size) < 0 else int(size) for size in told["shape"])
+    return TensorSpec(BY_OPEN[told["datatype"]].torch, shape)
 
 
 def _reason(answer: bytes) -> str:

@@ -12,7 +12,7 @@ from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
 from .memory import Account, account, host_bytes, limited, parse_bytes
 from .metrics import Meter, check_metrics, parted
 from .patience import Patience, as_patience, check_patience
-from .predictor import ModelPredictor, answers
+from .predictor import ModelPredictor, answers, inputs_of
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
@@ -49,6 +49,7 @@ __all__ = [
     "fit_in",
     "can_explain",
     "answers",
+    "inputs_of",
     "Callback",
     "check_callbacks",
     "check_pieces",

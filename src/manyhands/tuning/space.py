@@ -217,8 +217,8 @@ def as_space(space: Any) -> dict[str, Range]:
     return made
 
 
-def check_space(space: Space, task: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Refuses names that the task's function does not have, and those that are fixed and searched at once."""
+def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
+    """The task's function; refuses names that it does not have, and those that are fixed and searched at once."""
     if isinstance(task, Task) or not callable(task):
         raise SettingsError(
             "tuning varies the parameters of a function that makes a Task",
@@ -235,6 +235,7 @@ def check_space(space: Space, task: Callable[..., Any], params: Mapping[str, Any
         raise SettingsError(
             f"a space names parameters of the task, which has {known}", got=error.got, remedy=error.remedy
         ) from None
+    return task
 
 
 def _between(low: float, high: float, share: float) -> float:

@@ -1,0 +1,212 @@
+"""Members apart: each in a process or behind a server of its own, and a coordinator that does not wait for ever.
+
+A query goes to all members at once. What has come by the deadline is combined, if the quorum is among it, and the
+answer says who it is from. A member whose process dies is started again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..cluster import Device, Engine, Service, World
+from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec
+from .member import Member
+from .team import Rule
+
+ANSWERED = "answered"
+AGAIN_SECONDS = 0.5
+"""Between two attempts to start a member again."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a team says, and who it is from."""
+
+    outputs: dict[str, Tensor]
+    members: tuple[int, ...]
+    """Those that have answered in time."""
+    missing: dict[int, str]
+    """The others, with the reasons."""
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether somebody is missing."""
+        return bool(self.missing)
+
+
+class Seat(ABC):
+    """Where a member sits: it is asked, and answers later."""
+
+    @abstractmethod
+    def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+        """Asks it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets it go."""
+
+
+class ProcessSeat(Seat):
+    """A member in a process of its own on a device; one that dies is started again."""
+
+    def __init__(self, engine: Engine, member: Member, device: Device) -> None:
+        self._engine, self._make, self._device = engine, _Making(member), device
+        self._lock = threading.Lock()
+        self._started_at = time.monotonic()
+        self._service: Service = engine.start_service(self._make, device)
+
+    def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+        with self._lock:
+            if not self._service.is_alive and time.monotonic() - self._started_at > AGAIN_SECONDS:
+                self._started_at = time.monotonic()
+                self._service = self._engine.start_service(self._make, self._device)
+            return self._service.call("answer", inputs)
+
+    def ready(self) -> None:
+        """Returns when it answers."""
+        self._service.call("is_ready").result()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return int(self._service.call("process").result())
+
+    def close(self) -> None:
+        self._service.kill()
+
+
+class CallSeat(Seat):
+    """A member that a function reaches, a server's client say; it is called on a thread."""
+
+    def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
+        self._call = call
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix=f"manyhands-{name}")
+
+    def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+        return self._pool.submit(self._call, inputs)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class TeamApart(Predictor):
+    """Members apart, coordinated from here; from any number of threads.
+
+    - `deadline`: seconds for an answer;
+    - `quorum`: how many members must have answered; with fewer the query is refused.
+
+    `team.ask(inputs)` gives an Answer that says who has answered; as a Predictor, a team tells it in the output
+    "answered", a row of bools for every row of the inputs.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        rule: Rule,
+        signature: Signature,
+        *,
+        deadline: float = 1.0,
+        quorum: int | None = None,
+    ) -> None:
+        enough = len(seats) // 2 + 1 if quorum is None else quorum
+        if not 1 <= enough <= len(seats):
+            raise SettingsError(f"a quorum is 1 to {len(seats)} members", got=enough, remedy="pass one of these")
+        if not deadline > 0:
+            raise SettingsError("a deadline is above 0 seconds", got=deadline, remedy="pass deadline=1.0")
+        self._seats, self._rule, self.deadline, self.quorum = list(seats), rule, deadline, enough
+        said = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(seats)))}
+        self.signature = Signature(signature.inputs, said)
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Where the members sit."""
+        return self._seats
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        answer = self._ask(inputs)
+        rows = len(next(iter(inputs.values())))
+        mask = torch.tensor([number in answer.members for number in range(len(self._seats))])
+        return {**answer.outputs, ANSWERED: mask.expand(rows, -1).clone()}
+
+    def ask(self, inputs: Any) -> Answer:
+        """The team's answer, and who it is from."""
+        return self._ask(self.checked(inputs))
+
+    def close(self) -> None:
+        """Lets all members go."""
+        for seat in self._seats:
+            seat.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, inputs: dict[str, Tensor]) -> Answer:
+        end = time.monotonic() + self.deadline
+        asked = {seat.ask(inputs): number for number, seat in enumerate(self._seats)}
+        open_ = set(asked)
+        while open_ and (left := end - time.monotonic()) > 0:
+            open_ -= wait(open_, left, FIRST_COMPLETED).done
+        came: dict[int, dict[str, Tensor]] = {}
+        missing = {asked[future]: f"no answer within {self.deadline:g} s" for future in open_}
+        for future, number in asked.items():
+            if future in open_:
+                continue
+            if (error := future.exception()) is not None:
+                missing[number] = str(error).splitlines()[0]
+            else:
+                came[number] = future.result()
+        if len(came) < self.quorum:
+            reasons = "; ".join(f"member {number}: {reason}" for number, reason in sorted(missing.items()))
+            raise RequestRefused("UNAVAILABLE", f"{len(came)} of {self.quorum} members answered ({reasons})", 1.0)
+        who = sorted(came)
+        answers = {name: torch.stack([came[number][name] for number in who]) for name in self._rule.combinations}
+        with torch.no_grad():
+            outputs = self._rule.combined(answers, None if len(who) == len(self._seats) else who)
+        return Answer(outputs, tuple(who), missing)
+
+
+class _Making:
+    """Makes a member's end in its process."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def __call__(self, world: World) -> _Answering:
+        return _Answering(self._member, world.device)
+
+
+class _Answering:
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self._member, self._device = member, device
+        member.model.to(device).eval()
+
+    @torch.no_grad()
+    def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The member's answer, on the CPU."""
+        moved = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        return {name: tensor.cpu() for name, tensor in self._member.answer(moved).items()}
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        return True
+
+    def process(self) -> int:
+        """Where it lives."""
+        import os
+
+        return os.getpid()

@@ -1,0 +1,180 @@
+"""Combinations: one answer from the members' answers. Those that have weights fit them on validation data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core import SettingsError
+from .forms import LOGITS, NUMBERS, as_form, as_probabilities
+
+ROUNDS = 200
+
+
+class Combination(nn.Module):
+    """Takes answers by member and row, and gives one for every row, in the members' own form."""
+
+    name: ClassVar[str] = ""
+    needs_data: ClassVar[bool] = False
+
+    def __init__(self, num_members: int, form: str) -> None:
+        super().__init__()
+        self.num_members, self.form = num_members, form
+
+    @abstractmethod
+    def forward(self, answers: Tensor) -> Tensor:
+        """The combined answer of all members."""
+
+    def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
+        """The combined answer of those members that have answered."""
+        found: Tensor = self(answers)
+        return found
+
+    def fit(self, answers: Tensor, labels: Tensor) -> None:
+        """Learns from what the members say of data whose labels are known."""
+
+
+class Mean(Combination):
+    """The mean: of probabilities where answers are classes."""
+
+    name = "mean"
+
+    def forward(self, answers: Tensor) -> Tensor:
+        return as_form(as_probabilities(answers, self.form).mean(0), self.form)
+
+
+class Vote(Combination):
+    """Each member has one vote for a class; of numbers it is the median."""
+
+    name = "vote"
+
+    def forward(self, answers: Tensor) -> Tensor:
+        if self.form == NUMBERS:
+            return answers.median(0).values
+        votes = F.one_hot(answers.argmax(-1), answers.shape[-1]).to(answers.dtype)
+        return as_form(votes.mean(0), self.form)
+
+
+class Weighted(Combination):
+    """A mean with weights, none below zero and one in all: those under which the validation data is most likely."""
+
+    name = "weighted"
+    needs_data = True
+
+    def __init__(self, num_members: int, form: str) -> None:
+        super().__init__(num_members, form)
+        self.register_buffer("weights", torch.full((num_members,), 1.0 / num_members))
+        self.weights: Tensor
+
+    def forward(self, answers: Tensor) -> Tensor:
+        return self._weighed(answers, self.weights)
+
+    def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
+        weights = self.weights[list(who)]
+        total = weights.sum()
+        weights = weights / total if total > 0 else torch.full_like(weights, 1.0 / len(who))
+        return self._weighed(answers, weights)
+
+    def fit(self, answers: Tensor, labels: Tensor) -> None:
+        if self.form == NUMBERS:
+            self.weights.copy_(_least_squares(answers.double(), labels.double()))
+            return
+        right = _of_label(as_probabilities(answers.double(), self.form), labels).clamp_min(1e-12)
+        weights = self.weights.double()
+        for _ in range(ROUNDS):
+            # Expectation-maximisation of a mixture's weights, whose likelihood has one maximum.
+            shares = weights[:, None] * right
+            weights = (shares / shares.sum(0)).mean(1)
+        self.weights.copy_(weights)
+
+    def _weighed(self, answers: Tensor, weights: Tensor) -> Tensor:
+        shaped = weights.to(answers.dtype).view(-1, *[1] * (answers.dim() - 1))
+        return as_form((as_probabilities(answers, self.form) * shaped).sum(0), self.form)
+
+
+class Stacking(Combination):
+    """A small model on the members' answers: a weight for each member and a bias for each class or number."""
+
+    name = "stacked"
+    needs_data = True
+
+    def __init__(self, num_members: int, form: str) -> None:
+        super().__init__(num_members, form)
+        self.register_buffer("weights", torch.full((num_members,), 1.0 / num_members))
+        self.register_buffer("bias", torch.zeros(1))
+        self.weights: Tensor
+        self.bias: Tensor
+
+    def forward(self, answers: Tensor) -> Tensor:
+        shaped = self.weights.to(answers.dtype).view(-1, *[1] * (answers.dim() - 1))
+        mixed = (self._features(answers) * shaped).sum(0) + self.bias.to(answers.dtype)
+        if self.form == NUMBERS:
+            return mixed
+        return mixed.log_softmax(-1) if self.form == LOGITS else mixed.softmax(-1)
+
+    def of_some(self, answers: Tensor, who: Sequence[int]) -> Tensor:
+        """Members that are missing are replaced by the mean of those that are there."""
+        features = [answers[list(who).index(m)] if m in who else answers.mean(0) for m in range(self.num_members)]
+        found: Tensor = self(torch.stack(features))
+        return found
+
+    def fit(self, answers: Tensor, labels: Tensor) -> None:
+        features = self._features(answers.double())
+        classes = features.shape[-1] if self.form != NUMBERS else 1
+        weights = torch.full((len(answers),), 1.0 / len(answers), dtype=torch.float64, requires_grad=True)
+        bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weights, bias], max_iter=ROUNDS, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            mixed = (features * weights.view(-1, *[1] * (features.dim() - 1))).sum(0) + bias
+            loss = F.mse_loss(mixed, labels.double()) if self.form == NUMBERS else _cross_entropy(mixed, labels)
+            # A little pull to the plain mean, so that few rows do not make wild weights.
+            loss = loss + 1e-3 * ((weights - 1 / len(answers)).square().sum() + bias.square().sum())
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            optimizer.step(closure)
+        self.weights.copy_(weights.detach())
+        self.bias = bias.detach().to(self.weights.dtype)
+
+    def _features(self, answers: Tensor) -> Tensor:
+        return answers if self.form == NUMBERS else as_probabilities(answers, self.form).clamp_min(1e-12).log()
+
+
+COMBINATIONS: dict[str, type[Combination]] = {kind.name: kind for kind in (Mean, Vote, Weighted, Stacking)}
+
+
+def require_combination(name: str) -> type[Combination]:
+    """The combination of a name."""
+    if name not in COMBINATIONS:
+        raise SettingsError(f"combine is {', '.join(COMBINATIONS)}", got=repr(name), remedy="name one of these")
+    return COMBINATIONS[name]
+
+
+def _of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """What each member gave the label, by member and row."""
+    index = labels.long().expand(len(probabilities), *labels.shape).unsqueeze(-1)
+    return probabilities.gather(-1, index).squeeze(-1).flatten(1)
+
+
+def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, -2), labels.long().flatten())
+
+
+def _least_squares(answers: Tensor, labels: Tensor) -> Tensor:
+    """Weights on the simplex with the least squared error, by multiplicative steps."""
+    flat, wanted = answers.flatten(1), labels.expand_as(answers[0]).flatten()
+    gram, slope = flat @ flat.T / flat.shape[1], flat @ wanted / flat.shape[1]
+    weights = torch.full((len(flat),), 1.0 / len(flat), dtype=torch.float64)
+    rate = 1.0 / gram.abs().max().clamp_min(1e-12)
+    for _ in range(10 * ROUNDS):
+        weights = weights * torch.exp(-rate * (gram @ weights - slope))
+        weights = weights / weights.sum()
+    return weights

@@ -1,0 +1,77 @@
+"""Members: trained networks with what they take and give, which must be the same for all of a team."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core import Signature, TaskError
+from ..store import Archive
+from ..training import Run
+
+
+@dataclass(frozen=True)
+class Member:
+    """A network, how it predicts, and an example of what it takes."""
+
+    name: str
+    model: nn.Module
+    predict: Callable[..., Any]
+    signature: Signature
+    example: dict[str, Tensor]
+    free: dict[str, set[int]]
+
+    def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Its answer to checked inputs."""
+        return named(self.predict(self.model, *(inputs[name] for name in self.signature.inputs)))
+
+
+def member_of(source: Any) -> Member:
+    """A member from a run, or from an exported model."""
+    if isinstance(source, Run):
+        predictor = source.predictor()
+        task = source.require_task()
+        predict = task.predict or _plainly
+        example = dict(predictor.example)
+        return Member(source.name, source.model(), predict, predictor.signature, example, predictor.free)
+    if isinstance(source, Archive):
+        outputs = list(source.signature.outputs)
+
+        def answer(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+            return dict(zip(outputs, model(*inputs), strict=True))
+
+        return Member(f"version {source.version}", source.module, answer, source.signature, {}, {})
+    raise TaskError(
+        "members of a team are runs or exported models",
+        got=type(source).__name__,
+        remedy="pass runs, mh.load(path), or a study",
+    )
+
+
+def require_alike(names: Sequence[str], signatures: Sequence[Signature]) -> None:
+    """Members must take and give the same."""
+    first = signatures[0]
+    for name, other in zip(names[1:], signatures[1:], strict=True):
+        for side in ("inputs", "outputs"):
+            mine, theirs = getattr(first, side), getattr(other, side)
+            if {key: (spec.dtype, spec.shape[1:]) for key, spec in mine.items()} != {
+                key: (spec.dtype, spec.shape[1:]) for key, spec in theirs.items()
+            }:
+                shown = [", ".join(f"{key}: {spec}" for key, spec in specs.items()) for specs in (mine, theirs)]
+                raise TaskError(
+                    f"members of a team have the same {side}: {names[0]} has {shown[0]}",
+                    got=f"{shown[1]} of {name}",
+                    remedy="leave it out, or train it for the same",
+                )
+
+
+def named(outputs: Any) -> dict[str, Tensor]:
+    """Outputs as a dict; a bare tensor is called "output"."""
+    return {"output": outputs} if isinstance(outputs, Tensor) else dict(outputs)
+
+
+def _plainly(model: nn.Module, *inputs: Tensor) -> Any:
+    return model(*inputs)

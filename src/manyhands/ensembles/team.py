@@ -1,0 +1,163 @@
+"""Team: several trained networks that answer as one, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import DataError, Predictor, Signature, TensorSpec
+from ..store import export
+from .combination import Combination, Mean, require_combination
+from .forms import NUMBERS, as_probabilities, form_of
+from .member import Member, named, require_alike
+from .together import Together
+from .uncertainty import Calibration, calibration, mutual_information, spread
+
+SPREAD, MUTUAL = "spread", "mutual_information"
+Batches = Sequence[tuple[dict[str, Tensor], Tensor | None]]
+"""Inputs by name, and the labels that belong to them where there are some."""
+
+
+class Rule:
+    """How the members' answers become one: a combination for every output, and what is told beside it."""
+
+    def __init__(self, combinations: Mapping[str, Combination], uncertainty: bool) -> None:
+        self.combinations, self.uncertainty = dict(combinations), uncertainty
+
+    @classmethod
+    def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> Rule:
+        """The rule of a name, for answers by output, member and row; fitted where it learns from labels."""
+        kind = require_combination(name)
+        made: dict[str, Combination] = {}
+        for place, (output, values) in enumerate(answers.items()):
+            form = form_of(values, labels if place == 0 else None)
+            # What else a network tells has no labels to learn from.
+            made[output] = (kind if place == 0 or not kind.needs_data else Mean)(len(values), form)
+            if made[output].needs_data:
+                if labels is None:
+                    raise DataError(
+                        f"combine={name!r} learns from validation data with labels",
+                        got="none",
+                        remedy="give the task valid=, pass data=, or use combine='mean'",
+                    )
+                made[output].fit(values, labels)
+        return cls(made, uncertainty)
+
+    def combined(self, answers: Mapping[str, Tensor], who: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """One answer for every row; `who` are the members that have answered, where not all have."""
+        found = {
+            name: rule(answers[name]) if who is None else rule.of_some(answers[name], who)
+            for name, rule in self.combinations.items()
+        }
+        if self.uncertainty:
+            first = next(iter(self.combinations))
+            form = self.combinations[first].form
+            found[SPREAD] = spread(answers[first], form)
+            if form != NUMBERS:
+                found[MUTUAL] = mutual_information(answers[first], form)
+        return found
+
+    def signature(self, member: Signature) -> Signature:
+        """What a team gives whose members give this."""
+        outputs = dict(member.outputs)
+        if self.uncertainty:
+            first = next(iter(self.combinations))
+            dtype = outputs[first].dtype
+            outputs[SPREAD] = TensorSpec(dtype, (None,))
+            if self.combinations[first].form != NUMBERS:
+                outputs[MUTUAL] = TensorSpec(dtype, (None,))
+        return Signature(member.inputs, outputs)
+
+
+class Team(Predictor):
+    """Members in one program: a Predictor that is served and exported like any model.
+
+    `team(inputs)` answers in the members' own form; `team.uncertainty(inputs)` says how far they disagree, and
+    `team.calibration()` whether it is right as often as it says. `team.apart(...)` puts each in a process of its own.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        combine: str = "mean",
+        batches: Batches = (),
+        uncertainty: bool = False,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        require_alike([member.name for member in members], [member.signature for member in members])
+        self.members, self.combine, self._batches = list(members), combine, batches
+        self._program = Together([m.model for m in members], [m.predict for m in members], named).eval()
+        self._names = list(members[0].signature.inputs)
+        if len(set(devices)) > 1:
+            self._program.place(devices)
+        answers, labels = self._on(batches or [(members[0].example, None)])
+        self.rule = Rule.of(combine, answers, labels, uncertainty)
+        self.signature = self.rule.signature(members[0].signature)
+        self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
+        """Whether all members are computed as one stacked program, which is so where that is faster."""
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return self.rule.combined(self._program.answer(*self._ordered(inputs)))
+
+    def each(self, inputs: Any) -> dict[str, Tensor]:
+        """What every member says: by output, member and row."""
+        return self._program.answer(*self._ordered(self.checked(inputs)))
+
+    def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
+        """How far members disagree on every row: their spread, and for classes the mutual information."""
+        answers = self.each(inputs)
+        told = Rule(self.rule.combinations, True).combined(answers)
+        return {name: told[name] for name in (SPREAD, MUTUAL) if name in told}
+
+    def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
+        """Of the team, and of every member alone, on the validation data."""
+        answers, labels = self._on(self._batches if batches is None else batches)
+        first = next(iter(self.rule.combinations))
+        form = self.rule.combinations[first].form
+        if labels is None or form == NUMBERS:
+            raise DataError("calibration is of classes with labels", got="none", remedy="give the task valid=")
+        together = as_probabilities(self.rule.combinations[first](answers[first]), form)
+        return calibration(together, labels), [calibration(as_probabilities(a, form), labels) for a in answers[first]]
+
+    def export(self, path: str | Path) -> Path:
+        """Writes the team as the next version under a folder: all members and their combination in one program."""
+        example = self.members[0].example
+        if not example:
+            raise DataError("a team is exported with an example", got="exported members", remedy="use their runs")
+        extra = {"members": [member.name for member in self.members], "combine": self.combine}
+        network = _Exported(self._program, self.rule)
+        return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
+
+    def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        return [inputs[name] for name in self._names]
+
+    @torch.no_grad()
+    def _on(self, batches: Batches) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What all members say of some batches, and the labels."""
+        parts = [self._program.answer(*self._ordered(inputs)) for inputs, _ in batches if inputs]
+        if not parts:
+            raise DataError("a team needs an example of its inputs", got="none", remedy="pass data=")
+        labels = [label for _, label in batches]
+        joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        return joined, None if any(one is None for one in labels) else torch.cat(labels)  # type: ignore[arg-type]
+
+
+class _Exported(nn.Module):
+    """The whole team as one network."""
+
+    def __init__(self, program: Together, rule: Rule) -> None:
+        super().__init__()
+        self.program, self.rules, self._rule = program, nn.ModuleDict(rule.combinations), rule
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        return self._rule.combined(self.program(*inputs))
+
+
+def _called(model: nn.Module, *inputs: Tensor) -> Any:
+    return model(*inputs)

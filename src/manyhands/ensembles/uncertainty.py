@@ -1,0 +1,86 @@
+"""Uncertainty: how far members disagree, and whether a team is as often right as it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .forms import NUMBERS, as_probabilities
+
+NUM_BINS = 15
+
+
+def spread(answers: Tensor, form: str) -> Tensor:
+    """The standard deviation over the members, for every row: of the winning class, or the mean over all numbers."""
+    values = as_probabilities(answers, form)
+    deviation = values.std(0, unbiased=False)
+    if form == NUMBERS:
+        return deviation.flatten(1).mean(1) if deviation.dim() > 1 else deviation
+    winner = values.mean(0).argmax(-1, keepdim=True)
+    return _by_row(deviation.gather(-1, winner).squeeze(-1))
+
+
+def mutual_information(answers: Tensor, form: str) -> Tensor:
+    """What a row's class would tell about which member is right: the part of the doubt that more data could end.
+
+    Zero where all members say the same, however unsure they are.
+
+    >>> sure = torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]])
+    >>> unsure = torch.tensor([[[0.5, 0.5]], [[0.5, 0.5]]])
+    >>> [round(float(mutual_information(one, "probabilities")), 3) for one in (sure, unsure)]
+    [0.368, 0.0]
+    """
+    values = as_probabilities(answers, form)
+    return _by_row((entropy(values.mean(0)) - entropy(values).mean(0)).clamp_min(0.0))
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Of the classes, in nats."""
+    found: Tensor = torch.special.entr(probabilities).sum(-1)
+    return found
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How often answers are right, and how often they say that they are."""
+
+    error: float
+    """The expected calibration error: the mean gap between confidence and accuracy over bins of confidence."""
+    accuracy: float
+    loss: float
+    """The mean negative log likelihood."""
+    confidence: tuple[float, ...]
+    """The mean of every bin that has rows, and beside it how often these rows were right, and their number."""
+    right: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"calibration error {self.error:.4f}, accuracy {self.accuracy:.4f}, loss {self.loss:.4f}"
+
+
+def calibration(probabilities: Tensor, labels: Tensor) -> Calibration:
+    """The calibration of probabilities by row and class.
+
+    >>> calibration(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])).error
+    0.25
+    """
+    probabilities, labels = probabilities.double().flatten(0, -2), labels.long().flatten()
+    confidence, choice = probabilities.max(-1)
+    right = (choice == labels).double()
+    bins = (confidence * NUM_BINS).long().clamp_max(NUM_BINS - 1)
+    rows = []
+    for number in range(NUM_BINS):
+        inside = bins == number
+        if inside.any():
+            rows.append((float(confidence[inside].mean()), float(right[inside].mean()), int(inside.sum())))
+    error = sum(count * abs(said - was) for said, was, count in rows) / len(labels)
+    likelihood = probabilities.gather(-1, labels[:, None]).clamp_min(1e-12).log()
+    said, was, counts = zip(*rows, strict=True)
+    return Calibration(round(error, 12), float(right.mean()), -float(likelihood.mean()), said, was, counts)
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """One number for every row: the mean where a row has several places."""
+    return values.flatten(1).mean(1) if values.dim() > 1 else values

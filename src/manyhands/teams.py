@@ -1,0 +1,238 @@
+"""The verb of ensembles: members trained or given, joined into one Predictor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from . import ensembles, studies
+from .core import DataError, SettingsError, Signature, Task, TaskError, as_task, typed
+from .data import Cursor, Feed, as_source
+from .ensembles import Batches, Team, TeamApart
+from .store import Archive
+from .training import Run, inputs_of
+from .tuning import Study
+from .verbs import On
+
+MAX_ROWS = 10_000
+"""Rows of validation data that weights are fitted on, at most."""
+
+
+def ensemble(
+    source: Task | Callable[..., Task] | Study | Sequence[Any],
+    members: int | None = None,
+    *,
+    combine: str = "mean",
+    uncertainty: bool = False,
+    data: Any = None,
+    epochs: int = 1,
+    params: Mapping[str, Any] | None = None,
+    on: On = None,
+    execution: str | None = None,
+    name: str | None = None,
+    folder: str | Path = "studies",
+    resume: bool = False,
+    progress: bool | None = None,
+) -> Team:
+    """Several networks that answer as one: members of a task are trained, runs are taken as they are.
+
+    - `source`: a task, of which `members` are trained with seeds of their own; a list of runs or exported models; or a
+      study, whose best `members` are taken (tune with `keep=`);
+    - `combine`: "mean" of probabilities or numbers, "vote", "weighted" or "stacked", which are fitted to `data`;
+    - `uncertainty`: whether every answer tells the members' spread and mutual information as outputs of their own;
+    - `data`: with labels; by default the task's validation data;
+    - `epochs`, `params`, `on`, `execution`, `name`, `folder`, `resume`: of the training, as in `mh.tune`.
+
+        team = mh.ensemble(task, members=10, epochs=5)
+        team(images); team.uncertainty(images); print(team.calibration()[0])
+        team.export("models/digits")
+    """
+    ensembles.require_combination(combine)
+    if isinstance(source, Study):
+        chosen: list[Any] = [source.run(trial) for trial in source.top(_num(members, 5))]
+    elif isinstance(source, Task) or callable(source):
+        trained = _trained(
+            source,
+            _num(members, 5),
+            epochs=epochs,
+            params=params,
+            on=on,
+            execution=execution,
+            name=name,
+            folder=folder,
+            resume=resume,
+            progress=progress,
+        )
+        chosen = [trained.run(trial) for trial in trained.trials]
+    else:
+        chosen = list(source)
+    if not chosen:
+        raise SettingsError("a team has members", got="none", remedy="pass runs, or a task and members=5")
+    batches = _batches(chosen, data)
+    return Team([ensembles.member_of(one) for one in chosen], combine=combine, batches=batches, uncertainty=uncertainty)
+
+
+def apart(
+    team: Team | Sequence[str],
+    *,
+    on: On = None,
+    deadline: float = 1.0,
+    quorum: int | None = None,
+    combine: str = "mean",
+    data: Any = None,
+    token: str | None = None,
+) -> TeamApart:
+    """A team whose members sit apart: each in a process of its own, or behind servers that are there already.
+
+    - `team`: a Team, or the addresses of served models such as "http://host:8501/digits";
+    - `on`: devices for the processes, in turn;
+    - `deadline`: seconds for an answer; `quorum`: members that must have answered by then, more than half by default;
+    - `combine`, `data`: for served models; a Team brings its own. `data` is (inputs, labels): labels tell that numbers
+      are classes, and "weighted" and "stacked" are fitted to them.
+
+        with mh.apart(team, on="cpu*2", deadline=0.5, quorum=3) as remote:
+            answer = remote.ask(images)
+            answer.outputs, answer.members, answer.missing
+    """
+    if isinstance(team, Team):
+        engine, devices, _ = studies._place(on)
+        seats = [
+            ensembles.ProcessSeat(engine, member, devices[number % len(devices)])
+            for number, member in enumerate(team.members)
+        ]
+        try:
+            for seat in seats:
+                seat.ready()
+            return TeamApart(seats, team.rule, team.members[0].signature, deadline=deadline, quorum=quorum)
+        except BaseException:
+            for seat in seats:
+                seat.close()
+            raise
+    return _served(list(team), deadline, quorum, combine, data, token)
+
+
+def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, **options: Any) -> Study:
+    """A study of the same task with other seeds: every member is a trial that is kept."""
+    if isinstance(source, Task):
+        base, seed = source, source.seed
+
+        def make(seed: int = seed) -> Task:
+            return base.replace(seed=seed)
+    else:
+        function, given = source, typed(source, params or {})
+        takes_seed = "seed" in inspect.signature(function).parameters and "seed" not in given
+        seed = as_task(function, params).seed
+
+        def make(seed: int = seed) -> Task:
+            made = function(**{**given, **({"seed": seed} if takes_seed else {})})
+            return made.replace(seed=seed)
+
+    first = as_task(make)
+    objective = "valid_loss" if first.valid is not None and first.loss is not None else "loss"
+    space = {"seed": [seed + number for number in range(members)]}
+    study = studies.tune(make, space, search="grid", objective=objective, keep=members, **options)
+    if len(study.finished) < members:
+        failed = [trial for trial in study.trials if trial.state != "finished"]
+        reason = failed[0].reason if failed else "it was stopped"
+        raise TaskError(
+            f"all {members} members must be trained", got=f"{len(study.finished)} ({reason})", remedy="mend the task"
+        )
+    return study
+
+
+def _batches(chosen: Sequence[Any], data: Any) -> Batches:
+    """Inputs and labels of the validation data, as the first member's task takes them."""
+    run = next((one for one in chosen if isinstance(one, Run)), None)
+    if run is None:
+        return _pairs(chosen[0].signature, data) if data is not None and isinstance(chosen[0], Archive) else ()
+    task = run.require_task()
+    held = task.valid if data is None else data
+    if held is None:
+        return ()
+    source = as_source(held, collate=task.collate)
+    feed = Feed(source, batch_size=task.batch_size or source.batch_size or 256, shuffle=False)
+    found: list[tuple[dict[str, Tensor], Tensor | None]] = []
+    rows = 0
+    for batch in feed.epoch(Cursor()):
+        inputs = inputs_of(task, batch.data)
+        found.append((inputs, _labels(batch.data)))
+        rows += len(next(iter(inputs.values())))
+        if rows >= MAX_ROWS:
+            break
+    feed.close()
+    return found
+
+
+def _pairs(signature: Signature, data: Any) -> Batches:
+    """Arrays (inputs, labels), for members with one input."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or len(signature.inputs) != 1:
+        raise DataError("data is (inputs, labels) here", got=type(data).__name__, remedy="pass these")
+    return [({next(iter(signature.inputs)): torch.as_tensor(data[0])}, torch.as_tensor(data[1]))]
+
+
+def _labels(batch: Any) -> Tensor | None:
+    """The labels of a batch: the second element, or what a dict calls so."""
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in ("label", "labels", "target", "targets", "y") if name in batch), None)
+    else:
+        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _served(
+    urls: Sequence[str], deadline: float, quorum: int | None, combine: str, data: Any, token: str | None
+) -> TeamApart:
+    """A team of models that servers answer for."""
+    from .serving import Client
+
+    if not urls or not all(isinstance(url, str) for url in urls):
+        raise SettingsError("members apart are a Team, or addresses", got=repr(urls)[:80], remedy="pass one of these")
+    signatures, asking = [], []
+    for url in urls:
+        parts = urlsplit(url)
+        model = parts.path.strip("/")
+        if not model:
+            rule = "an address names a model: http://host:8501/digits"
+            raise SettingsError(rule, got=repr(url), remedy="add its name")
+        client = Client(f"{parts.scheme}://{parts.netloc}", token=token, timeout=deadline)
+        signatures.append(client.signature(model))
+        asking.append(_Asking(client, model))
+    ensembles.require_alike(list(urls), signatures)
+    inputs, labels = _pairs(signatures[0], data)[0] if data is not None else (_zeros(signatures[0]), None)
+    answers = [ask(inputs) for ask in asking]
+    together = {name: torch.stack([answer[name] for answer in answers]) for name in answers[0]}
+    rule_of = ensembles.Rule.of(combine, together, labels, False)
+    seats = [ensembles.CallSeat(ask, ask.model) for ask in asking]
+    return TeamApart(seats, rule_of, signatures[0], deadline=deadline, quorum=quorum)
+
+
+def _zeros(signature: Signature) -> dict[str, Tensor]:
+    """Two rows of zeros, to see what answers look like."""
+    return {
+        name: torch.zeros([2 if size is None else size for size in spec.shape], dtype=getattr(torch, spec.dtype))
+        for name, spec in signature.inputs.items()
+    }
+
+
+class _Asking:
+    """Asks a server for one model."""
+
+    def __init__(self, client: Any, model: str) -> None:
+        self._client, self.model = client, model
+
+    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = self._client(self.model, inputs)
+        answers = found if isinstance(found, dict) else {"output": found}
+        return {name: torch.as_tensor(value) for name, value in answers.items()}
+
+
+def _num(members: int | None, default: int) -> int:
+    if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
+        raise SettingsError("members is a whole number of at least 1", got=members, remedy="pass members=5")
+    return default if members is None else members

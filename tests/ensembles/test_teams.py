@@ -1,0 +1,273 @@
+"""Teams: combinations, uncertainty, one program and processes apart, export and serving, members that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import manyhands as mh
+from manyhands.core import DataError, RequestRefused, SettingsError, TaskError
+from manyhands.ensembles import COMBINATIONS, ProcessSeat, Team, calibration
+
+GENERATOR = torch.Generator().manual_seed(0)
+CENTRES = torch.randn(3, 6, generator=GENERATOR)
+LABELS = torch.randint(3, (360,), generator=GENERATOR)
+INPUTS = CENTRES[LABELS] + 1.2 * torch.randn(360, 6, generator=GENERATOR)
+
+
+def loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def classifier(width: int = 16, classes: int = 3, seed: int = 0) -> mh.Task:
+    return mh.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.ReLU(), torch.nn.Linear(width, classes)),
+        loss=loss,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.03),
+        data=(INPUTS[:160], LABELS[:160]),
+        valid=(INPUTS[160:], LABELS[160:]),
+        batch_size=32,
+        seed=seed,
+    )
+
+
+def regression() -> mh.Task:
+    wanted = INPUTS.sum(1, keepdim=True)
+    return mh.Task(
+        model=lambda: torch.nn.Linear(6, 1),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        data=(INPUTS[:160], wanted[:160]),
+        valid=(INPUTS[160:], wanted[160:]),
+        batch_size=32,
+    )
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> mh.Study:
+    """Four members with seeds of their own."""
+    folder = tmp_path_factory.mktemp("team")
+    space = {"seed": [0, 1, 2, 3]}
+    return mh.tune(classifier, space, search="grid", epochs=8, keep=4, on="cpu", folder=folder, progress=False)
+
+
+@pytest.fixture(scope="module")
+def runs(study: mh.Study) -> list[mh.Run]:
+    return [study.run(trial) for trial in study.trials]
+
+
+def by_hand(runs: list[mh.Run]) -> Tensor:
+    with torch.no_grad():
+        return torch.stack([run.model()(INPUTS) for run in runs])
+
+
+def test_the_mean_is_of_probabilities_in_the_members_own_form(runs: list[mh.Run]) -> None:
+    team = mh.ensemble(runs)
+    wanted = by_hand(runs).softmax(-1).mean(0)
+    torch.testing.assert_close(team(INPUTS).softmax(-1), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_votes_are_counted(runs: list[mh.Run]) -> None:
+    team = mh.ensemble(runs, combine="vote")
+    votes = F.one_hot(by_hand(runs).argmax(-1), 3).float().mean(0)
+    torch.testing.assert_close(team(INPUTS).softmax(-1), votes, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("combine", ["weighted", "stacked"])
+def test_what_is_fitted_makes_the_data_more_likely_than_the_mean_does(
+    runs: list[mh.Run], combine: str, tmp_path: Path
+) -> None:
+    bad = mh.fit(classifier(seed=9), "single", steps=1, on="cpu", folder=tmp_path, progress=False)
+    mixed = [*runs, bad]
+
+    def likelihood(team: Team) -> float:
+        return float(F.cross_entropy(team(INPUTS[160:]), LABELS[160:]))
+
+    fitted = mh.ensemble(mixed, combine=combine)
+    assert likelihood(fitted) < likelihood(mh.ensemble(mixed))
+    weights = fitted.rule.combinations["output"].weights
+    if combine == "weighted":
+        assert weights[-1] < 0.1
+        assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
+        assert bool((weights >= 0).all())
+
+
+def test_numbers_are_averaged_and_weighted(tmp_path: Path) -> None:
+    team = mh.ensemble(regression(), members=3, epochs=2, on="cpu", folder=tmp_path, progress=False)
+    answers = team.each(INPUTS)["output"]
+    torch.testing.assert_close(team(INPUTS), answers.mean(0))
+    assert team.uncertainty(INPUTS)["spread"].shape == (360,)
+    assert "mutual_information" not in team.uncertainty(INPUTS)
+    with pytest.raises(DataError, match="calibration is of classes"):
+        team.calibration()
+
+
+def test_uncertainty_is_high_where_members_disagree(runs: list[mh.Run]) -> None:
+    team = mh.ensemble(runs, uncertainty=True)
+    told = team(INPUTS)
+    assert set(told) == {"output", "spread", "mutual_information"}
+    torch.testing.assert_close(told["spread"], team.uncertainty(INPUTS)["spread"])
+    winners = by_hand(runs).argmax(-1)
+    agree = (winners == winners[0]).all(0)
+    assert told["mutual_information"][~agree].mean() > told["mutual_information"][agree].mean()
+    assert bool((told["mutual_information"] >= 0).all())
+
+
+def test_calibration_of_a_team_is_told_beside_its_members(runs: list[mh.Run]) -> None:
+    team, members = mh.ensemble(runs).calibration()
+    assert len(members) == 4
+    assert team.loss < sum(one.loss for one in members) / 4
+    assert sum(team.counts) == 200
+    sure = torch.eye(3)[LABELS]
+    assert calibration(sure, LABELS).error == 0.0
+
+
+def test_members_are_trained_alike_but_for_their_seeds(tmp_path: Path) -> None:
+    team = mh.ensemble(classifier, members=3, epochs=2, on="cpu", folder=tmp_path, progress=False)
+    alone = mh.fit(classifier(seed=2), "single", epochs=2, on="cpu", folder=tmp_path / "runs", progress=False)
+    with torch.no_grad():
+        wanted = alone.model()(INPUTS)
+    torch.testing.assert_close(team.each(INPUTS)["output"][2], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_best_of_a_study(study: mh.Study) -> None:
+    team = mh.ensemble(study, members=2)
+    assert [member.name for member in team.members] == [f"{trial.number:05d}" for trial in study.top(2)]
+
+
+@pytest.mark.parametrize("combine", COMBINATIONS)
+def test_one_program_processes_apart_and_an_export_say_the_same(
+    runs: list[mh.Run], tmp_path: Path, combine: str
+) -> None:
+    team = mh.ensemble(runs, combine=combine, uncertainty=True)
+    here = team(INPUTS)
+    exported = mh.load(team.export(tmp_path / "models"))
+    assert exported.meta["members"] == ["00000", "00001", "00002", "00003"]
+    with mh.apart(team, on="cpu*2", deadline=30.0) as remote:
+        answer = remote.ask(INPUTS)
+        assert answer.members == (0, 1, 2, 3)
+        assert not answer.is_degraded
+        for name, wanted in here.items():
+            torch.testing.assert_close(answer.outputs[name], wanted, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(exported(INPUTS)[name], wanted, rtol=1e-6, atol=1e-6)
+        assert remote(INPUTS)["answered"].tolist() == [[True] * 4] * 360
+
+
+def test_the_stacked_program_says_the_same_as_one_after_another(runs: list[mh.Run]) -> None:
+    team = mh.ensemble(runs)
+    program = team._program
+    plain = program(INPUTS)["output"]
+    program.settle([INPUTS[:4]])
+    if program._stack is None:  # slower here, so it was not kept
+        program._stack = program.stacked_parts()
+    torch.testing.assert_close(program.answer(INPUTS)["output"], plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def remote(runs: list[mh.Run]) -> Iterator[mh.TeamApart]:
+    with mh.apart(mh.ensemble(runs[:3]), on="cpu*2", deadline=20.0, quorum=2) as team:
+        yield team
+
+
+def test_a_member_killed_under_load_fails_no_query_and_every_degraded_answer_says_so(
+    remote: mh.TeamApart, runs: list[mh.Run]
+) -> None:
+    whole = by_hand(runs[:3]).softmax(-1)
+    wanted = {members: whole[list(members)].mean(0) for members in ((0, 1, 2), (0, 2))}
+    seen: list[tuple[int, ...]] = []
+    wrong: list[str] = []
+    end = threading.Event()
+
+    def load() -> None:
+        while not end.is_set():
+            try:
+                answer = remote.ask(INPUTS)
+                if answer.is_degraded != (len(answer.members) < 3):
+                    wrong.append("a degraded answer that does not say so")
+                told = answer.outputs["output"].softmax(-1)
+                if not torch.allclose(told, wanted[answer.members], atol=1e-6):
+                    wrong.append(f"another answer of {answer.members}")
+                seen.append(answer.members)
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    seat = remote.seats[1]
+    assert isinstance(seat, ProcessSeat)
+    os.kill(seat.pid, signal.SIGKILL)
+    limit = time.monotonic() + 30
+    while time.monotonic() < limit and not (seen.count((0, 2)) and seen[-1:] == [(0, 1, 2)]):
+        time.sleep(0.05)
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert (0, 2) in seen
+    assert seen[-1] == (0, 1, 2)
+
+
+def test_below_the_quorum_a_query_is_refused_with_the_reasons(remote: mh.TeamApart) -> None:
+    for seat in remote.seats[:2]:
+        assert isinstance(seat, ProcessSeat)
+        seat.close()
+        seat._started_at = time.monotonic() + 3600
+    with pytest.raises(RequestRefused, match=r"1 of 2 members answered \(member 0: .*; member 1: ") as caught:
+        remote.ask(INPUTS)
+    assert caught.value.code == "UNAVAILABLE"
+
+
+def test_a_slow_member_is_not_waited_for(runs: list[mh.Run]) -> None:
+    with mh.apart(mh.ensemble(runs[:3]), on="cpu*2", deadline=0.5, quorum=1) as remote:
+        seat = remote.seats[2]
+        assert isinstance(seat, ProcessSeat)
+        os.kill(seat.pid, signal.SIGSTOP)
+        answer = remote.ask(INPUTS)
+        assert 2 not in answer.members
+        assert answer.missing[2] == "no answer within 0.5 s"
+
+
+def test_a_team_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
+    for number, run in enumerate(runs[:2]):
+        run.export(tmp_path / "models" / f"member{number}")
+    with mh.serve(tmp_path / "models", on="cpu", http=0, grpc=0, manage=0) as server:
+        urls = [f"{server.url}/member{number}" for number in range(2)]
+        with mh.apart(urls, deadline=20.0, data=(INPUTS, LABELS)) as remote:
+            answer = remote.ask(INPUTS)
+            assert answer.members == (0, 1)
+            wanted = by_hand(runs[:2]).softmax(-1).mean(0)
+            torch.testing.assert_close(answer.outputs["output"].softmax(-1), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_team_is_served_like_any_model(runs: list[mh.Run]) -> None:
+    team = mh.ensemble(runs, uncertainty=True)
+    with mh.serve(team, name="team", on="cpu", http=0, grpc=0, manage=0) as server:
+        told = mh.Client(server.url)("team", INPUTS[:5])
+        torch.testing.assert_close(torch.as_tensor(told["output"]), team(INPUTS[:5])["output"], rtol=1e-6, atol=1e-6)
+        assert set(told) == {"output", "spread", "mutual_information"}
+
+
+def test_what_does_not_fit_is_refused(runs: list[mh.Run], tmp_path: Path) -> None:
+    other = mh.fit(classifier(classes=4), "single", steps=1, on="cpu", folder=tmp_path, progress=False)
+    with pytest.raises(TaskError, match=r"the same outputs: 00000 has output: float32\[\*, 3\], but got .*\[\*, 4\]"):
+        mh.ensemble([runs[0], other])
+    with pytest.raises(SettingsError, match="combine is mean, vote, weighted, stacked, but got 'best'"):
+        mh.ensemble(runs, combine="best")
+    with pytest.raises(SettingsError, match="a team has members"):
+        mh.ensemble([])
+    with pytest.raises(TaskError, match="runs or exported models, but got int"):
+        mh.ensemble([3])
+    with pytest.raises(SettingsError, match="a quorum is 1 to 2 members, but got 3"):
+        mh.apart(mh.ensemble(runs[:2]), on="cpu*2", quorum=3)
+    with pytest.raises(SettingsError, match="an address names a model"):
+        mh.apart(["http://127.0.0.1:1"])
