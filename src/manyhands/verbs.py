@@ -134,6 +134,7 @@ def fit(
     start_from: Run | Weights | Mapping[str, Tensor] | str | Path | None = None,
     save_every: int | None = None,
     keep: int = 2,
+    copy_every: int = 100,
     callbacks: Sequence[Callback] = (),
     stop: Patience | Sequence[Patience] | None = None,
     log_to: LogTo | None = None,
@@ -157,6 +158,7 @@ def fit(
       network begins with: fresh data, a new optimizer; a resumed run goes on from its checkpoint instead;
       `mh.weights(path, strict=False)` takes what fits;
     - `save_every`, `keep`: steps between checkpoints besides the one after each epoch; how many stay besides the best;
+    - `copy_every`: steps between copies, in another rank's memory, of parts of a network that only one rank has;
     - `stop`: `mh.Patience("valid_loss", 5)`, or several: the run ends when one of them gets no better for so long;
     - `log_to`: "tensorboard", "wandb", "mlflow", "csv", an `mh.Sink`, a function of an event, or a list of these;
     - `callbacks`: `mh.Callback` objects; `progress`: False shows nothing; `timeout`: seconds for a healthy operation;
@@ -185,7 +187,7 @@ def fit(
     >>> run.num_steps
     4
     """
-    _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep)
+    _require_positive(epochs=epochs, steps=steps, save_every=save_every, keep=keep, copy_every=copy_every)
     training.check_callbacks(callbacks)
     sinks = make_sinks(log_to)
     limit = None if memory is None else training.parse_bytes(memory)
@@ -235,6 +237,7 @@ def fit(
         resume=resume,
         save_every=save_every,
         keep=keep,
+        copy_every=copy_every,
         callbacks=tuple(callbacks),
         stop=training.as_patience(stop),
         start_from=source,

@@ -425,8 +425,8 @@ class Hand:
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
             flag = self._flag(key, norm, tally)
-            self.replica.update(key, flag)
             self.is_midway = True
+            self.replica.update(key, flag)
             if self.averages is not None:
                 self.averages.update(key, flag)
         self.losses[key] = tally.loss

@@ -25,6 +25,7 @@ from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import Guard, explain_memory, limited, used
+from .parts import COPY_EVERY, Copies, restore_part
 from .patience import Patience, Watch, check_patience
 from .recovery import GoBack, Kept, Marker, as_loss, is_sound, recall, resized
 from .sampling import NoSampler, Sampler
@@ -68,6 +69,8 @@ class Job:
     save_every: int | None = None
     """Steps between two checkpoints, besides the one after each epoch."""
     keep: int = 2
+    copy_every: int = COPY_EVERY
+    """Steps between two copies of parts that only one rank has, in the memory of another."""
     callbacks: Sequence[Callback] = ()
     stop: Sequence[Patience] = ()
     """Ends the run when what one of them watches gets no better."""
@@ -176,6 +179,8 @@ class TrainingLoop:
             self.marker.mark()
             if self.job.profile:
                 self.sampler = Sampler(self.hand, train_feed)
+            self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
+            self.copy_parts()
             self.hand.on_taken = self.marker.mark
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
@@ -196,6 +201,7 @@ class TrainingLoop:
                 self.set_learning_rate()
                 self.take_step(batch, stepper)
                 self.marker.mark()
+                self.copy_parts()
                 self.look(batch)
                 hand.world.require_current()
                 if self.reporter.num_skipped >= self.task.max_skipped:
@@ -286,23 +292,32 @@ class TrainingLoop:
 
     def go_on(self) -> None:
         """Goes on after replicas were lost or came: from the memory of one, else from the last checkpoint."""
-        hand = self.hand
-        kept, source = recall(hand, self.kept)
-        if kept.checkpoint is not None:
-            self.take_up(restore_snapshot(hand, kept.checkpoint))
-            if self.kept.called_at is not None:
-                self.called_at = self.kept.called_at
+        hand, recent, kept = self.hand, [], self.kept
+        saved = max(hand.world.gather_objects(hand.store(self.path).steps())[0], default=0)
+        found = recall(hand, kept, at_least=0 if kept.goes_before is not None else saved)
+        if found is not None:
+            self.take_up((restore_part if found.is_part else restore_snapshot)(hand, found.checkpoint))
+            if kept.called_at is not None:
+                self.called_at = min(kept.called_at, found.checkpoint.step)
             # From here on this counts, whatever happens before the next mark.
-            self.kept.checkpoint, self.kept.recent = kept.checkpoint, []
-        elif (state := hand.restore(self.path, before=self.kept.goes_before)) is not None:
+            kept.checkpoint, kept.recent = found.checkpoint, []
+            source, recent = found.source, found.recent
+        elif (state := hand.restore(self.path, before=kept.goes_before)) is not None:
             self.take_up(state)
             source = "the last checkpoint"
         else:
             source = "the last checkpoint" if self.begin() else "its beginning"
-        self.kept.goes_before = None
+        kept.goes_before = None
         told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
         self.reporter.report(event("recovered", **told))
-        self.reporter.report_again(kept.recent)
+        self.reporter.report_again(recent)
+
+    def copy_parts(self) -> None:
+        """Now and then ranks whose part of the network nobody else has give a copy of it to another."""
+        if self.copies.is_due(self.hand.num_steps):
+            with self.hand.timed("save"):
+                made = self.copies.make(self.marker.checkpoint(self.state()))
+            self.kept.copies = made or self.kept.copies
 
     def keep(self) -> None:
         """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""

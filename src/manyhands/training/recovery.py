@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..cluster import World
 from ..core import PeerLost, StrategyError, StrategySpec, random_state
 from ..data import Cursor
 from ..store import Checkpoint
+from .parts import complete, joined, part_snapshot, shape_of
 from .snapshot import local_snapshot, share
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Kept:
     """What outlives a world: the last step that this replica has taken, and all that it needs to go on from there."""
 
     checkpoint: Checkpoint | None = None
+    copies: list[Checkpoint] = field(default_factory=list)
+    """Of a network in parts: this rank's part and another's, of the step when they were last copied."""
     recent: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """The last losses, in case that the replica which was to report them is gone."""
     called_at: int | None = None
@@ -43,6 +47,11 @@ class Kept:
     """The first of many steps without a finite gradient, from which the run went back; 0 where it never did."""
     goes_before: int | None = None
     """The step before which a checkpoint must be to go on from it; None for any."""
+
+    @property
+    def held(self) -> list[Checkpoint]:
+        """Everything that this rank can give."""
+        return [*([] if self.checkpoint is None else [self.checkpoint]), *self.copies]
 
     @property
     def step(self) -> int:
@@ -59,7 +68,7 @@ class Marker:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._is_on = hand.world.line.recovers and is_whole(hand.spec)
+        self._is_on = hand.world.line.recovers
         self._mark: Mark | None = None
 
     @property
@@ -79,33 +88,76 @@ class Marker:
             self._mark = Mark(hand.num_steps, list(hand.cursors), buffers, draws)
 
     def checkpoint(self, state: dict[str, Any]) -> Checkpoint | None:
-        """The replica as it was at the last mark; None where it has only parts, or was in the middle of updates."""
+        """What this rank holds, as it was at the last mark; None where it was in the middle of updates."""
         hand, mark = self._hand, self._mark
-        if mark is None or hand.is_midway or mark.step != hand.num_steps or not is_whole(hand.spec):
+        if mark is None or hand.is_midway or mark.step != hand.num_steps:
             return None
+        if not is_whole(hand.spec):
+            # Replicas that have gone apart would have to agree first.
+            ready = not hand.replica.drifts
+            return part_snapshot(hand, mark.cursors, mark.buffers, self._random(mark), state) if ready else None
         with torch.no_grad():
             for buffer, before in zip(hand.model.buffers(), mark.buffers, strict=True):
                 buffer.copy_(before)
+        return local_snapshot(hand, mark.cursors, self._random(mark), state)
+
+    def _random(self, mark: Mark) -> dict[str, Tensor]:
         for generator, before in zip(self._generators, mark.draws, strict=True):
             generator.set_state(before)
-        return local_snapshot(hand, mark.cursors, random_state(hand.device), state)
+        return random_state(self._hand.device)
 
 
-def recall(hand: Hand, kept: Kept) -> tuple[Kept, str]:
-    """What the replicas go on from, and whose it is: of those that have something the one that has come farthest."""
-    world = hand.world
-    offers = world.gather_objects(None if kept.checkpoint is None else kept.step)
-    steps = [step for step in offers if step is not None]
-    if not steps:
-        return Kept(), ""
-    source = offers.index(max(steps))
-    recent = [entry for entry in kept.recent if entry[0] > world.seat.heard]
-    told = world.gather_objects(recent if world.rank == source else None)[source]
-    checkpoint = share(world, kept.checkpoint if world.rank == source else None, source)
-    if kept.checkpoint is not None and kept.step == checkpoint.step:
-        # Every replica has drawn other numbers than the rest.
-        checkpoint = dataclasses.replace(checkpoint, random=kept.checkpoint.random)
-    return Kept(checkpoint, told), f"the memory of rank {source}"
+@dataclass(frozen=True)
+class Recalled:
+    """What a rank goes on from, and where it was found."""
+
+    checkpoint: Checkpoint
+    source: str
+    recent: list[tuple[int, dict[str, float]]]
+    is_part: bool
+
+
+def recall(hand: Hand, kept: Kept, at_least: int) -> Recalled | None:
+    """The latest step that is whole in the memory of those that are here; None where there is none, or an earlier one.
+
+    Of replicas that hold everything it is what the one that has come farthest has. Of a network in parts all of them
+    must be there: each rank gets its own again, or the whole is cut anew where fewer ranks are left.
+    """
+    world, held = hand.world, {_offer(part): part for part in reversed(kept.held)}
+    offers = world.gather_objects(list(held))
+    step, shape = next(complete(offers), (-1, ()))
+    if step < at_least:
+        return None
+    wanted = [(step, place, shape) for place in range(math.prod(shape))]
+    sources = [next(rank for rank, have in enumerate(offers) if offer in have) for offer in wanted]
+    recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
+    told = world.gather_objects(recent)[sources[0]]
+    live = world.gather_objects(None if kept.checkpoint is None else _offer(kept.checkpoint))
+    fits = shape == shape_of(hand.spec)
+    parts: list[Any] = []
+    for offer, source in zip(wanted, sources, strict=True):
+        lacking = [r for r in range(world.size) if r % len(wanted) == offer[1] and offer not in offers[r]]
+        part = held.get(offer)
+        if lacking or not fits:
+            part = share(world, part if world.rank == source else None, source)
+        if offer in held and part is not None:
+            # Every rank has drawn other numbers than the rest.
+            part = dataclasses.replace(part, random=held[offer].random)
+        parts.append(part)
+    if len(parts) == 1:
+        return Recalled(parts[0], f"the memory of rank {sources[0]}", told, is_part=False)
+    names = f"the memory of ranks {', '.join(map(str, sources))}"
+    source_text = names if set(wanted) <= set(live) else "copies that ranks keep of each other's parts"
+    if fits:
+        return Recalled(parts[world.rank % len(parts)], source_text, told, is_part=True)
+    if not all(part.state["joins"] for part in parts):
+        return None
+    return Recalled(joined(parts), source_text, told, is_part=False)
+
+
+def _offer(part: Checkpoint) -> tuple[int, int, tuple[int, ...]]:
+    """Of which step it is, and which part of how it was cut."""
+    return part.step, part.state.get("place", 0), tuple(part.state.get("shape", ()))
 
 
 def is_sound(hand: Hand) -> bool:

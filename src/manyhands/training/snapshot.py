@@ -63,20 +63,55 @@ def local_snapshot(
 
 def share(world: World, checkpoint: Checkpoint | None, source: int) -> Checkpoint:
     """One rank's checkpoint, on all of them."""
-    mine: list[Tensor] = []
-
-    def aside(tensor: Tensor) -> _Slot:
-        mine.append(tensor.detach().cpu().contiguous())
-        return _Slot(len(mine) - 1, tuple(tensor.shape), tensor.dtype)
-
-    parts = None if checkpoint is None else {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
-    told = world.gather_objects(_mapped(aside)(parts))[source]
-    slots: list[_Slot] = []
-    _mapped(slots.append, _Slot)(told)
-    tensors = mine if checkpoint is not None else [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    told, mine = _taken_apart(checkpoint)
+    told = world.gather_objects(told)[source]
+    tensors = mine if world.rank == source else _room_for(told)
     for tensor in tensors:
         if tensor.numel():
             world.broadcast(tensor.view(-1).view(torch.uint8), source)
+    return _put_together(told, tensors)
+
+
+def exchange(world: World, mine: Checkpoint, step_away: int) -> Checkpoint:
+    """Gives a checkpoint to the rank so many further, in a ring; returns that of the rank as many before."""
+    told, tensors = _taken_apart(mine)
+    source = (world.rank - step_away) % world.size
+    theirs = world.gather_objects(told)[source]
+    room = _room_for(theirs)
+    going = [
+        world.start_send(tensor.view(-1).view(torch.uint8), (world.rank + step_away) % world.size, tag)
+        for tag, tensor in enumerate(tensors)
+        if tensor.numel()
+    ]
+    coming = [
+        world.start_receive(tensor.view(-1).view(torch.uint8), source, tag)
+        for tag, tensor in enumerate(room)
+        if tensor.numel()
+    ]
+    for pending in (*coming, *going):
+        pending.wait()
+    return _put_together(theirs, room)
+
+
+def _taken_apart(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
+    """What can be told of a checkpoint in a few words, and its tensors."""
+    tensors: list[Tensor] = []
+
+    def aside(tensor: Tensor) -> _Slot:
+        tensors.append(tensor.detach().cpu().contiguous())
+        return _Slot(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+
+    parts = None if checkpoint is None else {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
+    return _mapped(aside)(parts), tensors
+
+
+def _room_for(told: Any) -> list[Tensor]:
+    slots: list[_Slot] = []
+    _mapped(slots.append, _Slot)(told)
+    return [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+
+
+def _put_together(told: Any, tensors: Sequence[Tensor]) -> Checkpoint:
     return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(told))
 
 

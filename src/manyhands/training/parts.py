@@ -1,0 +1,217 @@
+"""Parts: what a rank holds of a network that no rank holds all of, kept in memory, and how a run goes on from parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cluster import World
+from ..core import MESH_ORDER, StrategySpec, mix, restore_random_state, seed_all
+from ..data import Cursor
+from ..store import Checkpoint, load_optimizer_state, optimizer_state
+from .snapshot import exchange
+
+if TYPE_CHECKING:
+    from .hand import Hand
+
+COPY_EVERY = 100
+"""Steps between two copies of parts that only one rank has."""
+
+
+def num_places(spec: StrategySpec) -> int:
+    """Into how many parts a replica is cut; its ranks sit side by side."""
+    return (spec.num_devices or 1) // (spec.replicas or 1)
+
+
+def shape_of(spec: StrategySpec) -> tuple[int, ...]:
+    """How a replica is cut, whatever the number of replicas."""
+    return tuple(spec.axes.get(axis, 1) for axis in MESH_ORDER if axis != "replicas")
+
+
+def part_snapshot(
+    hand: Hand,
+    cursors: Sequence[Cursor],
+    buffers: Sequence[Tensor],
+    random: Mapping[str, Tensor],
+    state: dict[str, Any],
+) -> Checkpoint:
+    """This rank's part of everything that a run needs to go on: copies on the CPU, without asking others."""
+    cut: list[str] = []
+    joins = True
+
+    def copied(path: str, tensor: Tensor) -> Tensor:
+        nonlocal joins
+        if hasattr(tensor, "placements"):
+            cut.append(path)
+            joins = joins and all(place.is_shard(0) for place in tensor.placements)
+        return _local(tensor).detach().to("cpu", copy=True)
+
+    def kept(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: copied(f"{prefix}/{name}", value) if isinstance(value, Tensor) else value
+            for name, value in tensors.items()
+            if not (isinstance(value, Tensor) and value.is_meta)
+        }
+
+    named = dict(zip((name for name, _ in hand.model.named_buffers()), buffers, strict=True))
+    optimizers: dict[str, dict[str, Any]] = {}
+    for key, optimizer in hand.replica.optimizers.items():
+        found = optimizer_state(optimizer, hand.replica.names)
+        slots = {name: kept(f"{key}/{name}", values) for name, values in found["state"].items()}
+        optimizers[key] = {**found, "state": slots}
+    return Checkpoint(
+        step=hand.num_steps,
+        model=kept("model", {**_parameters(hand), **named}),
+        optimizers=optimizers,
+        averages={} if hand.averages is None else kept("averages", hand.averages.tensors),
+        random={f"rank{hand.world.rank}.{name}": tensor for name, tensor in random.items()},
+        state={
+            "cursors": [cursor.to_dict() for cursor in cursors],
+            "size": hand.size,
+            "spec": hand.spec.to_dict(),
+            "state": state,
+            "place": hand.world.rank % num_places(hand.spec),
+            "shape": list(shape_of(hand.spec)),
+            "cut": cut,
+            "joins": joins and hand.spec.tensor * hand.spec.stages == 1,
+        },
+    )
+
+
+@torch.no_grad()
+def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
+    """Puts a part into a rank that holds the same part of a network; returns the loop's own state."""
+    replica, cut = hand.replica, set(part.state["cut"])
+    parameters = {name: parameter for parameter, name in replica.names.items()}
+    for name, tensor in (*_parameters(hand).items(), *hand.model.named_buffers()):
+        if not tensor.is_meta:
+            _local(tensor).copy_(part.model[name])
+    if hand.averages is not None:
+        for name, average in hand.averages.tensors.items():
+            if not average.is_meta:
+                _local(average).copy_(part.averages[name])
+    for key, optimizer in replica.optimizers.items():
+        saved = part.optimizers[key]
+        slots = {
+            name: {
+                slot: _laid_out(value, parameters[name]) if f"{key}/{name}/{slot}" in cut else value
+                for slot, value in values.items()
+            }
+            for name, values in saved["state"].items()
+        }
+        load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
+    hand.num_steps = part.step
+    hand.cursors = [Cursor.from_dict(values) for values in part.state["cursors"]]
+    prefix = f"rank{hand.world.rank}."
+    states = {name.removeprefix(prefix): t for name, t in part.random.items() if name.startswith(prefix)}
+    if states and part.state["size"] == hand.size:
+        restore_random_state(states, hand.device)
+    else:
+        seed_all(mix(part.step, hand.rank))
+    return dict(part.state["state"])
+
+
+def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """The whole of which these are the parts, in order: each of them is some rows."""
+    first = parts[0]
+    cut = set(first.state["cut"])
+
+    def whole(path: str, values: Sequence[Any]) -> Any:
+        return torch.cat(list(values)) if path in cut else values[0]
+
+    def wholes(prefix: str, several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {name: whole(f"{prefix}/{name}", [one[name] for one in several]) for name in several[0]}
+
+    optimizers = {
+        key: {
+            **saved,
+            "state": {
+                name: wholes(f"{key}/{name}", [part.optimizers[key]["state"][name] for part in parts])
+                for name in saved["state"]
+            },
+        }
+        for key, saved in first.optimizers.items()
+    }
+    return replace(
+        first,
+        model=wholes("model", [part.model for part in parts]),
+        optimizers=optimizers,
+        averages=wholes("averages", [part.averages for part in parts]),
+    )
+
+
+class Copies:
+    """Copies of parts that only one rank has, in the memory of another one: on another host, where there is one."""
+
+    def __init__(self, world: World, spec: StrategySpec, every: int) -> None:
+        self._world, self._every = world, every
+        self._is_on = world.line.recovers and num_places(spec) > 1 and spec.replicas == 1
+        self._next = 0
+        self._step_away = _distance(world.gather_objects(world.seat.host)) if self._is_on else 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time; all ranks ask together."""
+        return self._is_on and step >= self._next
+
+    def make(self, mine: Checkpoint | None) -> list[Checkpoint] | None:
+        """This rank's part and that of another; None where some rank has nothing whole to copy."""
+        if not all(self._world.gather_objects(mine is not None)):
+            return None
+        assert mine is not None
+        self._next = mine.step + self._every
+        theirs = exchange(self._world, mine, self._step_away)
+        # What was kept before is let go of only when everybody has this.
+        self._world.barrier()
+        return [mine, theirs]
+
+
+def _distance(hosts: Sequence[str]) -> int:
+    """How many ranks further a copy is kept.
+
+    >>> _distance(["a", "a", "b", "b"]), _distance(["a", "a", "a"])
+    (2, 1)
+    """
+    size = len(hosts)
+    apart = (d for d in range(1, size) if all(hosts[r] != hosts[(r + d) % size] for r in range(size)))
+    return next(apart, 1)
+
+
+def _parameters(hand: Hand) -> dict[str, Tensor]:
+    """By name, as they lie between steps: a step that was cut off may have left others in their place."""
+    if hand.spec.sharding == "optimizer":
+        return dict(hand.model.named_parameters())
+    return {name: parameter for parameter, name in hand.replica.names.items()}
+
+
+def _laid_out(local: Tensor, like: Tensor) -> Tensor:
+    """A rank's part of a slot, known as such."""
+    slot = torch.empty_like(like, dtype=local.dtype)
+    _local(slot).copy_(local)
+    return slot
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
+
+
+def complete(offers: Sequence[Sequence[tuple[int, int, tuple[int, ...]]]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Steps and shapes of which some ranks together have every part, the latest first.
+
+    Each rank offers (step, place, shape) of what it has.
+
+    >>> list(complete([[(7, 0, (2,)), (5, 0, (2,)), (5, 1, (2,))], []]))
+    [(5, (2,))]
+    """
+    places: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for held in offers:
+        for step, place, shape in held:
+            places.setdefault((step, shape), set()).add(place)
+    for (step, shape), found in sorted(places.items(), reverse=True):
+        if len(found) == torch.Size(shape).numel():
+            yield step, shape
