@@ -258,7 +258,19 @@ def fit(
         else:
             train = functools.partial(training.train, job=job)
             apart = limit is not None and devices[0].kind == "cpu"
-            outcomes = _start(train, devices, timeout, on_event, view, on=on, apart=apart, after_loss="regroup")
+            outcomes = _start(
+                train,
+                devices,
+                timeout,
+                on_event,
+                view,
+                on=on,
+                apart=apart,
+                after_loss="regroup",
+                unit=spec.tensor * spec.stages,
+            )
+        # Ranks of a host that were left over when whole groups were made have nothing to tell.
+        outcomes = outcomes or [Outcome(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
             _write_record(job, devices, shown, servers=end.servers)
@@ -537,6 +549,7 @@ def _start(
     on: Where = None,
     apart: bool = False,
     after_loss: AfterLoss = "end",
+    unit: int = 1,
 ) -> list[Any]:
     """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank."""
     world = current_world()
@@ -549,7 +562,7 @@ def _start(
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, Team):
-        job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss)
+        job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
         job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss)
     with _interruptible(job.stop, view):

@@ -27,7 +27,7 @@ class Fault(mh.Callback):
         self.path, self.rank, self.step, self.act = folder / f"fault-{rank}-{step}", rank, step, act
 
     def on_step(self, hand: mh.Hand) -> None:
-        if hand.rank == self.rank and hand.num_steps == self.step and not self.path.exists():
+        if hand.world.rank == self.rank and hand.num_steps == self.step and not self.path.exists():
             self.path.touch()
             self.act()
 

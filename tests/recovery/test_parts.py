@@ -71,7 +71,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
         ("tensor=2", 1, in_forward, 7, 7, "copies"),
         ("stages=2,microbatches=4", 1, in_a_microbatch, 7, 7, "copies"),
         ("shards=2", 1, in_backward, 7, 7, "copies"),
-        ("shards=2", 0, in_forward, 5, 6, "the last checkpoint"),
+        ("shards=2", 1, in_forward, 5, 6, "the last checkpoint"),
         ("shards=2,sharding=optimizer", 0, in_forward, 7, 7, "copies"),
     ],
 )

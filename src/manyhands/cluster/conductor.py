@@ -136,6 +136,23 @@ class Member:
     loss: Loss | None = None
 
 
+def seated(members: list[Member], unit: int) -> tuple[list[Member], list[Member]]:
+    """Members in the order of their new ranks, in whole groups; and who is left over.
+
+    A rank keeps its place within a group, because it has that part of the network; where others lack it they get it.
+    """
+    count = len(members) // unit * unit or len(members)
+    left = list(members)
+    seats: list[Member | None] = []
+    for seat in range(count):
+        same = (m for m in left if m.rank >= 0 and m.rank % unit == seat % unit)
+        one = next(same, None) if unit > 1 else left[0]
+        seats.append(one)
+        if one is not None:
+            left.remove(one)
+    return [seat if seat is not None else left.pop(0) for seat in seats], left
+
+
 class Conductor(Job):
     """Calls ranks together, watches them, and calls those together that are left."""
 
@@ -146,13 +163,16 @@ class Conductor(Job):
         *,
         after_loss: AfterLoss,
         timeout: float,
+        unit: int = 1,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
+        """`unit` is how many ranks hold one network together: they are called together in whole groups only."""
         self.selector = selector or selectors.DefaultSelector()
         self._here, self._meeting, self._after_loss, self._timeout = here, meeting, after_loss, timeout
-        self._judgement = Judgement()
+        self._judgement, self._unit = Judgement(), unit
         self._members: list[Member] = []
         self._newcomers: list[Member] = []
+        """Who is taken in at the next call: those that have come, and those that were left over."""
         self._generation = -1
         self._has_begun = False
         self._heard = 0
@@ -203,9 +223,12 @@ class Conductor(Job):
         self._has_begun = True
         self._settles_at, self._losses = None, []
         self._members += self._newcomers
-        self._newcomers = []
         # The conductor's own host first: its first rank speaks for all, and writes.
         self._members.sort(key=lambda member: member.place is not self._here)
+        self._members, self._newcomers = seated(self._members, self._unit)
+        if self._newcomers:
+            left = ", ".join(member.place.host for member in self._newcomers)
+            self._say(event("notice", text=f"{self._unit} ranks make a group: ranks on {left} wait until one is whole"))
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
         for rank, member in enumerate(self._members):
             member.rank, member.loss, member.waits = rank, None, False
@@ -291,6 +314,9 @@ class Conductor(Job):
                 member.done, member.result = True, end.result
             else:
                 self._lose(member, end.text)
+        for member in self._newcomers:
+            if member.place is place and member.slot == slot:
+                member.is_running = False
 
     def _at(self, place: Place, slot: int) -> Iterator[Member]:
         for member in list(self._members):
@@ -324,6 +350,9 @@ class Conductor(Job):
             hosts = {member.rank: member.place.host for member in self._members}
             self._say(event("hang", text=self._hang.text(hosts)))
             self._hang = None
+        if self._has_begun and self.is_complete:
+            for member in self._newcomers:
+                member.place.kill(member.slot)
         now = time.monotonic()
         if self._settles_at is not None and (now > self._settles_at or self._is_settled()):
             self._decide()
@@ -335,7 +364,7 @@ class Conductor(Job):
         self._tell({"stop": True})
 
     def kill(self) -> None:
-        for place in {id(member.place): member.place for member in self._members}.values():
+        for place in {id(member.place): member.place for member in (*self._members, *self._newcomers)}.values():
             place.kill()
 
     def finish(self) -> None:

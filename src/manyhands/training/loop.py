@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World, regroup
@@ -27,7 +28,7 @@ from .hand import Hand
 from .memory import Guard, explain_memory, limited, used
 from .parts import COPY_EVERY, Copies, restore_part
 from .patience import Patience, Watch, check_patience
-from .recovery import GoBack, Kept, Marker, as_loss, is_sound, recall, resized
+from .recovery import GoBack, Kept, Marker, as_loss, eased, is_sound, recall, resized
 from .sampling import NoSampler, Sampler
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
@@ -257,6 +258,7 @@ class TrainingLoop:
         hand.seed(task.seed)
         source = as_source(task.data, collate=task.collate)
         batch_size = check_source(source, task.batch_size)
+        self.ease(batch_size)
         feed = hand.make_feed(source, batch_size, shuffle=task.shuffle, seed=task.seed, workers=task.workers)
         is_new = hand.world.seat.generation == 0 and not self.kept.gave_way_at
         if is_new:
@@ -283,6 +285,19 @@ class TrainingLoop:
             self.go_on()
         return feed, valid
 
+    def ease(self, batch_size: int) -> None:
+        """Fewer replicas than there were take more micro-batches, and not larger ones, which might not fit."""
+        hand = self.hand
+        spec = eased(hand.spec, self.job.spec, batch_size)
+        if spec == hand.spec or self.task.loss is None:
+            return
+        if any(isinstance(layer, _BatchNorm) for layer in hand.model.modules()):
+            hand.notice(
+                "batch statistics need micro-batches as they were: replicas take more rows at a time than before"
+            )
+        else:
+            hand.spec = spec
+
     def begin(self) -> bool:
         """Begins where the run stands on disk, or at its beginning; whether there was a checkpoint."""
         resumed = self.job.resume and self.kept.goes_before is None and self.resume()
@@ -297,8 +312,9 @@ class TrainingLoop:
         found = recall(hand, kept, at_least=0 if kept.goes_before is not None else saved)
         if found is not None:
             self.take_up((restore_part if found.is_part else restore_snapshot)(hand, found.checkpoint))
-            if kept.called_at is not None:
-                self.called_at = min(kept.called_at, found.checkpoint.step)
+            hand.batch = kept.batches.get(hand.num_steps)
+            # Callbacks hear of a step that was taken while others were lost, if this rank has worked on it.
+            self.called_at = hand.num_steps if hand.batch is None else min(kept.called_at, hand.num_steps)
             # From here on this counts, whatever happens before the next mark.
             kept.checkpoint, kept.recent = found.checkpoint, []
             source, recent = found.source, found.recent
@@ -322,7 +338,7 @@ class TrainingLoop:
     def keep(self) -> None:
         """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""
         self.reporter.read()
-        self.kept.called_at = self.called_at
+        self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
         checkpoint = self.marker.checkpoint(self.ending or self.state())
         if checkpoint is not None:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
@@ -342,7 +358,7 @@ class TrainingLoop:
         sound = hand.world.gather_objects(is_sound(hand))
         is_kept = sound[hand.world.rank] and not all(sound)
         kept.checkpoint = self.marker.checkpoint(self.state()) if is_kept else None
-        kept.recent, kept.called_at = [], None
+        kept.recent, kept.batches = [], {}
         kept.gave_way_at = kept.goes_before = since
         raise GoBack(what)
 
@@ -666,8 +682,9 @@ class _Reporter:
         hand.world.line.report(event("waits", rank=hand.world.rank, seconds=self.breakdown(), limit=limit))
         if self._parts:
             # What `replay` compares with: this replica's own part of each loss.
-            of = {"rank": hand.rank, "size": hand.size, "steps": [step for step, _ in self._parts]}
-            hand.world.line.report(event("parts", losses=[loss for _, loss in self._parts], **of))
+            of = {"rank": hand.rank, "size": hand.size, "accumulate": hand.spec.accumulate}
+            parts = {"steps": [step for step, _ in self._parts], "losses": [loss for _, loss in self._parts]}
+            hand.world.line.report(event("parts", **parts, **of))
             self._parts.clear()
 
     def epoch(self, epoch: int, metrics: dict[str, float]) -> None:

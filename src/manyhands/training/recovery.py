@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cluster import World
 from ..core import PeerLost, StrategyError, StrategySpec, random_state
-from ..data import Cursor
+from ..data import Batch, Cursor
 from ..store import Checkpoint
 from .parts import complete, joined, part_snapshot, shape_of
 from .snapshot import local_snapshot, share
@@ -27,6 +27,7 @@ class Mark:
 
     step: int
     cursors: list[Cursor]
+    batch: Batch | None
     buffers: list[Tensor]
     draws: list[Tensor]
     """Where torch's generators stood. To ask numpy and Python as well would cost a small step a tenth of its time."""
@@ -41,8 +42,10 @@ class Kept:
     """Of a network in parts: this rank's part and another's, of the step when they were last copied."""
     recent: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """The last losses, in case that the replica which was to report them is gone."""
-    called_at: int | None = None
-    """The last step of which this replica's callbacks were told; None where it is new."""
+    called_at: int = 0
+    """The last step of which this replica's callbacks were told."""
+    batches: dict[int, Batch | None] = field(default_factory=dict)
+    """The batches of the last step that this replica took and of the one that was under way."""
     gave_way_at: int = 0
     """The first of many steps without a finite gradient, from which the run went back; 0 where it never did."""
     goes_before: int | None = None
@@ -85,7 +88,14 @@ class Marker:
         if self._is_on:
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
-            self._mark = Mark(hand.num_steps, list(hand.cursors), buffers, draws)
+            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, draws)
+
+    @property
+    def batches(self) -> dict[int, Batch | None]:
+        """Of the step that was marked last, and of the one after it if that is under way."""
+        if self._mark is None:
+            return {}
+        return {self._mark.step + 1: self._hand.batch, self._mark.step: self._mark.batch}
 
     def checkpoint(self, state: dict[str, Any]) -> Checkpoint | None:
         """What this rank holds, as it was at the last mark; None where it was in the middle of updates."""
@@ -192,6 +202,22 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
             remedy="resume the run where there are enough devices, or with another strategy",
         )
     return dataclasses.replace(spec, replicas=1, shards=size // cut)
+
+
+def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySpec:
+    """More micro-batches where fewer replicas are left, so that none takes more rows at a time than it had.
+
+    >>> eased(StrategySpec(replicas=3), StrategySpec(replicas=4), 16).accumulate
+    2
+    """
+
+    def rows(accumulate: int, num_parts: int) -> int:
+        return math.ceil(math.ceil(batch_size / accumulate) / num_parts)
+
+    had, accumulate = rows(full.accumulate, full.num_parts), spec.accumulate
+    while rows(accumulate, spec.num_parts) > had:
+        accumulate += 1
+    return dataclasses.replace(spec, accumulate=accumulate)
 
 
 def as_loss(world: World, error: BaseException) -> PeerLost | None:

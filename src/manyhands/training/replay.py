@@ -182,11 +182,10 @@ class _Again:
 
     def _compare_parts(self, found: Replay, number: int, cursor: Cursor) -> None:
         """Recomputes what single replicas said of their own samples; once the networks differ, everybody's does."""
-        for rank, size, said in self.parts.get(number, ()) if found.first is None else ():
+        for rank, size, accumulate, said in self.parts.get(number, ()) if found.first is None else ():
             feed = Feed(
                 self.source, batch_size=self.batch_size, seed=self.task.seed, shuffle=self.task.shuffle, replica=rank,
-                num_replicas=size, accumulate=self.hand.spec.accumulate, device=self.hand.device, dtype=self.feed.dtype,
-                workers=0,
+                num_replicas=size, accumulate=accumulate, device=self.hand.device, dtype=self.feed.dtype, workers=0,
             )  # fmt: skip
             with contextlib.closing(feed):
                 loss = self._part_loss(next(iter(feed.epoch(cursor))))
@@ -234,15 +233,16 @@ def _recorded(run: Run, step: int) -> float:
     return losses[step - 1]
 
 
-def _parts(run: Run) -> dict[int, list[tuple[int, int, float]]]:
-    """By step what single replicas said of their own samples: rank, number of replicas, loss."""
-    found: dict[int, dict[tuple[int, int], float]] = {}
+def _parts(run: Run) -> dict[int, list[tuple[int, int, int, float]]]:
+    """By step what single replicas said of their own samples: rank, number of replicas, micro-batches, loss."""
+    found: dict[int, dict[tuple[int, int, int], float]] = {}
     for entry in read_events(run.path / EVENTS):
         if entry["kind"] == "parts":
+            by = entry["rank"], entry["size"], entry.get("accumulate", run.record["spec"].get("accumulate", 1))
             for step, loss in zip(entry["steps"], entry["losses"], strict=True):
                 # Steps that were taken again after a failure count as they were taken last.
-                found.setdefault(step, {})[entry["rank"], entry["size"]] = loss
-    return {step: [(rank, size, loss) for (rank, size), loss in said.items()] for step, said in found.items()}
+                found.setdefault(step, {})[by] = loss
+    return {step: [(*by, loss) for by, loss in said.items()] for step, said in found.items()}
 
 
 def _rows(batch: Batch) -> list[Any]:

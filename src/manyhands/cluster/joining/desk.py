@@ -156,8 +156,11 @@ class Desk:
 class HostsConductor(Conductor):
     """Conducts ranks on this host and on those that have joined."""
 
-    def __init__(self, here: Here, desk: Desk, address: str, *, after_loss: AfterLoss, timeout: float) -> None:
-        super().__init__(here, Meeting(address), after_loss=after_loss, timeout=timeout, selector=desk.selector)
+    def __init__(
+        self, here: Here, desk: Desk, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
+    ) -> None:
+        meeting = Meeting(address)
+        super().__init__(here, meeting, after_loss=after_loss, timeout=timeout, unit=unit, selector=desk.selector)
         self._desk = desk
         self._patience = min(4.0, timeout / 10)
         for place in desk.present:

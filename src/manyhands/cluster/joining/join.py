@@ -90,8 +90,10 @@ class Team(ABC):
         """What the first host makes, on all of them."""
 
     @abstractmethod
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
-        """Starts this host's ranks, which become one world with those of the others."""
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
+        """Starts this host's ranks, which become one world with those of the others, in groups of `unit`."""
 
     @abstractmethod
     def close(self, reason: str) -> None:
@@ -117,11 +119,13 @@ class First(Team):
         self._desk.greet("agreed", value=agreed)
         return agreed
 
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             here = Here(this_host(), self.here, engine.warm_up(), parcel)
-            job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout)
+            job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout, unit=unit)
             job.call()
             return job
         finally:
@@ -194,7 +198,9 @@ class Other(Team):
             raise RunError(f"the first host has ended the job: {message['reason']}")
         return message
 
-    def start(self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss) -> Job:
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             return Agent(
