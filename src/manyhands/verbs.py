@@ -217,8 +217,10 @@ def fit(
         raise SystemExit(0)
     training.check_metrics(made, spec.num_parts)
     training.check_patience(training.as_patience(stop), made)
+    made = made.replace(weights=training.as_weights(made.weights, folder))
     source = training.as_weights(start_from, folder)
-    if source is not None and not resume:
+    if not resume:
+        training.check_start(made, made.weights)
         training.check_start(made, source)
     table, layout = _explained(made, spec)
     shown = typed(task, params or {}) if not isinstance(task, Task) else {}

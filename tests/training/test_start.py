@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import manyhands as mh
@@ -14,6 +15,7 @@ from manyhands.core import CheckpointError, TaskError, read_events
 from manyhands.store import CheckpointStore
 
 from .problems import classify, generator, mlp
+from .test_fit import StopAt
 
 
 class First(mh.Callback):
@@ -92,6 +94,21 @@ def test_from_files_and_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run = fit(task(), tmp_path / "runs", "cpu*2", start_from=source, callbacks=[First(tmp_path)])
         assert same(torch.load(tmp_path / "rank-1.pt")["own"], dict(model.state_dict()))
         assert isinstance(source, dict) or any("without 'module.'" in text for text in notices(run))
+
+
+@pytest.mark.parametrize(("strategy", "on"), [("single", "cpu"), ("mirrored", "cpu*2"), ("sharded", "cpu*2")])
+def test_a_task_may_bring_its_weights(strategy: str, on: str, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    model, path = mlp(), tmp_path / "w.safetensors"
+    save_file(dict(model.state_dict()), path)
+    made, settings = task(weights=path, ema=0.9), {"strategy": strategy, "name": "it", "callbacks": [StopAt(2)]}
+    run = fit(made, tmp_path, on, **settings)
+    brought = fit(task(ema=0.9), tmp_path, "cpu", start_from=path, callbacks=[StopAt(2)])
+    assert run.losses == pytest.approx(brought.losses, rel=1e-5)
+    path.unlink()
+    assert fit(made, tmp_path, on, resume=True, **{**settings, "callbacks": []}).num_steps == 4
+    with pytest.raises(CheckpointError, match="does not exist"):
+        fit(made, tmp_path, on, strategy=strategy)
 
 
 def test_a_resumed_run_does_not_start_again(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ class Task:
       fails again, it ends;
     - `ema`: decay of a moving average of the weights, such as 0.999, which looks back about 1000 steps: validation,
       `run.model()` and exports use the average, training goes on with the weights themselves;
+    - `weights`: what the network begins with, instead of what `model` gave it: a file of weights, a folder of Hugging
+      Face, an exported model's or a run's, or `mh.weights(...)`; read straight into the parts that a device holds;
     - `seed`: of the first weights, the order of the data and random numbers.
 
     >>> import torch
@@ -118,6 +120,7 @@ class Task:
     not_finite: str = "stop"
     max_skipped: int = 20
     ema: float | None = None
+    weights: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:

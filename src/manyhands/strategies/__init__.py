@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
+from .deferred import CannotDefer, Deferred, Take, defer
 from .drawing import Outline
 from .embedding import Embedding, declaring
 from .marks import on
@@ -52,4 +53,8 @@ __all__ = [
     "recompute",
     "keep_all",
     "AT_ONCE",
+    "Deferred",
+    "defer",
+    "CannotDefer",
+    "Take",
 ]

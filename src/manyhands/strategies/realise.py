@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
+from .deferred import Take
 from .local import replicated
 from .mirrored import mirror
 from .offload import OffloadedReplica
@@ -39,19 +40,23 @@ def realise(
     probe: Probe | None = None,
     look: Callable[[nn.Module], None] | None = None,
     layout: Layout | None = None,
+    fill: Callable[[Take], None] | None = None,
 ) -> Replica:
     """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
 
     `probe` computes the loss of a few samples, for what must be found out by following them through the network;
     `look` sees a network that is going to be cut in pieces while it is whole; `layout` is what was found so before.
+    `fill` brings the values of a network that has none yet, which shards alone can do without.
     """
     require_built(spec)
-    _require_place(model, world)
+    if fill is None:
+        _require_place(model, world)
     if spec.precision == "fp64":
         model = model.to(float64)
-    model = model.to(world.device)
-    if world.size > 1:
-        mirror(model, world)
+    if fill is None:
+        model = model.to(world.device)
+        if world.size > 1:
+            mirror(model, world)
     if spec.stages != 1:
         placement = place(spec, world, model, probe, look)
         optimizers = optimizers_of(model, make_optimizer)
@@ -63,7 +68,7 @@ def realise(
         parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
         return OptimizerShardedReplica(spec, world, model, parted, shadows)
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
-        return _in_parts(spec, world, model, make_optimizer, probe, layout)
+        return _in_parts(spec, world, model, make_optimizer, probe, layout, fill)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
     if spec.servers:
         return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer))
@@ -81,10 +86,11 @@ def _in_parts(
     make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
     probe: Probe | None,
     layout: Layout | None,
+    fill: Callable[[Take], None] | None,
 ) -> Replica:
     """A network that no rank holds all of: layers are cut first, then whatever is left of them is sharded."""
     # torch's own parts take a while to import, and few need them.
-    from .sharded import ShardedReplica, shard, shared_stats
+    from .sharded import ShardedReplica, shard, shared_stats, taking
 
     stats = shared_stats(model, spec, world)
     cutting = None
@@ -101,6 +107,9 @@ def _in_parts(
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
     if spec.shards != 1:
         shard(model, spec, world)
+    if fill is not None:
+        model.to_empty(device=world.device)
+        fill(taking(model))
     optimizers = optimizers_of(model, make_optimizer)
     if cutting is None:
         return ShardedReplica(spec, world, model, optimizers, stats)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import DATA_AXES, StrategyError, StrategySpec
 from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
+from .deferred import Take
 from .local import common_slots
 from .mirrored import hash_of
 from .recompute import blocks_of
@@ -40,6 +42,18 @@ def shard(model: nn.Module, spec: StrategySpec, world: World) -> None:
     for block in blocks_of(model).values():
         fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
     fully_shard(model, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+
+
+def taking(model: nn.Module) -> Take:
+    """Puts whole tensors, by name, into a network's parts."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    @torch.no_grad()
+    def take(name: str, tensor: Tensor) -> None:
+        mine = held[name]
+        _local(mine).copy_(tensor[_window(mine)] if isinstance(mine, DTensor) else tensor)
+
+    return take
 
 
 def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchStats | None:
@@ -258,6 +272,10 @@ class ShardedReplica(Replica):
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
             return whole
+        if all(type(place) in (Shard, Replicate) for place in like.placements):
+            # Only what is wanted of it travels: it may lie in a file that is larger than the device's memory.
+            mine = whole[_window(like)]
+            return _parted(mine.to(like.device, like.dtype).contiguous(), like)
         moved = whole.to(like.device, like.dtype)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -284,6 +302,12 @@ class ShardedReplica(Replica):
     def close(self) -> None:
         if self._stats is not None:
             self._stats.close()
+
+
+def _window(tensor: DTensor) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of it lies."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -19,7 +19,20 @@ from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_wor
 from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..store import CheckpointStore
-from ..strategies import MAIN, Probe, Replica, is_undecided, keep_all, keep_where, realise, under
+from ..strategies import (
+    MAIN,
+    CannotDefer,
+    Deferred,
+    Probe,
+    Replica,
+    Take,
+    defer,
+    is_undecided,
+    keep_all,
+    keep_where,
+    realise,
+    under,
+)
 from .averages import Averages
 from .choosing import Choosing
 from .gathering import gather_rows
@@ -128,7 +141,8 @@ class Hand:
         `look` sees a network that is going to be cut in pieces while it is whole.
         """
         seed_all(mix(task.seed, 0))
-        model = task.model()
+        deferred = self._deferred(task)
+        model = task.model() if deferred is None else deferred.model
         if model in _built:
             raise TaskError(
                 "the model function must build a new network each time",
@@ -137,12 +151,29 @@ class Hand:
             )
         source = as_source(task.data, collate=task.collate)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
-        self.realise(model, task.optimizer, probe, look)
+        self.realise(model, task.optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
         if task.ema is not None:
             self.averages = Averages(self.model, self.replica.groups, task.ema)
+        if task.weights is not None:
+            # Both build on hands.
+            from .run import as_weights
+            from .start import start_from
+
+            start_from(self, as_weights(task.weights))
+
+    def _deferred(self, task: Task) -> Deferred | None:
+        """The network without its values, where ranks hold parts of each of them; None where it must be made whole."""
+        spec = self.spec
+        if spec.axes.keys() - {"replicas"} != {"shards"} or spec.sharding == "optimizer" or self.world.size == 1:
+            return None
+        try:
+            return defer(task.model)
+        except CannotDefer as reason:
+            self.notice(f"every rank makes the whole network before it is cut, because {reason}")
+            return None
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
@@ -164,9 +195,10 @@ class Hand:
         make_optimizer: Callable[[nn.Module], Any],
         probe: Probe | None = None,
         look: Callable[[nn.Module], None] | None = None,
+        fill: Callable[[Take], None] | None = None,
     ) -> None:
-        """Puts a network under the strategy, and makes its optimizer there."""
-        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout)
+        """Puts a network under the strategy, and makes its optimizer there; `fill` brings values that it lacks."""
+        self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None

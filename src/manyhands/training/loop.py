@@ -251,7 +251,8 @@ class TrainingLoop:
         """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
         hand, task = self.hand, self.task
         hand.layout = self.job.layout
-        hand.build(task, self.try_on)
+        goes_on = self.job.resume and hand.store(self.path).steps()
+        hand.build(task.replace(weights=None) if goes_on else task, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
             hand.model.train()
@@ -301,7 +302,7 @@ class TrainingLoop:
     def begin(self) -> bool:
         """Begins where the run stands on disk, or at its beginning; whether there was a checkpoint."""
         resumed = self.job.resume and self.kept.goes_before is None and self.resume()
-        if self.job.start_from is not None and not resumed:
+        if not resumed:
             start_from(self.hand, self.job.start_from)
         return resumed
 

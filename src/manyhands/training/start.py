@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from .hand import Hand
 
 
-def check_start(task: Task, source: Weights) -> None:
+def check_start(task: Task, source: Weights | None) -> None:
     """Refuses weights of another network before any process is started, from names and shapes alone."""
+    if source is None:
+        return
     found = open_weights(source.source)
     model = without_values(task)
     if model is not None:
         match(found.shapes, model, source)
 
 
-def start_from(hand: Hand, source: Weights) -> None:
+def start_from(hand: Hand, source: Weights | None) -> None:
     """Puts weights into a hand's network; the average goes on from their average, where both have one."""
+    if source is None:
+        return
     found = open_weights(source.source)
     matched = match(found.shapes, hand.model, source)
     tensors, averages = found.load()

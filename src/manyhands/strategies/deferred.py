@@ -1,0 +1,326 @@
+"""Deferred: a network that is made without its values, which come later, one tensor at a time.
+
+What a model function does to large tensors is noted down and done on torch's meta device, where they take no memory.
+Afterwards the notes are followed: numbers are drawn in the same order as ever, so every value is the one that the
+function would have given, but only a few tensors are there at the same time. What a later note writes over anyway is
+drawn and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..core import random_state, restore_random_state
+
+LARGE = 1 << 16
+"""Bytes from which a tensor is made without its values; smaller ones may be looked at, to decide things."""
+OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_"})
+"""Operations of which nothing remains that was there before."""
+CPU = torch.device("cpu")
+
+Take = Callable[[str, Tensor], None]
+"""Gets a tensor of the network by its name, when its values are there."""
+
+
+class CannotDefer(Exception):
+    """The network must be made with its values."""
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor as it lay in its storage when it was used."""
+
+    key: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    room: int
+    """Elements of its storage."""
+
+    @property
+    def is_all(self) -> bool:
+        count = 1
+        for length in self.size:
+            count *= length
+        return count == self.room
+
+
+@dataclass
+class _Note:
+    """An operation and what it was called with, with refs for tensors."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    made: list[_Ref | None]
+    """What it gave, where that has a storage of its own."""
+    written: list[_Ref]
+    read: set[int]
+    draws: bool
+
+    @property
+    def keys(self) -> set[int]:
+        """Storages that it makes or changes."""
+        return {ref.key for ref in (*self.made, *self.written) if ref is not None}
+
+    @property
+    def fresh(self) -> set[int]:
+        """Those of which nothing remains that was there before."""
+        return {ref.key for ref in self.made if ref is not None} | {r.key for r in self.written if self._covers(r)}
+
+    def _covers(self, ref: _Ref) -> bool:
+        return ref.is_all and ref.key not in self.read
+
+
+class Deferred:
+    """A network on the meta device, and how its values come about."""
+
+    def __init__(self, model: nn.Module, noting: _Noting, states: dict[str, Tensor]) -> None:
+        self.model, self._noting, self._states = model, noting, states
+        self._names: dict[int, list[tuple[str, _Ref]]] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            ref = noting.ref(tensor)
+            if tensor.is_meta and ref.key not in noting.known:
+                raise CannotDefer(f"{name} was made on the meta device")
+            self._names.setdefault(ref.key, []).append((name, ref))
+        self._brought = {
+            noting.ref(tensor).key: tensor.detach()
+            for tensor in (*model.parameters(), *model.buffers())
+            if noting.ref(tensor).key not in noting.known
+        }
+        """Values that the model function had from elsewhere."""
+        _require_no_others(model, noting)
+        _empty(model)
+
+    def fill(self, take: Take, *, known: Iterable[str] = ()) -> None:
+        """Makes the values and gives them away one by one; those named in `known` come from elsewhere."""
+        others = set(known)
+        wanted = {key: [n for n in names if n[0] not in others] for key, names in self._names.items()}
+        wanted = {key: names for key, names in wanted.items() if names}
+        for key, tensor in self._brought.items():
+            for name, ref in wanted.pop(key, []):
+                take(name, _seen(tensor, ref))
+        restore_random_state(self._states, CPU)
+        with torch.no_grad():
+            for key, storage in _followed(self._noting, wanted.keys()):
+                for name, ref in wanted[key]:
+                    take(name, _seen(storage, ref))
+
+
+def defer(make: Callable[[], nn.Module]) -> Deferred:
+    """Calls a model function without giving large tensors any memory; raises `CannotDefer` where that is no good."""
+    states = random_state(CPU)
+    try:
+        with _Noting() as noting, _LikeReal(), _truncated(noting):
+            model = make()
+        return Deferred(model, noting, states)
+    except CannotDefer:
+        raise
+    except Exception as error:
+        raise CannotDefer(f"{type(error).__name__}: {error}") from error
+    finally:
+        restore_random_state(states, CPU)
+
+
+class _LikeReal(TorchFunctionMode):
+    """Lets tensors on the meta device say that they are on the CPU: torch's own initialisers leave out what is not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = getattr(func, "__self__", None)
+        if asked is Tensor.is_meta:
+            return False
+        if asked is Tensor.device:
+            return CPU
+        return func(*args, **(kwargs or {}))
+
+
+class _Noting(TorchDispatchMode):
+    """Notes operations down, and does those with large tensors on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.notes: list[_Note] = []
+        self.known: set[int] = set()
+        """Storages that notes make."""
+        self.held: dict[int, Tensor] = {}
+        """Of every storage a tensor: to have its values where it was brought, and so that no other gets its place."""
+
+    def ref(self, tensor: Tensor) -> _Ref:
+        """A tensor as it lies in its storage."""
+        storage = tensor.untyped_storage()
+        self.held.setdefault(storage._cdata, tensor.detach())
+        room = storage.nbytes() // tensor.element_size()
+        return _Ref(
+            storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, room
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise CannotDefer(f"{func} draws from a generator of its own")
+        if func is torch.ops.aten.lift_fresh.default:
+            # A tensor that was made of Python's numbers: as if it were copied from one that nobody changes.
+            func = torch.ops.aten.clone.default
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        refs = {id(tensor): self.ref(tensor) for tensor in tensors}
+        written = [refs[id(tensor)] for tensor in _written(func, args, kwargs)]
+        for ref in written:
+            if ref.key not in self.known:
+                raise CannotDefer(f"{func} changes a tensor that was made elsewhere")
+        made = self._done(func, args, kwargs, tensors, {ref.key for ref in written})
+        outs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        keys = {ref.key for ref in refs.values()}
+        new = [ref if ref.key not in keys else None for ref in map(self.ref, outs)]
+        noted_args, noted_kwargs = tree_map_only(Tensor, lambda tensor: refs[id(tensor)], (args, kwargs))
+        overwrites = func._schema.name.rpartition("::")[2] in OVERWRITES
+        read = keys - {ref.key for ref in written} if overwrites else keys
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.notes.append(_Note(func, noted_args, noted_kwargs, new, written, read, draws))
+        self.known.update(ref.key for ref in new if ref is not None)
+        return made
+
+    def _done(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], written: set[int]) -> Any:
+        if not tensors:
+            tried = func(*args, **{**kwargs, "device": torch.device("meta")})
+            is_large = any(leaf.numel() * leaf.element_size() >= LARGE for leaf in tree_leaves(tried))
+            return tried if is_large else func(*args, **kwargs)
+        if not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        if any(tensor.untyped_storage()._cdata in written for tensor in tensors if not tensor.is_meta):
+            raise CannotDefer(f"{func} brings a large tensor into a small one")
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _truncated(noting: _Noting) -> Iterator[None]:
+    """Where torch's truncated normal numbers are noted as one operation: it draws again until all of them fit."""
+    original = init._no_grad_trunc_normal_
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            ref, is_real = noting.ref(tensor), not tensor.is_meta
+        if is_real:
+            tensor.detach().zero_()  # whoever looks at it finds something, if not yet its value
+        noting.notes.append(_Note(original, (ref, *args), kwargs, [None], [ref], set(), draws=True))
+        return tensor
+
+    init._no_grad_trunc_normal_ = noted
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The arguments that an operation changes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _followed(noting: _Noting, wanted: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    """Follows the notes; gives every storage that is wanted when nothing more happens to it."""
+    needed = _needed(noting.notes, set(wanted))
+    last = {key: index for index, note in enumerate(noting.notes) if index in needed for key in note.keys | note.read}
+    ending: dict[int, list[int]] = {}
+    for key, index in last.items():
+        ending.setdefault(index, []).append(key)
+    storages: dict[int, Tensor] = {}
+    wanted = set(wanted)
+
+    def tensor(ref: _Ref) -> Tensor:
+        if ref.key not in noting.known:
+            return _seen(noting.held[ref.key], ref)
+        if ref.key not in storages:
+            storages[ref.key] = torch.empty(ref.room, dtype=ref.dtype)
+        return _seen(storages[ref.key], ref)
+
+    for index, note in enumerate(noting.notes):
+        if index not in needed:
+            if note.draws:
+                # The numbers that come after it must be the same.
+                note.function(*tree_map_only(_Ref, _scratch, note.args), **_here(note.kwargs, _scratch))
+            continue
+        made = note.function(*tree_map_only(_Ref, tensor, note.args), **_here(note.kwargs, tensor))
+        outs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        for ref, out in zip(note.made, outs, strict=True):
+            if ref is not None:
+                storages[ref.key] = out
+        for key in ending.get(index, ()):
+            storage = storages.pop(key, None)
+            if key in wanted and storage is not None:
+                yield key, storage
+
+
+def _needed(notes: list[_Note], live: set[int]) -> set[int]:
+    """Which notes the values of some storages come from."""
+    needed = set()
+    for index in range(len(notes) - 1, -1, -1):
+        note = notes[index]
+        if note.keys & live:
+            needed.add(index)
+            live = (live - note.fresh) | note.read
+    return needed
+
+
+def _seen(storage: Tensor, ref: _Ref) -> Tensor:
+    return storage.as_strided(ref.size, ref.stride, ref.offset)
+
+
+def _scratch(ref: _Ref) -> Tensor:
+    return torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+
+
+def _here(kwargs: Mapping[str, Any], tensor: Callable[[_Ref], Tensor]) -> dict[str, Any]:
+    values: dict[str, Any] = tree_map_only(_Ref, tensor, dict(kwargs))
+    return {**values, "device": CPU} if "device" in values else values
+
+
+def _require_no_others(model: nn.Module, noting: _Noting) -> None:
+    """Values must only be asked of parameters and buffers: others would stay without, or be drawn out of order."""
+    drawn = {key for note in noting.notes if note.draws for key in note.keys}
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        registered = {"_parameters", "_buffers", "_modules"}
+        for attribute, value in vars(module).items():
+            leaves = [] if attribute in registered else tree_leaves(value)
+            for leaf in leaves:
+                if not isinstance(leaf, Tensor) or id(leaf) in own:
+                    continue
+                if leaf.is_meta or noting.ref(leaf).key in drawn:
+                    raise CannotDefer(f"{name}.{attribute} is a tensor, and neither a parameter nor a buffer")
+
+
+def _empty(model: nn.Module) -> None:
+    """Takes the values of what has some."""
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in list(own.items()):
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) not in moved:
+                    without: Any = tensor.detach().to("meta")
+                    if isinstance(tensor, nn.Parameter):
+                        without = nn.Parameter(without, requires_grad=tensor.requires_grad)
+                    vars(without).update(vars(tensor))
+                    moved[id(tensor)] = without
+                setattr(module, name, moved[id(tensor)])

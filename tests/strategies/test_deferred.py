@@ -1,0 +1,153 @@
+"""A network whose values come later has those that it would have had, bit for bit, and is never there as a whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.strategies import CannotDefer, Deferred, defer
+
+
+class Custom(nn.Module):
+    """All ways of initialising: in parts, by other tensors, by what small ones hold, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.memory = nn.TransformerEncoderLayer(64, 4), nn.LSTM(64, 64)
+        self.norm, self.words = nn.BatchNorm1d(5), nn.Embedding(500, 64, padding_idx=0)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 5)]
+        nn.init.orthogonal_(self.layer.linear1.weight)
+        nn.init.trunc_normal_(self.words.weight, std=0.02)
+        nn.init.trunc_normal_(self.layer.norm1.weight, std=0.5)
+        with torch.no_grad():
+            self.layer.linear2.weight[3] = 7.0
+            self.layer.linear2.bias.copy_(torch.arange(64.0))
+        self.register_buffer("mask", torch.tril(torch.ones(300, 300)).bool())
+        self.register_buffer("chance", torch.randn(3))
+        self.apply(self.again)
+
+    def again(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class Brought(nn.Module):
+    """Values from elsewhere, copied and taken as they are; another dtype; a tied weight."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.one, self.two, self.tied = nn.Linear(100, 400), nn.Linear(100, 400), nn.Linear(100, 400)
+        with torch.no_grad():
+            self.one.weight.copy_(values)
+        self.two.weight = nn.Parameter(values.clone())
+        self.tied.weight = self.one.weight
+        self.wide = nn.Linear(100, 400).double()
+
+
+def hugging(kind: str) -> nn.Module:
+    import transformers
+
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    vit = transformers.ViTConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=300)
+    return transformers.ViTModel(vit)  # type: ignore[no-any-return]
+
+
+VALUES = torch.randn(400, 100)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "custom": Custom,
+    "brought": lambda: Brought(VALUES),
+    "gpt2": lambda: hugging("gpt2"),
+    "vit": lambda: hugging("vit"),
+}
+
+
+def values(deferred: Deferred, **settings: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    deferred.fill(lambda name, tensor: found.setdefault(name, tensor.clone()), **settings)  # type: ignore[arg-type, return-value]
+    return found
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_values_are_those_of_the_function(name: str) -> None:
+    torch.manual_seed(5)
+    plain = NETWORKS[name]()
+    after = torch.randn(1)
+    torch.manual_seed(5)
+    deferred = defer(NETWORKS[name])
+    assert all(tensor.is_meta for tensor in (*deferred.model.parameters(), *deferred.model.buffers()))
+    expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    found = values(deferred)
+    assert found.keys() == expected.keys()
+    assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+    assert torch.equal(torch.randn(1), after), "what is drawn next is the same too"
+
+
+def test_only_a_few_tensors_are_there_at_a_time() -> None:
+    width, depth = 256, 12
+
+    class Deep(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*(nn.Linear(width, width) for _ in range(depth)))
+            self.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def take(name: str, tensor: Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
+        most = max(most, sum(ref() is not None for ref in alive))
+
+    defer(Deep).fill(take)
+    assert len(alive) == 2 * depth
+    assert most <= 3
+
+
+def test_what_comes_from_elsewhere_is_not_made() -> None:
+    torch.manual_seed(5)
+    plain = Custom()
+    torch.manual_seed(5)
+    deferred = defer(Custom)
+    names = {name for name, _ in plain.named_parameters()} - {"words.weight"}
+    found = values(deferred, known=names)
+    assert "words.weight" in found
+    assert not names & found.keys()
+    assert torch.equal(found["words.weight"], plain.words.weight)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(300, 300))
+        self.scale = float(self.weight.detach().sum())
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.Linear(2, 2), [torch.randn(300, 300)]
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(300, 300).normal_(generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Looks, "item"), (Hides, "hidden is a tensor, and neither"), (Own, "a generator of its own")],
+)
+def test_what_cannot_be_noted_down_is_said(make: Callable[[], nn.Module], reason: str) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with pytest.raises(CannotDefer, match=reason):
+        defer(make)
+    assert torch.equal(torch.get_rng_state(), state), "the function can be called plainly after that"
