@@ -15,6 +15,7 @@ VERBS = (
     "doctor",
     "cluster",
     "manifest",
+    "explain",
     "check",
     "plan",
     "profile",

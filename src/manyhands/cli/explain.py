@@ -1,0 +1,59 @@
+"""`manyhands explain`: which layers go where, before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..core import SettingsError, resolve_settings
+from .options import Json, On, Params, SplitSettings, Strategy, Target, add_verb
+from .screen import note, only_json, print_json, stdout
+from .target import load_task, parse_params
+
+EXAMPLES = (
+    "manyhands explain gpt.py --strategy sharded --on 'cpu*4'",
+    "manyhands explain gpt.py --strategy tensor=2,replicas=2 --on 'cpu*4'",
+    "manyhands explain towers.py --strategy placed --on 'cpu*2' --draw cut.svg",
+)
+Draw = Annotated[
+    Path | None, typer.Option(help="Where to draw a network that is cut in pieces: a path ending in .svg or .html.")
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, explain, EXAMPLES)
+
+
+def explain(
+    target: Target,
+    params: Params = None,
+    strategy: Strategy = None,
+    on: On = None,
+    draw: Draw = None,
+    json: Json = False,
+) -> None:
+    """Say how a strategy would split a network: layers, bytes on each device, what travels; nothing is trained."""
+    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    with only_json(json):
+        task = load_task(target)
+        from .. import verbs
+
+        found: Any = verbs.explain(task, settings.strategy, on=settings.on, params=parse_params(params or []))
+    if draw is not None:
+        if not hasattr(found, "show"):
+            raise SettingsError(
+                "only a network that is cut in pieces is drawn",
+                got=f"--draw with {found.spec}",
+                remedy="leave --draw away, or use --strategy placed or pipeline",
+            )
+        found.show(draw)
+    if json:
+        print_json(found.to_dict() if hasattr(found, "to_dict") else dataclasses.asdict(found))
+    else:
+        stdout().print(str(found), markup=False, highlight=False, soft_wrap=True)
+        if draw is not None:
+            note(f"drawn to {draw}")

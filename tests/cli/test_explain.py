@@ -1,0 +1,30 @@
+"""`manyhands explain`: the table and the cut, as words, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import Invoke
+
+TARGET = "small_task.py"
+
+
+def test_shards_are_a_table(invoke: Invoke) -> None:
+    result = invoke("explain", TARGET, "--strategy", "sharded", "--on", "cpu*2")
+    assert result.exit_code == 0
+    assert "a device holds" in result.stdout
+    told = json.loads(invoke("explain", TARGET, "--strategy", "sharded", "--on", "cpu*2", "--json").stdout)
+    assert told["spec"] == {"shards": 2}
+    assert told["parameters"] < told["whole"]
+
+
+def test_pieces_are_drawn(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "cut.svg"
+    result = invoke("explain", TARGET, "--strategy", "placed", "--on", "cpu*2", "--draw", str(path))
+    assert result.exit_code == 0
+    assert "pieces on 2 devices" in result.stdout
+    assert path.read_text().startswith("<svg")
+    refused = invoke("explain", TARGET, "--strategy", "mirrored", "--on", "cpu*2", "--draw", str(path))
+    assert refused.exit_code == 2
+    assert "only a network that is cut in pieces is drawn" in refused.stderr
