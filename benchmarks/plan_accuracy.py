@@ -21,7 +21,7 @@ from rich.table import Table
 
 import manyhands as mh
 
-from . import plan_published, plan_vtrain
+from . import plan_profile, plan_published, plan_vtrain
 from .plan_famous import POINTS
 from .report import Check, Report
 
@@ -37,6 +37,7 @@ def main() -> None:
     if asked.published is None:
         famous(report)
         vtrain(report, asked.quick)
+        profiled(report, asked.quick)
         if not asked.quick:
             large(report)
             local(report)
@@ -101,6 +102,12 @@ def large(report: Report) -> None:
     report.checks["plan_seconds_1b_512"] = Check(value=time.perf_counter() - began, at_most=10)
     report.notes["plan_parameters"] = found.best.plan.workload.network("bf16").params
     report.notes["plan_gibibytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
+
+
+def profiled(report: Report, quick: bool) -> None:
+    """What it costs a run to be profiled."""
+    rows = report.add("a run, profiled", plan_profile.times(quick), "off")
+    report.checks["profile_overhead"] = Check(value=rows["on"].ratio, at_most=1.02)
 
 
 def local(report: Report) -> None:

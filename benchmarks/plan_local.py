@@ -8,12 +8,12 @@ root.
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class _Ready:
         with Hosts(2, rate=rate) as hosts:
             work = hosts.joined(partial(training.time_steps, task=self.task, spec=spec))
             times = verbs._engine.start(work, resolve("cpu*2")[0], timeout=120).wait(_unheard, _unheard)
-        return guess, max(median(one) for one in times)
+        return guess, max(plans.steady(one) for one in times)
 
     def _apart(self, bytes_per_second: float) -> Cluster:
         """Two hosts of one device each, as fast as these are while both work."""
@@ -182,17 +182,23 @@ def peaks() -> dict[str, tuple[float, float]]:
         bench = plans.Bench(task, "cpu", 60.0)
         workload, _ = plans.workload_of(task, "local", bench)
         guess = estimate(workload, bench.cluster(), spec).memory.total
-        work = partial(peak, make=partial(training.time_steps, task=task, spec=spec, budget=0.0))
+        steps = partial(training.time_steps, task=task, spec=spec, budget=0.0)
+        work = partial(peak, few=partial(steps, batch_size=spec.accumulate), make=steps)
         (measured,) = verbs._engine.start(work, resolve("cpu*2")[0][:1], timeout=120).wait(_unheard, _unheard)
         found[label] = (guess, measured)
     return found
 
 
-def peak(world: World, make: Callable[[World], Any]) -> float:
-    """Bytes that this process holds at the most beyond what it held before; what is freed is given back at once."""
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    torch.ones(512, 512) @ torch.ones(512, 512)
+def peak(world: World, few: Callable[[World], Any], make: Callable[[World], Any]) -> float:
+    """Bytes that this process holds at the most beyond what it held before; what is freed is given back at once.
+
+    Steps of a few rows come first: what libraries set up for themselves is no part of a step.
+    """
+    library = ctypes.CDLL(None)
+    library.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    few(world)
+    gc.collect()
+    library.malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     make(world)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ def plan(
     precision: str = "fp32",
     lossy: bool = False,
     tries: int = 3,
+    networks: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Plan | Comparison:
     """What every way of splitting a task would cost, ranked: step time by part, memory, speed against devices.
@@ -58,7 +59,8 @@ def plan(
       default the devices of this machine (or `on`), which are measured first;
     - `precision`: "fp32" or "bf16", in which the network is to be computed;
     - `lossy`: whether ways that change the mathematics may be picked;
-    - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none.
+    - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none;
+    - `networks`: how many such networks are to be trained, for a search or an ensemble: `plan.ways` says how.
 
     >>> import torch, manyhands as mh
     >>> task = mh.Task(
@@ -76,13 +78,17 @@ def plan(
         raise SettingsError("a plan is for fp32 or bf16", got=repr(precision), remedy='pass precision="bf16"')
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
         raise SettingsError("tries is a number of plans to measure", got=repr(tries), remedy="pass 3, or 0 for none")
+    if isinstance(networks, bool) or not isinstance(networks, int) or networks < 1:
+        raise SettingsError("networks is how many are to be trained", got=repr(networks), remedy="pass 1 or more")
     made = as_task(task, params)
     clusters = _listed(cluster)
     search = Search(precision=precision, lossy=lossy, refuses=_refused)
     bench = Bench(made, on, timeout)
     workload, notes = workload_of(made, task_name(task), bench)
     fingerprint = costs.fingerprint(made)
-    finish = functools.partial(planning.make_plan, search=search, fingerprint=fingerprint, notes=notes)
+    finish = functools.partial(
+        planning.make_plan, search=search, fingerprint=fingerprint, notes=notes, networks=networks
+    )
     if clusters is None:
         here = bench.cluster()
         workload, here = bench.calibrated(workload, here, precision)
@@ -157,9 +163,9 @@ class Bench:
             found = self._run(each, self.devices)
         except (ManyhandsError, RuntimeError, MemoryError):
             return cluster
-        middle = [median(times) for times in found]
+        middle = [steady(times) for times in found]
         if len(middle) > 1:
-            cluster = replace(cluster, spread=min(0.5, stdev(middle) / fmean(middle)))
+            cluster = replace(cluster, spread=_spread(found))
         if not cluster.shared:
             return cluster
         one = replace(cluster, per_host=1, chip=cluster.chip_for(len(self.devices)), shared=False)
@@ -185,7 +191,7 @@ class Bench:
             found = self._run(functools.partial(training.time_steps, task=self._task, spec=spec, **more), devices)
         except (ManyhandsError, RuntimeError, MemoryError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return float(max(median(times) for times in found))
+        return float(max(steady(times) for times in found))
 
     def _run(self, fn: Callable[[World], Any], devices: Sequence[Device]) -> list[Any]:
         return verbs._start(fn, devices, self._timeout, lambda rank, entry: None, training.View())
@@ -289,6 +295,22 @@ def _chip_of(device: Device) -> Chip:
     except ManyhandsError:
         known = make_chip(described.name, {"flops": 1e14, "memory": 1e9, "bandwidth": 1e12})
     return replace(known, memory=float(described.total_memory) * device.share)
+
+
+def steady(times: Sequence[float]) -> float:
+    """A step's usual time: the lower quartile, because whatever else a machine does only ever adds to it.
+
+    >>> steady([1.0, 1.1, 1.2, 9.0, 1.0])
+    1.0
+    """
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def _spread(found: Sequence[Sequence[float]]) -> float:
+    """The standard deviation of a step over devices and time, as a part of it; a few odd ones do not count."""
+    every = [seconds for times in found for seconds in times]
+    middle = median(every)
+    return min(0.5, 1.48 * median(abs(seconds - middle) for seconds in every) / middle)
 
 
 def _apart(world: World, task: Task, spec: StrategySpec, batch_size: int) -> list[float]:

@@ -241,6 +241,36 @@ def test_many_networks_are_stacked_while_that_pays() -> None:
         many(replace(large, memory=200e9), 2, gpu)
 
 
+def test_a_plan_says_how_to_train_many_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    small = mh.plan(small_task, "1 H200", networks=100)
+    assert isinstance(small, Plan)
+    assert small.ways[0].name == "stacked"
+    assert small.ways[0].gain > 5
+    small.show()
+    assert "100 such networks: stacked, 100 on a device at a time" in capsys.readouterr().out
+    wide = mh.plan(lambda: small_task(4096).replace(batch_size=4096, data=torch.zeros(4096, 16)), "8 H200", networks=8)
+    assert isinstance(wide, Plan)
+    assert next(way for way in wide.ways if way.name == "one per device").gain == pytest.approx(8, rel=0.15)
+    on_cores = make_plan(
+        timed(0.01, 1e6), replace(cluster(2), chip=replace(cluster(2).chip, name="CPU")), WHOLE, networks=8
+    )
+    assert next(way for way in on_cores.ways if way.name == "packed").together == 1
+    with pytest.raises(SettingsError, match="networks is how many"):
+        mh.plan(small_task, "1 H200", networks=0)
+
+
+def test_the_time_to_a_target_is_told_where_the_noise_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    work, where = timed(0.01, 1e7, batch_size=64), cluster(16, gbits=10)
+    assert make_plan(work, where, WHOLE).to_target() == {}
+    # Exchanges take as long whatever the batch is: a larger one pays as long as gradients are noisy.
+    noisy, quiet = (make_plan(replace(work, noise=noise), where, WHOLE) for noise in (1e5, 1.0))
+    assert noisy.to_target()[64] == quiet.to_target()[64] == 1.0
+    assert noisy.to_target()[1024] < 0.9
+    assert quiet.to_target()[1024] > 2
+    noisy.show()
+    assert "would reach a target in" in capsys.readouterr().out
+
+
 # -- the verb ----------------------------------------------------------------------------------------------------------
 
 

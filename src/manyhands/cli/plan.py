@@ -34,6 +34,7 @@ Clusters = Annotated[
 Precision = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Lossy = Annotated[bool, typer.Option("--lossy", help="Also pick ways that change the mathematics.")]
 Tries = Annotated[int, typer.Option(help="How many of the best are tried here for a few steps.")]
+Networks = Annotated[int, typer.Option(help="Plan so many such networks: stacked, packed, or one per device.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the pick, for --strategy FILE.toml.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and the curve.")]
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve.")]
@@ -52,6 +53,7 @@ def plan(
     precision: Precision = "fp32",
     lossy: Lossy = False,
     tries: Tries = 3,
+    networks: Networks = 1,
     save: Save = None,
     html: Html = None,
     svg: Svg = None,
@@ -67,7 +69,9 @@ def plan(
 
         given = cluster[0] if cluster is not None and len(cluster) == 1 else cluster
         words = parse_params(params or [])
-        found = plans.plan(task, given, on=on, params=words, precision=precision, lossy=lossy, tries=tries)
+        found = plans.plan(
+            task, given, on=on, params=words, precision=precision, lossy=lossy, tries=tries, networks=networks
+        )
     if json:
         print_json(found.to_dict())
     else:

@@ -68,6 +68,8 @@ def many(one: One, count: int, cluster: Cluster) -> list[Way]:
     alone = count * one.seconds
     stacked = min(share, fitting)
     packed = max(1, min(share, PROCESSES, int(0.92 * cluster.chip.memory // (one.memory + CONTEXT))))
+    if cluster.chip.name == "CPU":
+        packed = 1  # what starts operations there is what computes them
     computing = one.each * one.batch_size
     seconds = {
         "stacked": (math.ceil(share / stacked) * (one.start + stacked * computing) * late, stacked),

@@ -12,6 +12,9 @@ from ..core import SettingsError, StrategyError, StrategySpec
 from .clusters import Cluster
 from .curve import Curve, Curves
 from .efficiency import steps_needed
+from .estimate import estimate
+from .many import One, Way, many
+from .memory import ROOM
 from .search import Option, Search
 from .workload import Workload, is_lossy
 
@@ -20,6 +23,8 @@ Measure = Callable[[StrategySpec], float | str]
 BANDS = {"measured": 0.05, "calibrated": 0.15, "catalogue": 0.3}
 """How far a time may be off, by where its constants come from."""
 SUFFIX = ".toml"
+TARGETS = (0.25, 0.5, 1, 2, 4, 8, 16)
+"""Batch sizes, over the task's own, whose time to a target is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,9 @@ class Plan:
     curve: Curve
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
+    num_networks: int = 1
+    ways: tuple[Way, ...] = ()
+    """How to train so many such networks, the fastest first, where several were asked for."""
 
     @property
     def best(self) -> Pick:
@@ -68,6 +76,24 @@ class Plan:
     def steps_over_least(self) -> float | None:
         """Steps to a target over those of an endless batch, where the gradient's noise is known."""
         return None if self.workload.noise is None else steps_needed(self.workload.batch_size, self.workload.noise)
+
+    def to_target(self) -> dict[int, float]:
+        """The time to a target with other batch sizes on these devices, over that with this one.
+
+        Empty where the gradient's noise is not known. Steps come from the noise, their seconds from the model.
+        """
+        if self.workload.noise is None:
+            return {}
+        spec, batch_size = self.best.spec, self.workload.batch_size
+        found = {}
+        for factor in TARGETS:
+            size = round(factor * batch_size)
+            if size < spec.num_parts * spec.accumulate * spec.microbatches:
+                continue
+            made = estimate(replace(self.workload, batch_size=size), self.cluster, spec)
+            if made.fits:
+                found[size] = steps_needed(size, self.workload.noise) * made.seconds
+        return {size: time / found[batch_size] for size, time in found.items()} if batch_size in found else {}
 
     def show(self, *, most: int = 12) -> None:
         """Prints the table and the curve."""
@@ -106,6 +132,8 @@ class Plan:
                 "remedies": [vars(remedy) for remedy in self.curve.remedies],
             },
             "noise": self.workload.noise,
+            "to_target": self.to_target(),
+            "networks": [vars(way) for way in self.ways],
             "notes": list(self.notes),
         }
 
@@ -207,6 +235,7 @@ def make_plan(
     tries: int = 3,
     fingerprint: str = "",
     notes: Sequence[str] = (),
+    networks: int = 1,
 ) -> Plan:
     """Prices all ways, tries the best few where they can be tried, and draws the curve for the pick."""
     options = search.options(workload, cluster)
@@ -234,7 +263,26 @@ def make_plan(
         curve=Curves(workload, cluster, best.spec).draw(),
         notes=tuple(said),
         fingerprint=fingerprint,
+        num_networks=networks,
+        ways=tuple(_ways(workload, cluster, search, networks)),
     )
+
+
+def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[Way]:
+    """How to train many such networks: a step of one is what two batch sizes say, t = start + each · samples."""
+    if networks == 1:
+        return []
+    each = replace(cluster, chip=cluster.chip_for(cluster.num_devices), shared=False)
+    spec = StrategySpec(precision=search.precision)
+    large = workload.batch_size
+    small = max(1, large // 4)
+    first, second = (estimate(replace(workload, batch_size=size), each, spec) for size in (small, large))
+    slope = (second.seconds - first.seconds) / max(1, large - small) if large > small else second.seconds
+    slope = min(max(slope, 0.0), second.seconds / large)
+    one = One(start=second.seconds - slope * large, each=slope, batch_size=large, memory=min(second.memory.total, 1e18))
+    if one.memory > ROOM * each.chip.memory:
+        return []
+    return many(one, networks, each)
 
 
 def _tried(options: list[Option], control: Option, measure: Measure, tries: int) -> list[Option]:

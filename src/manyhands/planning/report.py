@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .curve import Curve
+    from .many import Way
     from .plan import Plan
     from .search import Option
 
 COLUMNS = ("strategy", "devices", "step", "compute", "exchange", "bubble", "stragglers", "input", "memory", "samples/s")
 BAR = 48
 NUM_REMEDIES = 5
+WORTH_A_CHANGE = 0.9
+"""The part of the time to a target below which another batch size is named."""
 
 
 def show(plan: Plan, *, most: int = 12, console: Console | None = None) -> None:
@@ -83,7 +86,18 @@ def lines(plan: Plan) -> list[str]:
     if least is not None:
         noise = plan.workload.noise or 0.0
         said.append(f"gradient noise scale {noise:.3g} samples: this batch needs {least:.2f} times the fewest steps")
+        times = plan.to_target()
+        size = min(times, key=lambda one: times[one], default=plan.workload.batch_size)
+        if times and times[size] < WORTH_A_CHANGE:
+            said.append(f"a batch of {size} would reach a target in {times[size]:.2f} of the time on these devices")
+    if plan.ways:
+        said.append(f"{plan.num_networks} such networks: " + "; ".join(map(_way, plan.ways)))
     return said
+
+
+def _way(way: Way) -> str:
+    together = f", {way.together} on a device at a time" if way.together > 1 else ""
+    return f"{way.name}{together}: {way.gain:.3g} times one after another"
 
 
 def draw(curve: Curve, here: int) -> list[str]:
