@@ -123,6 +123,14 @@ def test_plan(tmp_path: Path) -> None:
     assert '"best": "' in shown
 
 
+def test_profile(tmp_path: Path) -> None:
+    """A network that is fed too slowly is told so, and how much of a step it waits."""
+    output = run_python(tmp_path, str(EXAMPLES / "profile_digits.py"))
+    assert "starved input: " in output
+    assert "waiting for data: " in output
+    assert (tmp_path / "profile.html").exists()
+
+
 def test_own_loop(tmp_path: Path) -> None:
     """Alone, on two devices under `launch`, and restarted on two after a start alone: the same network."""
     script = str(EXAMPLES / "own_loop_manyhands.py")

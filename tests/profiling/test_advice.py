@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.profiling import Largest, Memory, Operations, Profile, RankProfile
+from manyhands.profiling import Larger, Largest, Memory, Operations, Profile, RankProfile
 from manyhands.profiling.memory import KINDS
 from manyhands.training import Breakdown
 
@@ -94,7 +94,7 @@ def held(**kinds: int) -> Memory:
             profile(
                 rank(
                     seconds={"forward": 0.0004, "backward": 0.0008},
-                    larger=(512, 0.0013),
+                    larger=Larger(rows=512, seconds=0.0013, usual=0.0012),
                     watched=Operations(operations=(), modules=(), bars=(), busy=0.09),
                 ),
                 batch_size=128,
@@ -166,7 +166,7 @@ def test_rules_are_silent_where_nothing_is_wrong() -> None:
     assert profile(rank()).advice == []
     fine = [rank(n, seconds={"communication": 0.003}) for n in range(4)]
     assert profile(*fine).advice == []
-    assert profile(rank(larger=(128, 0.11))).advice == []
+    assert profile(rank(larger=Larger(rows=128, seconds=0.11, usual=0.03))).advice == []
 
 
 def test_what_promises_most_comes_first() -> None:

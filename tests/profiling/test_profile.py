@@ -129,11 +129,12 @@ def test_the_report_is_printed_and_can_be_data(together: Profile, capsys: pytest
     assert told["strategy"] == "replicas=2"
 
 
-@pytest.mark.parametrize("strategy", ["shards=2", "stages=2,microbatches=2", "replicas=2,accumulate=2"])
+@pytest.mark.parametrize("strategy", ["shards=2", "tensor=2", "stages=2,microbatches=2", "replicas=2,accumulate=2"])
 def test_other_strategies_are_profiled_too(strategy: str) -> None:
     found = mh.profile(programs.healthy(64), strategy, on="cpu*2", steps=2)
     assert len(found.ranks) == 2
-    assert all(one.parts.seconds["forward"] > 0 for one in found.ranks)
+    assert all(one.parts.seconds["backward"] + one.parts.seconds["communication"] > 0 for one in found.ranks)
+    assert all(one.parts.seconds["communication"] > 0.02 * one.parts.total for one in found.ranks)
     assert all(one.memory is not None and max(one.memory.totals) > 0 for one in found.ranks)
 
 
@@ -195,3 +196,29 @@ def test_validation_and_checkpoints_are_not_part_of_a_step(tmp_path: Path) -> No
     run = mh.fit(task, "single", on="cpu", folder=tmp_path, epochs=2, save_every=49, progress=False, profile=True)
     # Step 50 comes after a checkpoint and ends an epoch, step 100 too.
     assert all(one.total < 1.0 for one in run.profile)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_recorded_steps_are_timed_and_plain_ones_told_apart() -> None:
+    found = mh.profile(programs.tiny(), mh.Single(), on="cuda:0", steps=20)
+    first = found.ranks[0]
+    assert first.breakdown.seconds["recorded"] > 0
+    assert first.plain is not None
+    assert first.plain.seconds["backward"] > 0
+    assert first.watched is not None
+    assert first.watched.busy is not None
+    assert 0 < first.watched.busy <= 1
+    assert {"device", "operations"} <= {bar.track for bar in first.watched.bars}
+    assert "tiny batch" in {one.name for one in found.advice}
+
+
+@pytest.mark.gpu
+def test_a_recorded_run_is_sampled(tmp_path: Path) -> None:
+    task = programs.healthy(8).replace(data=programs.pairs(8 * 120))
+    run = mh.fit(task, "single", on="cuda:0", folder=tmp_path, progress=False, profile=True)
+    assert run.profile[0].steps == (50, 100)
+    assert run.profile[0].seconds["recorded"] > 0
+    assert run.profile[0].peak > 0

@@ -3,7 +3,7 @@
 from .advice import Advice
 from .memory import Memory
 from .operations import ModuleTime, Operation, Operations
-from .probe import Largest, RankProfile, probe
+from .probe import Larger, Largest, RankProfile, probe
 from .profile import Profile, of_run
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "ModuleTime",
     "Memory",
     "Largest",
+    "Larger",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ STEP = "manyhands step"
 EVALUATED = "autograd::engine::evaluate_function"
 MAX_BARS = 4000
 """Bars of a timeline that are kept, the longest ones."""
-EXCHANGES = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|record_param_comms)")
+WAITING = "_c10d_functional::wait_tensor"
+"""What waits for an exchange that a layer cut over devices has begun."""
 _OURS = (MODULE, STEP)
 
 
@@ -67,8 +67,8 @@ class Operations:
     """Of the last step that was watched."""
     busy: float | None = None
     """The part of the time in which an accelerator had something to do; None on a CPU."""
-    exchanged: float = 0.0
-    """Seconds of a step that the computing thread spent in exchanges which are torch's own."""
+    waited: tuple[float, float] = (0.0, 0.0)
+    """Seconds of forward and of backward in which layers that are cut over devices waited for each other."""
     num_started: float = 0.0
     """Operations that the host starts in a step."""
 
@@ -139,7 +139,6 @@ def _summed(events: list[Any], device: torch.device) -> Operations:
     steps = [event for event in on_host if event.name == STEP]
     owners = _owners(on_host)
     is_cuda = device.type == "cuda"
-    threads = {step.thread for step in steps}
     ends = [step.time_range.end for step in steps]
     counts, seconds = _Sums(len(steps)), _Sums(len(steps))
     modules, others = _Sums(len(steps)), _Sums(len(steps))
@@ -153,14 +152,14 @@ def _summed(events: list[Any], device: torch.device) -> Operations:
         parent = event.cpu_parent
         if event.name.startswith("aten::") and (parent is None or not parent.name.startswith("aten::")):
             others.add("started", step, 1.0)
-        if EXCHANGES.match(event.name) and event.thread in threads and not _within(parent, EXCHANGES):
-            others.add("exchanged", step, event.time_range.elapsed_us() * 1e-6)
+        if event.name == WAITING:
+            others.add("backward" if _evaluated(event) else "forward", step, event.time_range.elapsed_us() * 1e-6)
         owner = owners.get(id(event))
         if owner is not None:
             modules.add(owner, step, own)
     usual, often = seconds.medians(), counts.medians()
     operations = [Operation(name, often[name], spent) for name, spent in usual.items() if spent > 0]
-    spent = modules.medians()
+    spent, usually = modules.medians(), others.medians()
     names = dict.fromkeys(name for name, _ in spent)
     times = [ModuleTime(name, spent.get((name, 0), 0.0), spent.get((name, 1), 0.0)) for name in names]
     return Operations(
@@ -168,8 +167,8 @@ def _summed(events: list[Any], device: torch.device) -> Operations:
         modules=tuple(sorted(times, key=lambda one: -one.seconds)),
         bars=tuple(_bars(on_host, on_device, steps)),
         busy=_busy(on_device, steps) if is_cuda else None,
-        exchanged=others.medians().get("exchanged", 0.0),
-        num_started=others.medians().get("started", 0.0),
+        waited=(usually.get("forward", 0.0), usually.get("backward", 0.0)),
+        num_started=usually.get("started", 0.0),
     )
 
 
@@ -223,14 +222,6 @@ def _evaluated(event: Any) -> Any:
             return event
         event = event.cpu_parent
     return None
-
-
-def _within(event: Any, pattern: re.Pattern[str]) -> bool:
-    while event is not None:
-        if pattern.match(event.name):
-            return True
-        event = event.cpu_parent
-    return False
 
 
 def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Bar]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from statistics import median
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch.distributed import Work
 
 from ..cluster import World
 from ..core import StrategySpec, Task
@@ -38,6 +42,16 @@ class Largest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Larger:
+    """Steps of this batch and of a larger one, taken one after the other; of each the time that is seldom undercut."""
+
+    rows: int
+    seconds: float
+    usual: float
+    """Of the batch as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankProfile:
     """What one rank saw. What was not looked at is None."""
 
@@ -60,8 +74,7 @@ class RankProfile:
     """Threads that compute, and cores that this rank may use."""
     with_fewer_threads: float | None = None
     """Seconds of a step with one thread for each core, where there are more."""
-    larger: tuple[int, float] | None = None
-    """A larger batch, and the seconds of its step."""
+    larger: Larger | None = None
     largest: Largest | None = None
     workers: int = 0
     """Processes that read the data."""
@@ -90,7 +103,11 @@ def probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfi
     is_short = max(world.gather_objects(found["breakdown"].total)) < TRIAL_SECONDS
     larger = TIMES_LARGER * taken.batch_size
     if is_short and taken.num_samples is not None and taken.num_samples >= larger:
-        found["larger"] = larger, median(time_steps(world, task, spec, batch_size=larger, budget=TRIAL_SECONDS))
+        usual, slower = (
+            quantiles(time_steps(world, task, spec, batch_size=size, budget=TRIAL_SECONDS))[0]
+            for size in (taken.batch_size, larger)
+        )
+        found["larger"] = Larger(rows=larger, seconds=slower, usual=usual)
     return RankProfile(**found)
 
 
@@ -117,12 +134,16 @@ class _Probe:
         samples: list[Sample] = []
         found["watched"] = watch(hand.model, hand.device, lambda: samples.append(steps.sample()), WATCHED)
         found["watched_sample"] = samples[-1]
+        for name in ("breakdown", "plain"):
+            if name in found:
+                found[name] = _with_waits(found[name], found["watched"].waited, samples)
         found["memory"], found["largest"] = self._held()
         return found
 
     def _timed(self, count: int) -> tuple[Sample, ...]:
         self._hand.world.barrier()
-        return tuple(self._steps.sample() for _ in range(count))
+        with _noting_waits(self._hand):
+            return tuple(self._steps.sample() for _ in range(count))
 
     def _breakdown(self, samples: tuple[Sample, ...]) -> Breakdown:
         world = self._hand.world
@@ -151,6 +172,36 @@ class _Probe:
         finally:
             weight.remove()
         return following.found(), weight.largest
+
+
+@contextmanager
+def _noting_waits(hand: Hand) -> Iterator[None]:
+    """Counts as communication where torch's own parts wait for each other, as those do that gather parameters."""
+    wait = Work.wait
+
+    def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        spans = hand.spans
+        if spans is None or spans.now == "communication" or threading.current_thread() is not threading.main_thread():
+            return wait(work, *args, **kwargs)
+        with spans.during("communication"):
+            return wait(work, *args, **kwargs)
+
+    Work.wait = noted  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = wait  # type: ignore[method-assign]
+
+
+def _with_waits(taken: Breakdown, waited: tuple[float, float], watched: list[Sample]) -> Breakdown:
+    """Layers that are cut over devices wait within forward and backward: the same part of them as in watched steps."""
+    seconds = dict(taken.seconds)
+    for phase, wait in zip(("forward", "backward"), waited, strict=True):
+        whole = median(one.seconds[phase] for one in watched)
+        moved = min(1.0, wait / whole) * seconds[phase] if whole else 0.0
+        seconds[phase] -= moved
+        seconds["communication"] += moved
+    return replace(taken, seconds=seconds)
 
 
 class _Weights:

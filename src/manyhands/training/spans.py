@@ -64,6 +64,11 @@ class Spans:
         self._open.pop()
         self._mark(self._open[-1] if self._open else IDLE)
 
+    @property
+    def now(self) -> str:
+        """What is going on."""
+        return self._open[-1] if self._open else IDLE
+
     def end(self) -> list[Span]:
         """All of it, up to now; on a GPU once the device is done."""
         self._mark(IDLE)

@@ -47,14 +47,14 @@ def slow_rank(profile: Profile) -> Advice | None:
 def hot_parameter(profile: Profile) -> Advice | None:
     """One parameter is most of what replicas exchange."""
     hot = profile.ranks[0].largest
-    if hot is None or len(profile.ranks) < 2 or profile.share("communication") < EXPOSED or profile.stragglers:
+    if hot is None or len(profile.ranks) < 2 or profile.transfer < EXPOSED * profile.seconds:
         return None
     share = hot.bytes / max(1, hot.total)
     if share < HOT or hot.bytes < HEAVY:
         return None
     evidence = (
         f"{hot.name} has {share:.0%} of the bytes that replicas exchange ({size(hot.bytes)} of {size(hot.total)}), "
-        f"and {profile.share('communication'):.0%} of a step is waiting for exchanges"
+        f"and {profile.transfer / profile.seconds:.0%} of a step is waiting for exchanges"
     )
     cure = (
         "cut it over the devices with mh.TensorParallel() or mh.Sharded(), or send it small: sync=mh.sync.PowerSGD(4)"

@@ -55,12 +55,12 @@ def tiny_batch(profile: Profile) -> Advice | None:
     first = profile.ranks[0]
     if first.larger is None or profile.share("communication") > DROWNED:
         return None
-    rows, seconds = first.larger
-    gain = (rows / seconds) / (profile.batch_size / profile.seconds)
+    rows, seconds, usual = first.larger.rows, first.larger.seconds, first.larger.usual
+    gain = (rows / seconds) / (profile.batch_size / usual)
     if gain < SMALL:
         return None
     samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
-    evidence = f"a step of {samples} takes {duration(profile.seconds)}, one of {rows} {duration(seconds)}"
+    evidence = f"a step of {samples} takes {duration(usual)}, one of {rows} {duration(seconds)}"
     watched = first.watched
     if watched is not None and watched.busy is not None:
         evidence += f", and the device is busy {watched.busy:.0%} of the time"

@@ -1,0 +1,35 @@
+"""`manyhands profile`: tables, JSON, files, and a run that was sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import Invoke
+
+
+def test_tables_and_files(invoke: Invoke, tmp_path: Path) -> None:
+    given = ("--on", "cpu", "--steps", "3", "--html", "p.html", "--trace", "t.json")
+    result = invoke("profile", "small_task.py", "width=32", *given)
+    assert result.exit_code == 0, result.output
+    for word in ("where a step's time goes", "forward", "memory when most is held"):
+        assert word in result.output
+    assert "<svg" in (tmp_path / "p.html").read_text()
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_json_of_a_run(invoke: Invoke) -> None:
+    trained = invoke("fit", "small_task.py", "--on", "cpu", "--epochs", "60", "--name", "first", "--profile", "--quiet")
+    assert trained.exit_code == 0, trained.output
+    result = invoke("profile", "runs/first", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["task"] == "first"
+    assert found["ranks"][0]["phases"]["forward"] > 0
+
+
+def test_a_run_without_samples(invoke: Invoke) -> None:
+    assert invoke("fit", "small_task.py", "--on", "cpu", "--steps", "1", "--name", "bare", "--quiet").exit_code == 0
+    result = invoke("profile", "runs/bare")
+    assert result.exit_code == 2
+    assert "one step in fifty" in result.output
