@@ -24,7 +24,7 @@ BUDGETS = {
     "cluster": 2.0,
     "recovery": 1.7,
     "sync": 1.5,
-    "servers": 1.0,
+    "servers": 2.0,
     "profiling": 1.0,
     "cli": 1.5,
     "tuning": 1.7,

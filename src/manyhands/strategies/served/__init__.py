@@ -27,12 +27,14 @@ from .messages import (
 )
 from .post import Caller, LinkLost, Listener, new_context, new_token
 from .server import Server, Shard
+from .shared import SharedSlots
 from .table import kind_of, kind_of_optimizer, slot_names
 from .update import cut_slot, needs_whole, pack_slots, unpack_slots
 
 __all__ = [
     "Server",
     "Shard",
+    "SharedSlots",
     "Client",
     "Moved",
     "Over",

@@ -171,6 +171,8 @@ class Caller:
 
     def close(self) -> None:
         """Ends the connection; what was sent still leaves."""
+        if self.socket.closed:
+            return
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=200)
