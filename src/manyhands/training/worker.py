@@ -91,7 +91,7 @@ class _Worker:
     def _join(self) -> served.Caller:
         """Reports to the chief, who is waited for as long as the one time limit says."""
         member = self.member
-        chief = served.Caller(self._context, member.token, member.chief, member.timeout)
+        chief = served.call_again(self._context, member.token, member.chief, member.timeout)
         chief.send(served.Join("worker", member.number))
         return chief
 

@@ -25,7 +25,7 @@ from .messages import (
     Unreached,
     Weighed,
 )
-from .post import Caller, LinkLost, Listener, new_context, new_token
+from .post import Caller, LinkLost, Listener, call_again, new_context, new_token
 from .server import Server, Shard
 from .shared import SharedSlots
 from .table import kind_of, kind_of_optimizer, slot_names
@@ -54,6 +54,7 @@ __all__ = [
     "kind_of_optimizer",
     "slot_names",
     "Caller",
+    "call_again",
     "Listener",
     "LinkLost",
     "new_context",

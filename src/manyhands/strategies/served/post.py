@@ -191,6 +191,18 @@ class Caller:
             raise LinkLost(f"{self.address} refused this job's token")
 
 
+def call_again(context: zmq.Context[Any], token: bytes, address: str, timeout: float) -> Caller:
+    """A new connection to somebody who may be starting anew: within the time limit it may fail and is tried again."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Caller(context, token, address, timeout, max(0.1, deadline - time.monotonic()))
+        except LinkLost as lost:
+            if time.monotonic() >= deadline:
+                raise LinkLost(f"{address} did not answer within {timeout:.0f} s: {lost}") from None
+            time.sleep(0.1)
+
+
 def _proof(token: bytes, role: bytes, caller: bytes, listener: bytes) -> bytes:
     return hmac.digest(token, b"manyhands " + role + caller + listener, "sha256")
 

@@ -44,7 +44,7 @@ from .messages import (
     Unreached,
     Values,
 )
-from .post import Caller, Frame, LinkLost, Listener
+from .post import Caller, Frame, LinkLost, Listener, call_again
 from .shared import SharedSlots
 from .table import Table, joined, kind_of
 from .update import pack_slots, pieces_of, unpack_slots
@@ -294,7 +294,7 @@ class Server:
         except LinkLost:
             # What it holds stays good: the chief may come back, or another one that has the last checkpoint.
             self._chief.close()
-            self._chief = Caller(self._context, self._token, self._chief_address, self._timeout)
+            self._chief = call_again(self._context, self._token, self._chief_address, self._timeout)
             self._join()
             return
         if got is None:
