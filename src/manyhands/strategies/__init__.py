@@ -6,7 +6,7 @@ from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
 from .deferred import CannotDefer, Deferred, Take, defer
 from .drawing import Outline
-from .embedding import Embedding, declaring
+from .embedding import Embedding, declaring, first_rows
 from .marks import on
 from .mirrored import MirroredReplica
 from .offload import AT_ONCE
@@ -42,6 +42,7 @@ __all__ = [
     "ServedReplica",
     "BatchStats",
     "Embedding",
+    "first_rows",
     "declaring",
     "keep_where",
     "Table",

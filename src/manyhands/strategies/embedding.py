@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from ..core import TaskError
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 """What a table's rows can be trained with on the servers: only rows that a step touched change."""
 CHUNK = 1 << 20
+WHOLE = 1 << 28
+"""Bytes up to which a table is one tensor in a checkpoint; of a larger one only the rows are saved that there are."""
 _declaring = False
 
 
@@ -57,6 +60,7 @@ class Embedding(nn.Embedding):
         if _declaring:
             self._declare(rows, dim)
         else:
+            _require_room(rows, dim)
             super().__init__(rows, dim)
         self.source: RowSource | None = None
         self.name = ""
@@ -67,6 +71,11 @@ class Embedding(nn.Embedding):
     def is_declared(self) -> bool:
         """Whether the rows are elsewhere."""
         return self.weight.shape[0] != self.num_embeddings
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether it is too large to be put together anywhere, and is saved by rows."""
+        return self.is_declared and self.num_embeddings * self.embedding_dim * self.weight.element_size() > WHOLE
 
     def reset_parameters(self) -> None:
         """Gives every row its first value."""
@@ -99,13 +108,13 @@ class Embedding(nn.Embedding):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_declared:
+        if self.is_declared and not self.is_by_rows:
             shape = (self.num_embeddings, self.embedding_dim)
             whole = self.whole if self.whole is not None else self.weight.new_zeros(()).expand(shape)
             destination[f"{prefix}weight"] = whole
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if self.is_declared and f"{prefix}weight" in state_dict:
+        if self.is_declared and not self.is_by_rows and f"{prefix}weight" in state_dict:
             self.whole = state_dict[f"{prefix}weight"]
             state_dict = {**state_dict, f"{prefix}weight": self.weight}
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -120,6 +129,18 @@ def declaring() -> Iterator[None]:
         yield
     finally:
         _declaring = before
+
+
+def _require_room(rows: int, dim: int) -> None:
+    """A table that no memory here can hold is named, before it is begun."""
+    wanted, there = rows * dim * torch.get_default_dtype().itemsize, psutil.virtual_memory().available
+    if wanted > there and torch.get_default_device().type == "cpu":
+        raise TaskError(
+            f"a whole table must fit into memory, of which {there / 1e9:.3g} GB are free",
+            got=f"{rows} rows of {dim}, {wanted / 1e9:.3g} GB",
+            remedy="train it with mh.ParameterServer(), whose servers hold only rows that are used; "
+            "a network with such a table cannot be evaluated or exported in one process",
+        )
 
 
 def first_rows(ids: Any, dim: int, seed: int, std: float = 1.0) -> Tensor:

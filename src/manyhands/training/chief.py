@@ -24,7 +24,7 @@ from ..core import Event, PeerLost, RunError, WorkerFailed, event
 from ..data import Ids
 from ..strategies import MAIN, served
 from .agenda import Agenda, FirstCome, Free, InOrder, Ticket
-from .gathered import load_frames, take_state
+from .gathered import forget_tables, load_frames, take_state
 from .hand import Hand
 from .loop import Job as TrainingJob
 from .roles import Place
@@ -352,8 +352,7 @@ class Chief:
             return found
 
         self._ask(load, served.Loaded, "servers to take their values")
-        for table in served.tables_of(self.hand.model).values():
-            table.whole = None
+        forget_tables(self.hand)
         for worker in self._workers.values():
             worker.ticket, worker.is_asking = None, False
         self._announce()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..strategies import MAIN, Embedding, ServedReplica, served
 from .hand import Hand
+from .tables import IDS, SEED, STEP, VALUES
 
 CHUNK = 1 << 18
 """Rows of a table that are looked at together."""
@@ -34,6 +35,11 @@ def load_frames(hand: Hand, share: served.Share, number: int, num_servers: int, 
     tables = []
     for name, table in served.tables_of(hand.model).items():
         saved = _saved_slots(hand, name, table)
+        if table.is_by_rows:
+            names = served.slot_names(served.kind_of(table, optimizer))
+            tables.append([str(int(saved.get(STEP, torch.zeros(())).item())), *names])
+            tensors += _some_rows(table, saved, names, number, num_servers)
+            continue
         names = served.slot_names(served.kind_of(table, optimizer))
         remembered = [saved.get(slot) for slot in names]
         tables.append([str(int(saved.get("step", torch.zeros(())).item())), *names])
@@ -46,7 +52,10 @@ def take_state(hand: Hand, shares: Sequence[served.Share], answers: Sequence[tup
     """Puts what the servers hold into a hand's network and optimizer."""
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     slots: dict[str, dict[str, Any]] = {}
-    tables = [_Whole(table, name, hand) for name, table in served.tables_of(hand.model).items()]
+    tables = [
+        (_Rows if table.is_by_rows else _Whole)(table, name, hand)
+        for name, table in served.tables_of(hand.model).items()
+    ]
     for share, (state, frames) in zip(shares, answers, strict=True):
         at = iter(frames)
         for slab in share:
@@ -86,7 +95,7 @@ class _Whole:
         ids = served.tensor_of(next(frames), torch.int64)
         self._num_updates = max(self._num_updates, num_updates)
         for into in (self._values, *self._slots.values()):
-            into[ids] = served.tensor_of(next(frames), into.dtype).view(len(ids), -1)
+            into[ids] = served.tensor_of(next(frames), into.dtype).view(len(ids), self._table.embedding_dim)
 
     def keep(self) -> None:
         """Leaves the table where a checkpoint finds it."""
@@ -102,10 +111,59 @@ class _Whole:
             replica.slots.update({f"{self._name} {n}": v for n, v in {"step": step, **self._slots}.items()})
 
 
+class _Rows:
+    """The rows that there are of a table that is too large to be put together."""
+
+    def __init__(self, table: Embedding, name: str, hand: Hand) -> None:
+        self._table, self._name, self._hand = table, name, hand
+        self._names = [IDS, VALUES, *served.slot_names(served.kind_of(table, hand.optimizers[MAIN]))]
+        self._num_updates = 0
+        self._parts: list[list[Tensor]] = [[] for _ in self._names]
+
+    def add(self, num_updates: int, frames: Any) -> None:
+        """Takes one server's rows."""
+        self._num_updates = max(self._num_updates, num_updates)
+        for name, parts in zip(self._names, self._parts, strict=True):
+            part = served.tensor_of(next(frames), torch.int64 if name == IDS else self._table.weight.dtype)
+            parts.append(part if name == IDS else part.view(-1, self._table.embedding_dim))
+
+    def keep(self) -> None:
+        """Leaves the rows where a checkpoint finds them, in the order of their ids."""
+        replica = self._hand.replica
+        assert isinstance(replica, ServedReplica)
+        ids = torch.cat(self._parts[0])
+        order = ids.argsort()
+        for name, parts in zip(self._names, self._parts, strict=True):
+            replica.slots[f"{self._name} {name}"] = torch.cat(parts)[order]
+            parts.clear()
+        replica.slots[f"{self._name} {STEP}"] = torch.tensor(float(self._num_updates))
+        replica.slots[f"{self._name} {SEED}"] = torch.tensor(self._table.seed)
+
+
+def forget_tables(hand: Hand) -> None:
+    """Lets tables go that the servers hold."""
+    replica = hand.replica
+    assert isinstance(replica, ServedReplica)
+    for name, table in served.tables_of(hand.model).items():
+        table.whole = None
+        if table.is_by_rows:
+            replica.slots = {key: slot for key, slot in replica.slots.items() if not key.startswith(f"{name} ")}
+
+
+def _some_rows(
+    table: Embedding, saved: Mapping[str, Tensor], names: Sequence[str], number: int, num_servers: int
+) -> list[Tensor]:
+    """The ids, values and slots of one server's rows, of those that were saved."""
+    ids = saved.get(IDS, torch.zeros(0, dtype=torch.int64))
+    mine = ids % num_servers == number
+    none = torch.zeros(len(ids), table.embedding_dim, dtype=table.weight.dtype)
+    return [ids[mine], *(saved.get(name, none)[mine].to(table.weight.dtype) for name in (VALUES, *names))]
+
+
 def _saved_slots(hand: Hand, name: str, table: Embedding) -> Mapping[str, Tensor]:
     """What a table's rows remember, from the optimizer where it is of the same kind, or from beside it."""
     optimizer = hand.optimizers[MAIN]
-    if served.kind_of(table, optimizer) == served.kind_of_optimizer(optimizer):
+    if not table.is_by_rows and served.kind_of(table, optimizer) == served.kind_of_optimizer(optimizer):
         found: Mapping[str, Tensor] = optimizer.state.get(table.weight, {})
         return found
     assert isinstance(hand.replica, ServedReplica)

@@ -27,6 +27,7 @@ from ..store import CheckpointStore, Weights, check_matches, export, save_state_
 from .loop import CHECKPOINTS, Outcome
 from .predictor import ModelPredictor
 from .sampling import Breakdown, breakdowns
+from .tables import with_tables
 
 EVENTS = "events.jsonl"
 RECORD = "run.json"
@@ -110,6 +111,7 @@ class Run:
         model = self._build(task)
         store = self._store()
         checkpoint = store.load(store.best() if best else None)
+        checkpoint = with_tables(checkpoint, model)
         check_matches(checkpoint, model)
         if any(tensor.dtype == float64 for tensor in checkpoint.model.values()):
             model = model.double()

@@ -13,6 +13,7 @@ from ..cluster import World
 from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
 from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
+from .tables import require_no_rows
 
 if TYPE_CHECKING:
     from .hand import Hand
@@ -127,6 +128,8 @@ class _Slot:
 def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
     """Puts a checkpoint into a hand; on another number of replicas the random states are made anew."""
     replica = hand.replica
+    if not hand.spec.servers:
+        require_no_rows(checkpoint)
     check_matches(checkpoint, hand.model)
     if set(checkpoint.optimizers) != set(replica.optimizers):
         raise CheckpointError(

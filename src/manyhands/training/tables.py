@@ -1,0 +1,48 @@
+"""Tables of which a checkpoint has only rows: for a plain network they are whole again, where memory allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..core import CheckpointError
+from ..store import Checkpoint
+from ..strategies import Embedding, first_rows
+
+IDS, VALUES, STEP, SEED = "ids", "values", "step", "seed"
+"""What is saved of a table by rows, besides what its rows remember."""
+CHUNK = 1 << 18
+"""Rows that are made together."""
+
+
+def with_tables(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
+    """A checkpoint for a plain network, with whole tables of which only rows were saved."""
+    whole = {}
+    tables = {name: part for name, part in model.named_modules() if isinstance(part, Embedding)}
+    for name, table in tables.items():
+        ids = checkpoint.policy.get(f"{name} {IDS}")
+        if ids is None:
+            continue
+        values = checkpoint.policy[f"{name} {VALUES}"]
+        key = f"{name}.weight" if name else "weight"
+        whole[key] = torch.empty(table.num_embeddings, table.embedding_dim, dtype=values.dtype)
+        seed = int(checkpoint.policy[f"{name} {SEED}"])
+        for start in range(0, table.num_embeddings, CHUNK):
+            some = np.arange(start, min(start + CHUNK, table.num_embeddings))
+            whole[key][start : start + len(some)] = first_rows(some, table.embedding_dim, seed, table.std)
+        whole[key][ids] = values
+    return dataclasses.replace(checkpoint, model={**checkpoint.model, **whole}) if whole else checkpoint
+
+
+def require_no_rows(checkpoint: Checkpoint) -> None:
+    """Refuses to go on without servers where tables are too large for that."""
+    names = [key.removesuffix(f" {IDS}") for key in checkpoint.policy if key.endswith(f" {IDS}")]
+    if names:
+        raise CheckpointError(
+            "a table of which only rows were saved is trained by parameter servers",
+            got=f"{names[0]}, with {len(checkpoint.policy[f'{names[0]} {IDS}'])} rows",
+            remedy="resume with mh.ParameterServer(), on any number of servers",
+        )
