@@ -32,7 +32,7 @@ POLICIES = [
     "localsteps(32,by=int8)",
     "diloco(50)",
 ]
-NEAR = {"bf16": 1.05, "fp16": 1.05, "int8": 1.05, "topk": 1.6, "powersgd": 1.2, "localsteps": 1.3, "diloco": 1.3}
+NEAR = {"bf16": 1.05, "fp16": 1.05, "int8": 1.05, "topk": 1.3, "powersgd": 1.2, "localsteps": 1.3, "diloco": 1.3}
 """How many times the exact sum's loss a policy may end at, by its name."""
 COLORS = ["#222222", "#4878a8", "#6aa84f", "#cc4125", "#e69138", "#8e63b8", "#45a8a0", "#a64d79", "#7f6000", "#3d85c6"]
 

@@ -8,7 +8,6 @@ A policy that changes the mathematics needs more steps for the same loss: its ti
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import NullWorld, Pending, World
-from .course import Course
+from .course import Course, State
 from .links import Links
 from .local import Local
 from .memory import Memory
@@ -31,6 +30,8 @@ MARGIN = 0.75
 """How much of the exact sum's time another policy may take at most, to be chosen: a small gain is soon a loss."""
 SAMPLE = 1 << 18
 """Numbers of the gradient that a dry run looks at."""
+SETTLED = 1 << 20
+"""Steps after which every policy is over its beginning."""
 LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.8, "localsteps(8)": 1.15}
 """Policies that are considered with lossy=True, and how many times the steps they need, from benchmarks.convergence."""
 LEAST = {1.02: 1 / 4, 1.15: 1 / 16}
@@ -141,7 +142,8 @@ class _DryRun:
         taken = sum(parameter.numel() for parameter in some.values())
         factor = sum(parameter.numel() for parameter in parameters.values()) / max(1, taken)
         first = next(iter(some.values()))
-        course = Course(dataclasses.replace(policy, warmup=0), _Alone(first.device, size), some)
+        course = Course(policy, _Alone(first.device, size), some)
+        course.take_over(State(num_steps=SETTLED))
         seconds, rounds = math.inf, 0
         gradient = torch.randn(taken, dtype=torch.float32, device=first.device).to(first.dtype)
         for _ in range(3):

@@ -13,6 +13,8 @@ from .memory import Memory
 from .policy import Policy, require
 from .wire import Wire
 
+EARLY, HALVES = 0.25, 10
+"""The part of the numbers that travels after the warm-up, and the steps after which it is halved."""
 MANY = 1 << 16
 """Numbers from which on a look at some of them pays."""
 
@@ -20,6 +22,9 @@ MANY = 1 << 16
 @dataclass(frozen=True)
 class TopK(Policy):
     """A fraction of the numbers of a bucket, the largest ones, each with its place.
+
+    After the warm-up, if there is one, more of them travel at first, half as many every so many steps: early gradients
+    change quickly, and what waits is soon wrong.
 
     >>> print(TopK(0.01))
     topk(0.01)
@@ -34,8 +39,17 @@ class TopK(Policy):
         is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
         require(is_number and 0 < self.fraction <= 1, "fraction lies above 0 and not above 1", self.fraction)
 
+    def fraction_at(self, step: int) -> float:
+        """The part of the numbers that travels so many steps after the warm-up.
+
+        >>> [TopK(0.01).fraction_at(step) for step in (1, 11, 100)]
+        [0.25, 0.125, 0.01]
+        """
+        early = EARLY * 0.5 ** ((step - 1) // HALVES) if self.warmup else 0.0
+        return max(self.fraction, early)
+
     def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
-        count = max(1, round(self.fraction * gradient.numel()))
+        count = max(1, round(self.fraction_at(memory.num_steps - self.warmup) * gradient.numel()))
         places = largest(gradient, count)
         values = gradient[places]
         memory.feedback.copy_(gradient).index_fill_(0, places, 0)
