@@ -191,6 +191,24 @@ def test_text_and_object_are_one_strategy() -> None:
     assert mh.StrategySpec.from_dict(spec.to_dict()) == spec
 
 
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+        self.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale.float()
+
+
+def test_what_policies_cannot_carry_is_refused_by_name(tmp_path: Path) -> None:
+    says = r"how replicas agree, but got sync=int8 with shards=2 and one replica; pass replicas=2 or more"
+    with pytest.raises(StrategyError, match=says):
+        mh.Sharded(2, sync="int8")
+    with pytest.raises(TaskError, match=r"can add up, but got scale of torch.float8_e4m3fn; keep it in bfloat16"):
+        mh.fit(problem("mlp").replace(model=Narrow), mh.Mirrored(2), on="cpu*2", folder=tmp_path, **QUIET)
+
+
 def test_what_servers_cannot_train_is_refused_before_anything_starts(tmp_path: Path) -> None:
     spec = mh.ParameterServer(servers=2, workers=2)
     where: dict[str, Any] = {"on": "cpu*2", "folder": tmp_path, **QUIET}

@@ -171,6 +171,13 @@ class StrategySpec:
                     remedy=f"leave {axis} at 1",
                 )
         _check_servers(self)
+        cut = [axis for axis in ("shards", "tensor", "stages") if getattr(self, axis) != 1]
+        if cut and self.replicas == 1 and self.sync != "allreduce":
+            raise StrategyError(
+                "a policy says how replicas agree",
+                got=f"sync={self.sync} with {cut[0]}={getattr(self, cut[0])} and one replica",
+                remedy="pass replicas=2 or more, or leave sync away",
+            )
 
     @property
     def changes_mathematics(self) -> str:

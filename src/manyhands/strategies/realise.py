@@ -56,6 +56,7 @@ def realise(
     if fill is None:
         model = model.to(world.device)
         if world.size > 1:
+            _require_sums(model)
             mirror(model, world)
     if spec.stages != 1:
         placement = place(spec, world, model, probe, look)
@@ -237,6 +238,17 @@ def optimizers_of(
             "a parameter belongs to one optimizer", got="one in two of them", remedy="split them by submodule"
         )
     return optimizers
+
+
+def _require_sums(model: nn.Module) -> None:
+    """Names a tensor that no backend can add up over ranks."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            raise TaskError(
+                "tensors of a network on several devices must be of a type that collectives can add up",
+                got=f"{name} of {tensor.dtype}",
+                remedy="keep it in bfloat16 or float32, and narrow it where it is used",
+            )
 
 
 def _require_place(model: nn.Module, world: World) -> None:
