@@ -93,3 +93,23 @@ def test_quick_plan_accuracy() -> None:
     }
     # No time is measured for these, so they must hold wherever this runs.
     assert all(check["value"] <= check["at_most"] for check in checks.values())
+
+
+def test_stacked_has_its_form_on_a_cpu() -> None:
+    command = [sys.executable, "-m", "benchmarks.stacked", "--cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    bars = {name: {k: v for k, v in check.items() if k != "value"} for name, check in result["checks"].items()}
+    assert bars == {
+        "mlp100_over_one": {"at_most": 0.9},
+        "transformer100_gain": {"at_least": 20.0},
+        "cnn100_gain": {"at_least": 18.0},
+    }
+    assert {row["name"] for row in result["rows"]} == {
+        "one, eager",
+        "4, vmap by hand",
+        "4, population",
+        "1, population",
+    }
+    assert json.loads((ROOT / "benchmarks" / "results" / "stacked.quick.json").read_text()) == result

@@ -190,3 +190,11 @@ def test_demo(tmp_path: Path) -> None:
     assert "manyhands fit examples/image_classifier_manyhands.py --strategy mirrored" in printed_lines[-1]
     assert max(len(line) for line in printed_lines[:-1]) <= 80
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+
+
+def test_many_networks(tmp_path: Path) -> None:
+    said = run_python(tmp_path, str(EXAMPLES / "many_networks.py"), epochs=4)
+    assert "32 tasks go together" in said
+    (accuracy,) = printed(said, "accuracy")
+    assert accuracy > 0.85
+    assert re.search(r"answers \[\d, \d, \d\]", said)

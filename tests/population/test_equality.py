@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.population import Population
+from manyhands.population import Population, groups
 
 from .works import KINDS, adamw, task
 
@@ -109,3 +109,26 @@ OPTIMIZERS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_updates_as_torch_does(name: str, tmp_path: Path) -> None:
     follows([task("mlp", optimizer, seed=seed) for seed, optimizer in enumerate(OPTIMIZERS[name])], tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "attention"])
+def test_members_have_probabilities_of_dropout_of_their_own(kind: str, tmp_path: Path) -> None:
+    def net(p: float) -> nn.Module:
+        if kind == "plain":
+            return nn.Sequential(nn.Linear(5, 16), nn.Dropout(p), nn.ReLU(), nn.Dropout(p / 2), nn.Linear(16, 3))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=p, batch_first=True)
+        whole = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        return nn.Sequential(nn.Embedding(9, 8), whole, nn.Flatten(), nn.Linear(56, 3))
+
+    def one(p: float, seed: int) -> mh.Task:
+        return task("mlp" if kind == "plain" else "transformer", seed=seed).replace(model=lambda: net(p))
+
+    members = [one(0.1, 0), one(0.5, 1), one(0.3, 0)]
+    assert [group.tasks for group in groups([*members, one(0.0, 0)])] == [(0, 1, 2), (3,)]
+    follows(members, tmp_path)
+
+
+def test_members_learn_from_some_rows_of_arrays(tmp_path: Path) -> None:
+    whole = torch.utils.data.TensorDataset(*task("mlp").data)
+    some = torch.utils.data.Subset(whole, list(range(0, 40, 2)))
+    follows([task("mlp", adamw(lr), data=some, seed=seed) for seed, lr in enumerate((1e-2, 2e-2))], tmp_path)

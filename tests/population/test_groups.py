@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.population import groups
+from manyhands.population import Population, groups
 
 from .works import adamw, cross_entropy, task
 
@@ -117,3 +117,18 @@ def test_what_cannot_be_stacked_is_said(alone: mh.Task, words: str) -> None:
     assert found[0].stacks
     assert not found[1].stacks
     assert words in found[1].reason
+
+
+def test_a_network_that_draws_now_and_then_only_is_seen_when_it_does() -> None:
+    asked: list[int] = []
+
+    def seldom(model: nn.Module, batch: Any) -> Tensor:
+        asked.append(1)
+        outputs = model(batch[0])
+        return F.cross_entropy(F.dropout(outputs, 0.5) if len(asked) > 12 else outputs, batch[1])
+
+    population = Population([task(seed=seed).replace(loss=seldom) for seed in range(2)], device="cpu", epochs=4)
+    asked[:] = []
+    assert not population._program.is_random
+    assert population.step(20).isfinite().all()
+    assert population._program.is_random

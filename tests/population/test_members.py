@@ -152,8 +152,9 @@ def test_members_that_do_not_fit_together_are_computed_some_at_a_time(tmp_path: 
     notices: list[str] = []
     tasks = [task("cnn", adamw(lr), seed=seed) for seed, lr in enumerate((1e-2, 2e-2, 3e-2, 4e-2, 5e-2))]
     starved = [one.replace(loss=hungry) for one in tasks]
-    population = Population(starved, mh.Single(precision="fp64"), device="cpu", epochs=EPOCHS, notice=notices.append)
-    plenty = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=EPOCHS)
+    spec = mh.Single(precision="fp64", deterministic=True)
+    population = Population(starved, spec, device="cpu", epochs=EPOCHS, notice=notices.append)
+    plenty = Population(tasks, spec, device="cpu", epochs=EPOCHS)
     calls.clear()
     torch.testing.assert_close(population.step(12), plenty.step(12), rtol=1e-9, atol=0)
     assert notices == [
@@ -175,6 +176,9 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         population.stop(3)
     with pytest.raises(TaskError, match="the optimizer is AdamW in one and SGD in another"):
         population.replace(0, task("mlp", lambda model: torch.optim.SGD(model.parameters(), lr=0.1)))
+    net = nn.Linear(5, 3)
+    with pytest.raises(TaskError, match="must build a new network each time"):
+        Population([task(seed=seed).replace(model=lambda: net) for seed in range(2)], device="cpu")
     other = Population([task("cnn")], device="cpu").state(0)
     with pytest.raises(CheckpointError, match="of its own network"):
         population.load(0, other)

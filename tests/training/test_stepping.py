@@ -144,7 +144,7 @@ def test_a_compiler_that_fails_is_told_and_left(tmp_path: Path, monkeypatch: pyt
         return fail
 
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(ways, "_stop_compilers", lambda: None)
+    monkeypatch.setattr(ways, "stop_compilers", lambda: None)
     plain = mh.fit(pictures(), mh.Single(capture="off"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     run = mh.fit(pictures(), mh.Single(capture="compile"), on="cpu", epochs=1, folder=tmp_path, progress=False)
     assert run.losses == plain.losses
@@ -310,7 +310,7 @@ def test_a_compiler_that_fails_in_backward_is_told_and_left(monkeypatch: pytest.
             raise torch._dynamo.exc.TorchDynamoException("no compiler for backward")
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: Fails.apply(function(*args)))
-    monkeypatch.setattr(ways, "_stop_compilers", lambda: None)
+    monkeypatch.setattr(ways, "stop_compilers", lambda: None)
     plain = mh.fit(work(mlp), mh.Single(capture="off"), on="cpu", folder=tmp_path, progress=False)
     run = mh.fit(work(mlp), mh.Single(capture="compile"), on="cpu", folder=tmp_path, progress=False)
     assert run.losses == plain.losses

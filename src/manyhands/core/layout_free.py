@@ -310,6 +310,11 @@ class LayoutFree(TorchFunctionMode):
         threshold = round((1.0 - p) * 2**32) - 2**31
         return self.words(shape, device, owner) >= min(threshold, 2**31 - 1)
 
+    def kept(self, shape: Shape, dropped: Tensor, device: torch.device, owner: Tensor | None = None) -> Tensor:
+        """What `keep` says for a probability that is a tensor, as each member of a stack has its own."""
+        threshold = ((1.0 - (1.0 - dropped)) * 2**32).round() - 2**31
+        return self.words(shape, device, owner) >= threshold.clamp(max=2**31 - 1).to(torch.int32)
+
     def uniform(
         self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32, owner: Tensor | None = None
     ) -> Tensor:

@@ -93,9 +93,9 @@ def _nobody(*_: Any) -> bool:
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
 
-def _dropout(draws: LayoutFree, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(draws: LayoutFree, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     _require_probability(p)
-    if not training or p == 0.0:
+    if not training or _is_zero(p):
         return input
     return _masked(draws, input, p, input.shape, inplace)
 
@@ -111,12 +111,22 @@ def _feature_dropout(draws: LayoutFree, input: Tensor, p: float, train: bool, in
     return _masked(draws, input, p, _channels(input), inplace)
 
 
-def _masked(draws: LayoutFree, input: Tensor, p: float, shape: Shape, inplace: bool) -> Tensor:
-    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    keep = draws.keep(shape, 1.0 - p, input.device, input)
+def _masked(draws: LayoutFree, input: Tensor, p: Any, shape: Shape, inplace: bool) -> Tensor:
+    if isinstance(p, Tensor):
+        # Members of a stack have probabilities of their own, between 0 and 1.
+        scale: Any = (1.0 / (1.0 - p)).to(input.dtype)
+        keep = draws.kept(shape, p, input.device, input)
+    else:
+        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        keep = draws.keep(shape, 1.0 - p, input.device, input)
     if inplace:
         return input.masked_fill_(~keep, 0.0).mul_(scale)
-    return torch.where(keep, input, 0.0) * scale
+    return torch.where(keep, input, 0.0).mul(scale)
+
+
+def _is_zero(p: Any) -> bool:
+    """Whether nothing is dropped, and so nothing drawn."""
+    return not isinstance(p, Tensor) and p == 0.0
 
 
 def _native_dropout(draws: LayoutFree, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -149,8 +159,8 @@ def _channels(input: Tensor) -> list[int]:
     return [*input.shape[:2], *([1] * (input.dim() - 2))]
 
 
-def _require_probability(p: float) -> None:
-    if not 0.0 <= p <= 1.0:
+def _require_probability(p: Any) -> None:
+    if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
@@ -190,14 +200,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: Any = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention step by step where weights are dropped, because a fused kernel draws its own numbers."""
-    if dropout_p == 0.0:
+    if _is_zero(dropout_p):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )

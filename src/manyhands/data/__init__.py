@@ -10,7 +10,7 @@ from .files import Files, files
 from .order import Ids, Order
 from .orders import Orders
 from .prefetch import Prefetcher
-from .resident import Resident, ResidentBatch, in_memory
+from .resident import Resident, ResidentBatch, in_memory, lies_in_memory
 from .shares import part_of
 from .source import IndexedSource, Source, check_source
 from .sources import as_source
@@ -21,6 +21,7 @@ __all__ = [
     "Resident",
     "ResidentBatch",
     "in_memory",
+    "lies_in_memory",
     "Fields",
     "Files",
     "files",

@@ -74,11 +74,15 @@ class ResidentBatch(Batch):
         return self.__dict__["gathered"]
 
 
+def lies_in_memory(source: Source) -> bool:
+    """Whether a source is arrays, or some rows of them."""
+    return isinstance(source, ArraySource | SubsetSource)
+
+
 def in_memory(source: Source) -> Any:
-    """The nested arrays of a source that lies in memory, row i for sample i; None where it must be read."""
-    if isinstance(source, ArraySource):
-        return source.arrays
-    return source.fetch(np.arange(source.size)) if isinstance(source, SubsetSource) else None
+    """The nested arrays of a source that lies in memory, row i for sample i."""
+    assert isinstance(source, ArraySource | SubsetSource)
+    return source.arrays if isinstance(source, ArraySource) else source.fetch(np.arange(source.size))
 
 
 def fits(num_bytes: int, device: torch.device) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..core import Task, TaskError, mix, random_state, restore_random_state, seed_all
-from .stack import AVERAGES, BUFFERS, CLIP, COUNT, DECAY, FROZEN, PARAMETERS, SEED, STEP, VALID_SEED, Row
+from .chances import chances
+from .stack import AVERAGES, BUFFERS, CHANCES, CLIP, COUNT, DECAY, FROZEN, PARAMETERS, SEED, STEP, VALID_SEED, Row
 from .updates import KNOWN, Update, update_for
 
 CPU = torch.device("cpu")
@@ -23,10 +24,18 @@ class Built:
 
     task: Task
     model: nn.Module
-    optimizer: Any
+    kind: str
+    """What its optimizer is called."""
     groups: tuple[tuple[str, ...], ...]
     """The names of the parameters of every group."""
+    settings: tuple[dict[str, Any], ...]
+    """The numbers and flags of every group."""
     updates: tuple[Update, ...]
+
+    @property
+    def decays(self) -> bool:
+        """Whether some of its weights decay."""
+        return any(group.get("weight_decay") for group in self.settings)
 
 
 def build(task: Task, dtype: torch.dtype | None = None) -> Built:
@@ -51,7 +60,8 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
         raise TaskError(f"stacked optimizers are {KNOWN}", got=got, remedy="use one of these, or train it by itself")
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
-    return Built(task, model, optimizer, groups, tuple(kind(group) for group in optimizer.param_groups))
+    settings = tuple(_settings(group) for group in optimizer.param_groups)
+    return Built(task, model, type(optimizer).__name__, groups, settings, tuple(kind(group) for group in settings))
 
 
 @torch.no_grad()
@@ -65,8 +75,9 @@ def row_of(built: Built) -> Row:
     row |= {(BUFFERS, name): buffer for name, buffer in model.named_buffers()}
     for index, (names, update) in enumerate(zip(built.groups, built.updates, strict=True)):
         row |= {(slot, name): torch.zeros_like(parameters[name]) for slot in update.slots for name in names}
-        numbers = update.numbers_of(built.optimizer.param_groups[index])
+        numbers = update.numbers_of(built.settings[index])
         row |= {(name, str(index)): _number(value) for name, value in numbers.items()}
+    row |= {(CHANCES, name): _number(chance) for name, chance in chances(model).items()}
     row |= {SEED: _count(mix(task.seed, 0)), VALID_SEED: _count(mix(task.seed, 1)), STEP: _count(0), COUNT: _count(0)}
     row[CLIP] = _number(float("inf") if task.clip is None else task.clip)
     if task.ema is not None:
@@ -84,6 +95,11 @@ def averaged(built: Built) -> dict[str, Tensor]:
             start = f"{path}." if path else ""
             found |= {f"{start}running_mean": layer.running_mean, f"{start}running_var": layer.running_var}
     return found
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in plain.items()}
 
 
 def _wide(tensor: Tensor) -> Tensor:

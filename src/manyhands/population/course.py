@@ -49,6 +49,7 @@ class Course:
         whole, rest = divmod(self._size, self.batch_size)
         self.num_steps = whole + bool(rest and not self._drops)
         """Batches of a pass."""
+        self._known: tuple[tuple[tuple[int, int], ...], Orders] | None = None
 
     def next_size(self, cursor: Cursor) -> int:
         """Samples of the batch that comes next."""
@@ -69,11 +70,17 @@ class Course:
         shared = len({key if self._shuffle else key[2] for key in keys}) == 1
         if shared:
             passes, starts = passes[:1], starts[:1]
-        orders = Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
+        orders = self._orders_of(tuple(passes))
         first = torch.tensor(starts, dtype=torch.int64).to(self._device).unsqueeze(1)
         ids = orders[first + torch.arange(num_rounds * size, device=self._device)]
         ids = ids.view(len(starts), num_rounds, size).transpose(0, 1)
         return Block(ids.expand(num_rounds, len(members), size).contiguous(), shared)
+
+    def _orders_of(self, passes: tuple[tuple[int, int], ...]) -> Orders:
+        """Kept from one block to the next: their tables take longer to make than samples to be named by them."""
+        if self._known is None or self._known[0] != passes:
+            self._known = passes, Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
+        return self._known[1]
 
     def after(self, cursor: Cursor, num_rounds: int) -> Cursor:
         """Where a member stands after so many rounds of one block; at the end of a pass the next one begins."""

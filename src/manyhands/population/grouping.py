@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import Task, TaskError, UsageError
-from ..data import IndexedSource, as_source, in_memory
+from ..data import as_source, lies_in_memory
 from .build import Built, build
 from .likeness import difference, network_difference
 from .trial import try_stacked
@@ -66,7 +66,7 @@ def check_stackable(task: Task) -> None:
     if task.loss is None:
         raise TaskError("a stacked task has a loss", got="a step of its own", remedy="train it by itself")
     source = as_source(task.data, collate=task.collate)
-    if not isinstance(source, IndexedSource) or in_memory(source) is None:
+    if not lies_in_memory(source):
         raise TaskError(
             "the data of a stacked task are arrays in memory",
             got=source.name if task.collate is None else f"{source.name} with a collate of its own",
@@ -76,6 +76,12 @@ def check_stackable(task: Task) -> None:
 
 def difference_between(first: Built, second: Built) -> str:
     """What keeps two tasks from being members of one population; empty where nothing does."""
+    if first.model is second.model:
+        raise TaskError(
+            "the model function must build a new network each time",
+            got=f"one and the same {type(first.model).__name__} for two tasks",
+            remedy=f"write model=lambda: {type(first.model).__name__}(...)",
+        )
     return (
         _optimizer_difference(first, second)
         or network_difference(first.model, second.model)
@@ -84,15 +90,14 @@ def difference_between(first: Built, second: Built) -> str:
 
 
 def _optimizer_difference(first: Built, second: Built) -> str:
-    kinds = [type(built.optimizer).__name__ for built in (first, second)]
-    if kinds[0] != kinds[1]:
-        return f"the optimizer is {kinds[0]} in one and {kinds[1]} in another"
+    if first.kind != second.kind:
+        return f"the optimizer is {first.kind} in one and {second.kind} in another"
     if first.groups != second.groups:
         return "the optimizer's groups hold other parameters"
     for one, other in zip(first.updates, second.updates, strict=True):
         for flag, value in one.set.items():
             if other.set[flag] != value:
-                return f"{kinds[0]} has {flag} in one only"
+                return f"{first.kind} has {flag} in one only"
     return ""
 
 

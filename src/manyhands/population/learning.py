@@ -21,20 +21,23 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
         return
     batch = data.fetch(torch.arange(more, device=program.device))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    states = random_state(program.device)
+    states, before, is_random = random_state(program.device), draws.num_draws, False
 
     def compute(count: int) -> None:
+        nonlocal is_random
         with program.scope():
             loss(model, map_leaves(lambda leaf: leaf[:count], batch))
+        is_random = is_random or draws.num_draws > before
 
     try:
         draws.learn(compute, few, more)
+        program.is_random = is_random or draws.strayed or bool(draws.drew_on_host())
     except UsageError:
         raise
     except Exception:
         return  # a slip of the person's own comes again in the first step
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, old in buffers:
+                buffer.copy_(old)
         restore_random_state(states, program.device)

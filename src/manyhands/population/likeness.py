@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from .chances import chances
 
 Seen = dict[tuple[int, int], tuple[Any, Any]]
 """Pairs that are being compared, kept alive so that their ids stay theirs."""
@@ -21,22 +23,23 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", "_version"}
 def network_difference(first: nn.Module, second: nn.Module) -> str:
     """What makes two networks different programs, in words; empty where only their numbers differ.
 
-    >>> network_difference(nn.Dropout(0.1), nn.Dropout(0.5))
-    'p is 0.1 in one and 0.5 in another'
-    >>> network_difference(nn.Linear(2, 2), nn.Linear(2, 2))
-    ''
+    >>> network_difference(nn.LeakyReLU(0.1), nn.LeakyReLU(0.5))
+    'negative_slope is 0.1 in one and 0.5 in another'
+    >>> network_difference(nn.Linear(2, 2), nn.Linear(2, 2)), network_difference(nn.Dropout(0.1), nn.Dropout(0.5))
+    ('', '')
     """
     one, two = dict(first.named_modules()), dict(second.named_modules())
+    free = chances(first).keys() & chances(second).keys()
     if list(one) != list(two):
         return f"their layers are not the same: {_some(set(one) ^ set(two))}"
     for path, layer in one.items():
-        found = _layer_difference(path, layer, two[path])
+        found = _layer_difference(path, layer, two[path], free)
         if found:
             return found
     return ""
 
 
-def _layer_difference(path: str, layer: nn.Module, other: nn.Module) -> str:
+def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str]) -> str:
     named = f"{path}." if path else ""
     if type(layer) is not type(other):
         return f"{path or 'the network'} is a {type(layer).__name__} in one and a {type(other).__name__} in another"
@@ -48,7 +51,8 @@ def _layer_difference(path: str, layer: nn.Module, other: nn.Module) -> str:
             if shapes[0] != shapes[1]:
                 return f"{named}{name} is {shapes[0]} in one and {shapes[1]} in another"
     mine, its = (_attributes(module) for module in (layer, other))
-    odd = sorted(set(mine) ^ set(its)) or [name for name in mine if difference(mine[name], its[name])]
+    alike = [name for name in mine if f"{named}{name}" not in free]
+    odd = sorted(set(mine) ^ set(its)) or [name for name in alike if difference(mine[name], its[name])]
     if not odd:
         return ""
     name = odd[0]

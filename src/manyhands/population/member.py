@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..core import Task
@@ -38,8 +39,19 @@ class Member:
         """Whether it takes steps."""
         return self.status == TRAINING
 
-    def hear(self, loss: float, *, skips: bool) -> None:
-        """A step was taken, with this loss."""
+    def hear(self, losses: Sequence[float], *, skips: bool) -> None:
+        """Steps were taken, with these losses; what follows one that must not be is not this member's any more."""
+        total = sum(losses)
+        if math.isfinite(total):
+            self.step, self.loss, self.num_skipped = self.step + len(losses), losses[-1], 0
+            self.total, self.count = self.total + total, self.count + len(losses)
+            return
+        for loss in losses if self.is_training else ():
+            self._hear(loss, skips)
+            if not self.is_training:
+                return
+
+    def _hear(self, loss: float, skips: bool) -> None:
         self.step += 1
         self.loss = loss
         if math.isfinite(loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..cluster import resolve
 from ..core import LayoutFree, StrategySpec, Task, TaskError, UsageError, as_spec
 from .build import Built, build, row_of
+from .chances import chances
 from .course import Block, Course
 from .evaluation import Evaluation
 from .grouping import check_stackable, difference_between
@@ -74,6 +76,9 @@ class Population:
         """In the order of the tasks, for good; `replace` puts another task into a member's place."""
         first = self._built[0]
         rows = [row_of(built) for built in self._built]
+        self._odds = [chances(built.model) for built in self._built]
+        self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
+        """Their networks differ in numbers alone, which lie in the stack, so one of them is kept."""
         self._draws = LayoutFree(self.device)
         self._course = Course(tasks[0], self.device, self._dtype)
         self._program = Program(first, self.spec, self.device, self._draws)
@@ -83,7 +88,7 @@ class Population:
         """Which member lies in each row; None where nobody does."""
         self._parked: dict[int, Row] = {}
         """Members that take no steps."""
-        self._rounds = Rounds(self._program, self._course.data, self.spec.capture, notice)
+        self._rounds = Rounds(self._program, self._course.data, self.spec, notice)
         self._evaluation = (
             Evaluation(tasks[0], self._program, place, self._dtype) if tasks[0].valid is not None else None
         )
@@ -136,6 +141,16 @@ class Population:
         found = self._on_stream(lambda: self._measured(list(range(len(self.members)))))
         return [found[number] for number in range(len(self.members))]
 
+    def close(self) -> None:
+        """Lets recordings go, and ends what compiling left running; members stay as they are."""
+        self._rounds.close()
+
+    def __enter__(self) -> Population:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- members --------------------------------------------------------------------------------------------------
 
     def stop(self, member: int) -> None:
@@ -150,8 +165,10 @@ class Population:
         built = self._build(task)
         self._require_alike(built, member)
         self._release(member)
-        self._built[member], self.members[member] = built, Member(task)
         self._parked[member] = self._moved(row_of(built))
+        self._odds[member] = chances(built.model)
+        self._built[member] = dataclasses.replace(built, model=self._program.model)
+        self.members[member] = Member(task)
         self._look_at_numbers()
 
     def state(self, member: int) -> dict[str, Any]:
@@ -208,11 +225,9 @@ class Population:
         taken = self._on_stream(lambda: self._take_rounds(active, most))
         for number, losses in taken.items():
             member = self.members[number]
-            for loss in losses:
-                member.hear(loss, skips=self._program.skips)
-                if member.status == FAILED:
-                    self._notice(f"member {number} stops: {member.reason}")
-                    break
+            member.hear(losses, skips=self._program.skips)
+            if member.status == FAILED:
+                self._notice(f"member {number} stops: {member.reason}")
             if member.is_training and member.step >= self.total:
                 member.status = DONE
         return taken
@@ -223,7 +238,9 @@ class Population:
         if len(set(sizes.values())) == 1:
             laid = [number for number in self._rows if number is not None]
             block = self._course.block([self.members[number] for number in laid], most)
-            losses = self._rounds.take(self._stack, self._spread(block), self._factors(self._rows, block.num_rounds))
+            left = max(self.total - self.members[number].step for number in active)
+            factors = self._factors(self._rows, block.num_rounds)
+            losses = self._rounds.take(self._stack, self._spread(block), factors, left)
             by_row = losses.T.tolist()
             taken = {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
         else:
@@ -244,11 +261,12 @@ class Population:
 
     def _lay_out(self, active: Sequence[int]) -> None:
         """Gives rows to those that take steps, and to nobody else as far as that is worth it."""
+        wanted, laid = set(active), set(self._rows)
         for row, number in enumerate(self._rows):
-            if number is not None and number not in active:
+            if number is not None and number not in wanted:
                 self._parked[number] = self._stack.row(row)
                 self._rows[row] = None
-        coming = [number for number in active if number not in self._rows]
+        coming = [number for number in active if number not in laid]
         for row in [row for row, number in enumerate(self._rows) if number is None]:
             if coming:
                 self._rows[row] = coming.pop(0)
@@ -327,16 +345,18 @@ class Population:
             raise TaskError(
                 "members of a population have the same structure",
                 got=f"member {number}, where {found}",
-                remedy="let mh.population.groups(tasks) say which of them go together",
+                remedy="manyhands.population.groups(tasks) says which of them go together",
             )
 
     def _look_at_numbers(self) -> None:
         """Leaves out what no member asks for."""
-        decays = any(group.get("weight_decay", 0.0) for built in self._built for group in built.optimizer.param_groups)
+        decays = any(built.decays for built in self._built)
         clips = any(member.task.clip is not None for member in self.members)
-        if (decays, clips) != (self._program.decays, self._program.clips):
-            self._program.decays, self._program.clips = decays, clips
-            self._rounds.forget()
+        apart = any(odds != self._odds[0] for odds in self._odds)
+        program = self._program
+        if (decays, clips, apart) != (program.decays, program.clips, program.own_chances):
+            program.decays, program.clips, program.own_chances = decays, clips, apart
+            self._rounds.forget_all()
 
     def _on_stream(self, work: Callable[[], Result]) -> Result:
         """On a GPU, on a stream of our own: the default one cannot be recorded."""

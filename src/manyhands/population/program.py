@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, stacked_keys
-from ..data import Resident
 from ..training import answers as predicted
 from ..training import evaluating
 from .build import Built
+from .chances import given_chances
+from .convolutions import Unfolded
 from .stack import (
     AVERAGES,
     BUFFERS,
+    CHANCES,
     CLIP,
     COUNT,
     DECAY,
@@ -32,6 +35,7 @@ from .stack import (
 )
 from .updates import along
 
+_AS_IT_IS = contextlib.nullcontext()
 FIRST_PASS = 1
 """A step draws its numbers in a pass over the batch; evaluation draws them outside of any."""
 
@@ -47,6 +51,12 @@ class Program:
         self.clips = built.task.clip is not None
         self.decays = True
         """Whether some member's weights decay; where none does, that part is left out."""
+        self.is_random = True
+        """Whether random numbers are drawn; where none are, nothing needs to watch for them."""
+        self.own_chances = False
+        """Whether members have probabilities of dropout of their own."""
+        self.unfolds = False
+        """Whether convolutions are unfolded; vmap makes grouped ones of them."""
 
     @property
     def model(self) -> nn.Module:
@@ -55,19 +65,22 @@ class Program:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, stack: Stack, data: Resident, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
+    def step(self, stack: Stack, batch: Any, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
         """Takes a step of all members in place; returns their losses.
 
-        Row i of `ids` are the samples of member i, `factor` is what its schedule makes of its learning rate. Where
-        `shared`, all have the same samples, which are read once.
+        Row i of `batch` and of `ids` are the samples of member i, `factor` is what its schedule makes of its learning
+        rate. Where `shared`, all have the same samples, and `batch` holds them once.
         """
-        batch = data.fetch(ids[0] if shared else ids)
         # Whatever fails before the update leaves the stack as it was, so that the step can be taken again.
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
-        keys = stacked_keys(stack[SEED], stack[STEP], ids)
         tensors = {**leaves, **stack.named(FROZEN)}
-        loss, buffers = self.compute(tensors, buffers, keys, batch, shared=shared, num_passes=FIRST_PASS)
+        odds = stack.named(CHANCES) if self.own_chances else {}
+
+        def keys() -> Tensor:
+            return stacked_keys(stack[SEED], stack[STEP], ids)
+
+        loss, buffers = self.compute(tensors, buffers, keys, batch, odds, shared=shared, num_passes=FIRST_PASS)
         total, count = pair_of(loss)
         if count is not None:
             total = total / count.to(total.dtype)
@@ -85,8 +98,9 @@ class Program:
         self,
         tensors: dict[str, Tensor],
         buffers: dict[str, Tensor],
-        keys: Tensor,
+        keys: Callable[[], Tensor],
         batch: Any,
+        odds: Mapping[str, Tensor] = MappingProxyType({}),
         *,
         shared: bool,
         num_passes: int = 0,
@@ -94,16 +108,29 @@ class Program:
     ) -> Any:
         """What every member makes of its batch, its loss or what it predicts, and its buffers afterwards.
 
-        The buffers that are given may be changed.
+        The buffers that are given may be changed. `keys` makes what random numbers come from, where some are drawn;
+        `odds` are probabilities of dropout.
         """
 
-        def one(tensors: dict[str, Tensor], buffers: dict[str, Tensor], keys: Tensor, batch: Any) -> Any:
+        def one(tensors: dict[str, Tensor], buffers: dict[str, Tensor], keys: Tensor, odds: Any, batch: Any) -> Any:
             own = {f"model.{name}": tensor for name, tensor in {**tensors, **buffers}.items()}
-            with self._draws.given(keys, num_passes):
+            with given_chances(self.model, odds), self._draws.given(keys, num_passes) if self.is_random else _AS_IT_IS:
                 return functional_call(self._whole, own, (batch, answers))
 
+        def every() -> Any:
+            own = keys() if self.is_random else next(iter(tensors.values()))
+            in_dims = (0, 0, 0, 0, None if shared else 0)
+            return vmap(one, in_dims=in_dims)(tensors, buffers, own, dict(odds), batch)
+
         with self.scope():
-            return vmap(one, in_dims=(0, 0, 0, None if shared else 0))(tensors, buffers, keys, batch)
+            try:
+                return every()
+            except RuntimeError as error:
+                if self.is_random or "randomness" not in str(error):
+                    raise
+                # It draws now and then only, and had not when it was looked at.
+                self.is_random = True
+                return every()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -112,6 +139,8 @@ class Program:
             if self.device.type == "cpu":
                 # The CPU's own attention would be called once for every member.
                 held.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self.unfolds:
+                held.enter_context(Unfolded())
             if self._spec.precision == "bf16":
                 # What a cache keeps would be lost to a recording.
                 held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))
@@ -145,7 +174,10 @@ class Program:
         for name, average in stack.named(AVERAGES).items():
             kept = buffers if name in buffers else tensors
             kept[name] = average.to(kept[name].dtype)
-        keys = stacked_keys(stack[VALID_SEED], stack[STEP], ids.expand(len(stack), -1))
+
+        def keys() -> Tensor:
+            return stacked_keys(stack[VALID_SEED], stack[STEP], ids.expand(len(stack), -1))
+
         with evaluating(self._whole.model), torch.no_grad():
             loss, _ = self.compute(tensors, buffers, keys, batch, shared=True)
             answers = None

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..core import OutOfMemory
+from ..core import OutOfMemory, StrategySpec
 from ..data import Resident
-from ..graph import CannotRecord, Phase, Recording, rehearsing
+from ..graph import CannotRecord, Phase, Recording, has_convolutions, rehearsing
+from .compiling import CannotCompile, Compiled
 from .course import Block, most_rounds
 from .program import Program
 from .stack import Stack
 
 NUM_PLAIN = 2
 """Plain rounds before the rehearsal: libraries set themselves up in the first."""
+WORTH_SECONDS = 240.0
+"""The time that training must have before it for a trial of compiled steps, which take a minute or so to make."""
+BETTER = 0.97
+"""How much of a recorded round's time a compiled one may take at most, to be kept."""
+Way = tuple[bool, int | None]
+"""Whether convolutions are unfolded, and how many members are computed at a time."""
 
 
 @dataclass
@@ -34,23 +42,41 @@ class _Made:
 class Rounds:
     """Takes rounds of a stack, in the fastest way that this device has."""
 
-    def __init__(self, program: Program, data: Resident, capture: str, notice: Callable[[str], None]) -> None:
+    def __init__(self, program: Program, data: Resident, spec: StrategySpec, notice: Callable[[str], None]) -> None:
+        capture, deterministic = spec.capture, spec.deterministic
         self._program, self._data, self._notice = program, data, notice
         self._records = program.device.type == "cuda" and capture != "off"
         self._made: dict[Hashable, _Made] = {}
         self._seen: dict[Hashable, int] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._records else None
-        self._is_recording = False
+        self._is_recording = self._is_plain = False
+        self._compiles = capture == "compile"
+        self._may_compile = self._records and capture == "auto" and not deterministic
+        self._plain_seconds = 0.0
+        self._has_convolutions, self._is_settled = has_convolutions(program.model), deterministic
+        self._compiled = Compiled(program)
         self.chunk: int | None = None
         """Members that are computed at a time; None for all of them."""
 
     def forget(self) -> None:
-        """Lets recordings go, because tensors lie elsewhere now or a number that is built in has changed."""
+        """Lets recordings go, because tensors lie elsewhere now."""
         self._made.clear()
         self._seen.clear()
 
-    def take(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:
-        """Takes all rounds of a block; returns their losses by round and member."""
+    def close(self) -> None:
+        """Lets everything go."""
+        self.forget()
+        self._compiled.close()
+
+    def forget_all(self) -> None:
+        """Lets compiled steps go too, because what is built into them has changed."""
+        self.forget()
+        self._compiled.forget()
+
+    def take(self, stack: Stack, block: Block, factors: Tensor, left: int = 0) -> Tensor:
+        """Takes all rounds of a block; returns their losses by round and member. `left` rounds follow in all."""
+        if self._has_convolutions and not self._is_settled:
+            self._choose(stack, block, factors)
         key = (block.ids.shape[1:], block.shared)
         losses = torch.empty(block.ids.shape[:2], dtype=torch.float64, device=block.ids.device)
         start = 0
@@ -64,8 +90,7 @@ class Rounds:
                 made.ids[:rest].copy_(block.ids[start:])
                 made.factors[:rest].copy_(factors[start:])
                 made.round.zero_()
-                for _ in range(rest):
-                    made.recording.replay()
+                self._replay(made, rest, left)
                 losses[start:] = made.losses[:rest]
                 start = block.num_rounds
         for number in range(start, block.num_rounds):
@@ -73,9 +98,13 @@ class Rounds:
         return losses
 
     def take_plainly(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:
-        """The same, always as it is written."""
-        rounds = range(block.num_rounds)
-        return torch.stack([self._whole(stack, block.ids[n], factors[n], block.shared) for n in rounds]).double()
+        """The same, always as it is written: for members that go together just once."""
+        self._is_plain = True
+        try:
+            rounds = range(block.num_rounds)
+            return torch.stack([self._whole(stack, block.ids[n], factors[n], block.shared) for n in rounds]).double()
+        finally:
+            self._is_plain = False
 
     # -- one round ------------------------------------------------------------------------------------------------
 
@@ -88,14 +117,12 @@ class Rounds:
         ids, factor = block.ids[number], factors[number]
         if not self._records or seen != NUM_PLAIN + 1:
             return self._whole(stack, ids, factor, block.shared)
-        before = {name: tensor.clone() for name, tensor in stack.tensors.items()}
         try:
             with rehearsing():
                 return self._whole(stack, ids, factor, block.shared)
         except CannotRecord as error:
+            # What waits is a person's line, before the update: the stack is as it was.
             self._give_up(error)
-            for name, tensor in stack.tensors.items():
-                tensor.copy_(before[name])
             return self._whole(stack, ids, factor, block.shared)
 
     def _whole(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
@@ -105,7 +132,7 @@ class Rounds:
             stop = min(len(stack), start + (self.chunk or len(stack)))
             part = stack if stop - start == len(stack) else stack.part(start, stop)
             try:
-                losses.append(self._program.step(part, self._data, ids[start:stop], factor[start:stop], shared=shared))
+                losses.append(self._step(part, ids[start:stop], factor[start:stop], shared))
             except torch.OutOfMemoryError as error:
                 if self._is_recording:
                     raise
@@ -113,6 +140,16 @@ class Rounds:
                 continue
             start = stop
         return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _step(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
+        batch = self._data.fetch(ids[0] if shared else ids)
+        if self._compiles and not self._is_plain:
+            try:
+                return self._compiled.step(stack, batch, ids, factor, shared=shared)
+            except CannotCompile as error:
+                self._compiles = False
+                self._notice(f"steps are not compiled: {error}")
+        return self._program.step(stack, batch, ids, factor, shared=shared)
 
     def _halve(self, size: int, error: torch.OutOfMemoryError) -> None:
         if size == 1:
@@ -124,6 +161,57 @@ class Rounds:
         if self._program.device.type == "cuda":
             torch.cuda.empty_cache()
         self._notice(f"{size} members do not fit into memory together: {self.chunk} are computed at a time")
+
+    # -- ways -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
+        """Tries how convolutions are computed fastest: grouped, unfolded, or on a CPU one member after another."""
+        self._is_settled = True
+        ways = [(False, None), (True, None), *([(False, 1)] if self._program.device.type == "cpu" else [])]
+        seconds: dict[Way, float] = {}
+        for way in ways:
+            taken = self._timed(way, stack, block, factors)
+            # Where members did not fit together, fewer of them were computed at a time.
+            seconds[self._program.unfolds, self.chunk] = taken
+        self._set(min(seconds, key=lambda way: seconds[way]))
+
+    def _set(self, way: Way) -> None:
+        self._program.unfolds, self.chunk = way
+
+    def _timed(self, way: Way, stack: Stack, block: Block, factors: Tensor) -> float:
+        """The best of some plain steps on a copy."""
+        self._set(way)
+        copy = Stack({key: tensor.clone() for key, tensor in stack.tensors.items()})
+        first = Block(block.ids[:1], block.shared)
+        times = []
+        for _ in range(NUM_PLAIN + 1):
+            began = time.perf_counter()
+            self.take_plainly(copy, first, factors[:1])
+            if self._program.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def _replay(self, made: _Made, count: int, left: int) -> None:
+        """Takes rounds from a recording; where many are left, finds out whether compiled ones are faster."""
+        if not self._may_compile:
+            for _ in range(count):
+                made.recording.replay()
+            return
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            made.recording.replay()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) / count
+        if not self._compiles and seconds * left > WORTH_SECONDS:
+            self._compiles, self._plain_seconds = True, seconds
+            self.forget()
+        elif self._compiles:
+            self._may_compile = False
+            if seconds > BETTER * self._plain_seconds:
+                self._compiles = False
+                self.forget()
 
     # -- recordings -----------------------------------------------------------------------------------------------
 

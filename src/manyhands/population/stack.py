@@ -11,7 +11,7 @@ Key = tuple[str, str]
 """A part of a member and a name in it: ("parameters", "0.weight"), ("exp_avg", "0.weight"), ("lr", "0")."""
 Row = dict[Key, Tensor]
 
-PARAMETERS, FROZEN, BUFFERS, AVERAGES = "parameters", "frozen", "buffers", "averages"
+PARAMETERS, FROZEN, BUFFERS, AVERAGES, CHANCES = "parameters", "frozen", "buffers", "averages", "chances"
 SEED, VALID_SEED, STEP, COUNT = ("seed", ""), ("seed", "valid"), ("step", ""), ("count", "")
 CLIP, DECAY = ("clip", ""), ("ema", "")
 

@@ -98,15 +98,12 @@ def _optimizer(member: Member, row: Row, built: Built) -> dict[str, Any]:
             if slots:
                 state[name] = slots
     groups = []
-    for names, group in zip(built.groups, built.optimizer.param_groups, strict=True):
-        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({"params": list(names), **{key: _plain(value) for key, value in plain.items()}})
+    for names, group in zip(built.groups, built.settings, strict=True):
+        groups.append({"params": list(names), **{key: _plain(value) for key, value in group.items()}})
     return {"state": state, "groups": groups}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

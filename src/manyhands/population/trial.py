@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def try_stacked(built: Built) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            together, slopes = _together(program, stack, keys, data.fetch(ids))
+            together, slopes = _together(program, stack, lambda: keys, data.fetch(ids))
     except UsageError:
         raise
     except Exception as error:
@@ -62,7 +63,9 @@ def try_stacked(built: Built) -> None:
             _refuse(f"another gradient of {name}")
 
 
-def _together(program: Program, stack: Stack, keys: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _together(
+    program: Program, stack: Stack, keys: Callable[[], Tensor], batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.named(PARAMETERS).items()}
     tensors = {**stack.named("frozen"), **leaves}
     buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}

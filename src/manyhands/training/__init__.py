@@ -24,6 +24,7 @@ from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
+from .ways import stop_compilers
 
 __all__ = [
     "Hand",
@@ -41,6 +42,7 @@ __all__ = [
     "check_schedule",
     "time_steps",
     "Steps",
+    "stop_compilers",
     "gradient_squares",
     "evaluate",
     "evaluating",

@@ -97,7 +97,7 @@ class Ways:
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         if self._compiled:
-            _stop_compilers()
+            stop_compilers()
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _stop_compilers() -> None:
+def stop_compilers() -> None:
     """Ends the processes that torch keeps for compiling more."""
     from torch._inductor.async_compile import shutdown_compile_workers
 

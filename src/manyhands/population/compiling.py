@@ -1,0 +1,85 @@
+"""Compiling: a stacked step traced as it runs, forward, backward and update in one graph, and compiled as a whole.
+
+A trace follows the operations that really happen, so a network, its loss and layout-free randomness may be written in
+any way that a recording allows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..training import stop_compilers
+from .program import Program
+from .stack import Stack
+
+BACKEND = "inductor"
+Step = Callable[[list[Tensor], list[Any], Tensor, Tensor], Tensor]
+
+
+class CannotCompile(Exception):
+    """The step cannot be compiled; the text says why."""
+
+
+class Compiled:
+    """Compiled steps of a program, one for every number of members and size of batches."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._made: dict[Hashable, Step] = {}
+
+    def close(self) -> None:
+        """Ends what compiling left running."""
+        if self._made:
+            self.forget()
+            stop_compilers()
+
+    def forget(self) -> None:
+        """Lets compiled steps go, because what is built into them has changed."""
+        self._made.clear()
+
+    def step(self, stack: Stack, batch: Any, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
+        """What `Program.step` does, from a compiled step; the first one makes it and changes nothing if that fails."""
+        leaves, shape = pytree.tree_flatten(batch)
+        key = (ids.shape, shared, self._program.unfolds)
+        tensors = list(stack.tensors.values())
+        if key not in self._made:
+            self._made[key] = self._compile(stack, leaves, shape, ids, factor, shared)
+        try:
+            return self._made[key](tensors, leaves, ids, factor)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
+                raise
+            del self._made[key]
+            raise CannotCompile(_said(error)) from error
+
+    def _compile(self, stack: Stack, leaves: list[Any], shape: Any, ids: Tensor, factor: Tensor, shared: bool) -> Step:
+        names = list(stack.tensors)
+
+        def run(tensors: list[Tensor], leaves: list[Any], ids: Tensor, factor: Tensor) -> Tensor:
+            held = Stack(dict(zip(names, tensors, strict=True)))
+            return self._program.step(held, pytree.tree_unflatten(leaves, shape), ids, factor, shared=shared)
+
+        # The trace computes a step, so it gets copies to change.
+        copies = [tensor.clone() for tensor in stack.tensors.values()]
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                traced = make_fx(run)(copies, leaves, ids, factor)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CannotCompile(_said(error)) from error
+        return torch.compile(traced, fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def _said(error: Exception) -> str:
+    """What a compiler said, without what it adds for those who mend compilers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -1,0 +1,59 @@
+"""Convolutions of a stack: grouped, as vmap makes them, or unfolded into one product of matrices for each member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Unfolded(TorchFunctionMode):
+    """Computes plain convolutions of pictures by unfolding them; others stay as they are.
+
+    >>> pictures, kernels = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+    >>> with Unfolded():
+    ...     found = F.conv2d(pictures, kernels, padding=1)
+    >>> torch.allclose(found, F.conv2d(pictures, kernels, padding=1), atol=1e-5)
+    True
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.conv2d:
+            return _convolved(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _convolved(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4:
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    size = weight.shape[-2:]
+    columns = F.unfold(input, size, dilation, padding, stride)
+    rows, wide, places = columns.shape
+    # One product for all samples: the kernels would be copied for each of them otherwise.
+    product = weight.flatten(1) @ columns.transpose(0, 1).reshape(wide, rows * places)
+    heights = _length(input.shape[-2], size[0], _pair(stride)[0], _pair(padding)[0], _pair(dilation)[0])
+    found = product.view(-1, rows, places).transpose(0, 1).reshape(rows, -1, heights, places // heights)
+    return found if bias is None else found + bias.view(-1, 1, 1)
+
+
+def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, last = (value, value) if isinstance(value, int) else (value[0], value[-1])
+    return first, last

@@ -1,0 +1,139 @@
+"""Ways of computing a stack: convolutions grouped or unfolded, steps compiled, and what stacking is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import manyhands as mh
+from manyhands.graph import CannotRecord, Phase
+from manyhands.population import Gain, Population, compiling, gain, rounds
+from manyhands.population.convolutions import Unfolded
+
+from .test_equality import alone
+from .works import adamw, task
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "padding": (2, 1)}, {"groups": 2}]
+)
+def test_unfolded_convolutions_are_convolutions(settings: dict[str, object]) -> None:
+    inputs = torch.randn(3, 4, 9, 7, dtype=torch.float64, requires_grad=True)
+    kernels = torch.randn(6, 4 // int(settings.get("groups", 1)), 3, 2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64)
+    with Unfolded():
+        found = F.conv2d(inputs, kernels, bias, **settings)
+    expected = F.conv2d(inputs, kernels, bias, **settings)
+    torch.testing.assert_close(found, expected)
+    slopes = [torch.autograd.grad(value.square().sum(), (inputs, kernels)) for value in (found, expected)]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("way", [(True, None), (False, 1), (False, 2)])
+def test_every_way_gives_the_same_curve(way: tuple[bool, int | None], tmp_path: Path) -> None:
+    tasks = [task("cnn", adamw(1e-2), seed=seed) for seed in range(3)]
+    population = Population(tasks, mh.Single(precision="fp64", deterministic=True), device="cpu", epochs=2)
+    population._rounds._set(way)
+    curves = population.step(population.total)
+    run = alone(tasks[1], tmp_path, epochs=2)
+    torch.testing.assert_close(curves[:, 1], torch.tensor(run.losses, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_compiled_steps_follow_the_same_course(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and made functional as for the compiler itself, which would take a minute here."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    tasks = [task(kind, adamw(1e-2, weight_decay=0.1), seed=seed, clip=0.5) for seed in range(3)]
+    notices: list[str] = []
+    spec = mh.Single(precision="fp64", capture="compile")
+    fast = Population(tasks, spec, device="cpu", epochs=3, notice=notices.append)
+    plain = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=3)
+    with fast:
+        torch.testing.assert_close(fast.step(4), plain.step(4), rtol=1e-9, atol=0)
+        assert fast._rounds._compiled._made
+    assert not notices
+
+
+def test_a_compiler_that_fails_is_told_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiling, "BACKEND", broken)
+    tasks = [task("mlp", seed=seed) for seed in range(2)]
+    notices: list[str] = []
+    fast = Population(tasks, mh.Single(capture="compile"), device="cpu", epochs=3, notice=notices.append)
+    plain = Population(tasks, device="cpu", epochs=3)
+    torch.testing.assert_close(fast.step(4), plain.step(4))
+    assert len(notices) == 1
+    assert notices[0].startswith("steps are not compiled: ")
+    assert "no compiler here" in notices[0]
+
+
+def test_gain_is_measured_and_grows_with_the_number_of_members() -> None:
+    found = gain(task("mlp"), device="cpu")
+    assert found.alone > 0
+    assert found.each > 0
+    assert found.start >= 0
+    assert found(64) >= found(2) or found.start == 0.0
+    assert found(10**6) == pytest.approx(found.ceiling, rel=1e-2)
+    assert Gain(alone=2.0, start=1.0, each=1.0)(1) == 1.0
+
+
+class Rerun:
+    """Stands in for a CUDA graph: a replay runs the phases, which must find everything on the device by themselves."""
+
+    num_made = 0
+
+    def __init__(self, phases: Sequence[Phase], pool: Any) -> None:
+        self._phases = phases
+        Rerun.num_made += 1
+
+    def replay(self) -> None:
+        for phase in self._phases:
+            phase.run()
+
+
+def test_rounds_of_a_recording_count_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "Recording", Rerun)
+    monkeypatch.setattr(rounds, "rehearsing", nullcontext)
+    monkeypatch.setattr(Rerun, "num_made", 0)
+    tasks = [
+        task("mlp", adamw(1e-2), seed=seed, schedule=lambda step, total: 1.0 / (1 + step), batch_size=4)
+        for seed in range(4)
+    ]
+    spec = mh.Single(precision="fp64")
+    recorded, plain = (Population(tasks, spec, device="cpu", epochs=4) for _ in range(2))
+    recorded._rounds._records = True
+    curves = [torch.cat([p.step(7), p.step(9)]) for p in (recorded, plain)]
+    assert Rerun.num_made == 1
+    torch.testing.assert_close(*curves, rtol=1e-12, atol=0)
+    for population in (recorded, plain):
+        population.stop(2)
+    torch.testing.assert_close(recorded.step(12), plain.step(12), rtol=1e-12, atol=0, equal_nan=True)
+    for population in (recorded, plain):
+        population.replace(2, tasks[2].replace(seed=9))
+        population.train()
+    assert Rerun.num_made > 2
+    for number in range(4):
+        assert recorded.members[number].loss == pytest.approx(plain.members[number].loss, rel=1e-12)
+
+
+def test_a_step_that_waits_for_the_device_is_told_and_taken_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def waits() -> Iterator[None]:
+        raise CannotRecord("train.py:3: outputs.item() waits for the GPU in every step")
+        yield
+
+    monkeypatch.setattr(rounds, "rehearsing", waits)
+    tasks, notices = [task("mlp", seed=seed) for seed in range(2)], list[str]()
+    recorded = Population(tasks, device="cpu", epochs=2, notice=notices.append)
+    recorded._rounds._records = True
+    plain = Population(tasks, device="cpu", epochs=2)
+    torch.testing.assert_close(recorded.step(12), plain.step(12))
+    assert notices == ["steps are not recorded: train.py:3: outputs.item() waits for the GPU in every step"]
