@@ -154,6 +154,12 @@ def test_a_profile_changes_nothing_of_the_program() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_pick_that_was_saved_is_profiled(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('strategy = "accumulate=2"')
+    found = mh.profile(programs.healthy(64), str(tmp_path / "plan.toml"), on="cpu", steps=1)
+    assert "accumulate=2" in found.strategy
+
+
 def test_what_cannot_be_profiled_is_said() -> None:
     with pytest.raises(SettingsError, match="steps is how many are timed, but got 0"):
         mh.profile(programs.healthy(), steps=0)

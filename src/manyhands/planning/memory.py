@@ -78,7 +78,8 @@ def _peak(
         again = 0.0
         if spec.recompute and piece.is_repeated:
             again = piece.kept * samples * piece.share(spec.tensor)
-        working = piece.backward.peak * samples * piece.share(spec.tensor) + again
+        # Beside what its backward makes stands the gradient that it starts from, as large as what the piece gave on.
+        working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
         grown += gradients * piece.param_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size
