@@ -22,7 +22,8 @@ MAX_BARS = 4000
 """Bars of a timeline that are kept, the longest ones."""
 WAITING = "_c10d_functional::wait_tensor"
 """What waits for an exchange that a layer cut over devices has begun."""
-_OURS = (MODULE, STEP)
+_NAMES = (MODULE, STEP, "Optimizer.")
+"""Stretches that have a name and are no operations; on a GPU they stand beside the kernels."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def _naming_modules(model: nn.Module) -> Iterator[None]:
 
 def _summed(events: list[Any], device: torch.device) -> Operations:
     on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in kernels if not event.name.startswith(_NAMES)]
     steps = [event for event in on_host if event.name == STEP]
     owners = _owners(on_host)
     is_cuda = device.type == "cuda"
@@ -143,7 +145,7 @@ def _summed(events: list[Any], device: torch.device) -> Operations:
     counts, seconds = _Sums(len(steps)), _Sums(len(steps))
     modules, others = _Sums(len(steps)), _Sums(len(steps))
     for event in on_host:
-        if event.name.startswith((*_OURS, "autograd::", "Optimizer.")):
+        if event.name.startswith((*_NAMES, "autograd::")):
             continue
         step = next((number for number, end in enumerate(ends) if event.time_range.start <= end), len(ends) - 1)
         own = float(event.self_device_time_total if is_cuda else event.self_cpu_time_total) * 1e-6
@@ -234,10 +236,7 @@ def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Ba
         start, end = event.time_range.start, event.time_range.end
         if start < first or end > last or event.name == STEP or end <= start:
             continue
-        is_module = event.name.startswith(MODULE)
-        if event in steps or (is_module and event.device_type != torch.autograd.DeviceType.CPU):
-            continue
-        track = "modules" if is_module else "operations"
+        track = "modules" if event.name.startswith(MODULE) else "operations"
         if event.device_type == torch.autograd.DeviceType.CUDA:
             track = "device"
         elif event.thread != steps[-1].thread:
@@ -251,9 +250,8 @@ def _bars(on_host: list[Any], on_device: list[Any], steps: list[Any]) -> list[Ba
 def _busy(on_device: list[Any], steps: list[Any]) -> float:
     """The part of the steps in which some kernel ran."""
     whole = sum(step.time_range.elapsed_us() for step in steps)
-    kernels = [(e.time_range.start, e.time_range.end) for e in on_device if not e.name.startswith(_OURS)]
     covered, until = 0.0, float("-inf")
-    for start, end in sorted(kernels):
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in on_device):
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return min(1.0, covered / whole) if whole else 0.0
