@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from manyhands.strategies import served
 from manyhands.strategies.served import messages
 from manyhands.strategies.served.shared import SharedSlots
 
+from .peers import tensorflow_servers
 from .report import Check, Report, arguments
 
 WORKERS = 8
@@ -44,6 +46,8 @@ MODES = {
     "servers, one backup worker": mh.ParameterServer(servers=2, workers=WORKERS, backup=1),
 }
 BASELINE = "all-reduce"
+WIDTHS = [784, 1024, 896, 200, 10]
+PEER = "TensorFlow 2.21, custom loop"
 
 
 def main() -> None:
@@ -64,7 +68,45 @@ def main() -> None:
         shares = transport(report, 12 if quick else 60)
         report.checks["transport_share"] = Check(value=min(shares.values()), at_least=0.6)
         report.notes.update({f"transport_share_{name}": round(value, 3) for name, value in shares.items()})
+        if not quick:
+            beside_tensorflow(report, folder)
     report.finish()
+
+
+# -- TensorFlow's servers ---------------------------------------------------------------------------------------------
+
+
+def beside_tensorflow(report: Report, folder: Path, num_updates: int = 200) -> None:
+    """Updates of 1.9 million parameters by two workers that do not wait, here and by TensorFlow's custom loop."""
+    theirs = tensorflow_servers.measure(WIDTHS, 64, 1, 2, num_updates)
+    ours = asynchronous(folder, num_updates)
+    times = {"servers, asynchronous": [ours]}
+    if isinstance(theirs, str):
+        print(theirs, flush=True)
+        report.notes[f"no peer: {theirs}"] = 0.0
+    else:
+        times[PEER] = [theirs]
+        report.notes["updates per second over TensorFlow's"] = round(theirs / ours, 2)
+    report.add("2 workers, 1 server, 1.9M parameters", times, PEER if PEER in times else "servers, asynchronous")
+
+
+def asynchronous(folder: Path, num_updates: int) -> float:
+    """Seconds per update of ours, in the middle of a run."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(WIDTHS):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    count = 64 * (num_updates + 40)
+    task = mh.Task(
+        model=lambda: nn.Sequential(*layers[:-1]),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        data=(torch.randn(count, WIDTHS[0]), torch.randint(0, WIDTHS[-1], (count,))),
+        batch_size=64,
+    )
+    spec = mh.ParameterServer(servers=1, workers=2, staleness=None)
+    run = mh.fit(task, spec, on="cpu*2", steps=num_updates + 40, folder=folder, callbacks=[Clock()], progress=False)
+    clocks = [e["values"]["clock"] for e in read_events(run.path / "events.jsonl") if e["kind"] == "log"]
+    return float((clocks[-11] - clocks[20]) / (len(clocks) - 31))
 
 
 # -- a slow worker ----------------------------------------------------------------------------------------------------
