@@ -47,7 +47,8 @@ POLICIES = {
     "DiLoCo 50": "diloco(50)",
 }
 SHARE = {"auto": 1.0, "bf16": 1.1, "int8": 1.1}
-"""How many times DDP's steps a contender may take; 1.6 where nothing is named."""
+"""How many times DDP's steps a contender may take, LONGEST where nothing is named."""
+LONGEST = 1.6
 WINDOW = 10
 """Steps over which a loss is averaged."""
 
@@ -119,22 +120,23 @@ def contend(world: World, num_steps: int, policies: list[str], num_rounds: int, 
     enter_world(world)
     torch.set_num_threads(1)
     rounds = []
+    # As many samples for all, or the order of the samples would not be the same.
+    count = WIDE.batch_size * (int(LONGEST * num_steps) + 1)
     for number in range(num_rounds):
-        rounds.append({"ddp": ddp(WIDE, num_steps)})
+        rounds.append({"ddp": ddp(WIDE, num_steps, count)})
         for name in policies if number == 0 else [name for name in policies if name.startswith("auto")]:
             world.barrier()
-            allowed = int(SHARE.get(name, 1.6) * num_steps)
-            rounds[-1][name] = ours(WIDE, allowed, POLICIES[name], folder)
+            allowed = int(SHARE.get(name, LONGEST) * num_steps)
+            rounds[-1][name] = ours(WIDE, allowed, count, POLICIES[name], folder)
             if world.is_first:
                 print(f"{name}: {rounds[-1][name][0][-1]:.1f} s for {allowed} steps", flush=True)
     return rounds
 
 
-def ddp(lesson: Lesson, num_steps: int) -> Course:
+def ddp(lesson: Lesson, num_steps: int, count: int) -> Course:
     """Plain DDP, as one would write it."""
     model = DistributedDataParallel(lesson.model(), gradient_as_bucket_view=True)
     optimizer = lesson.make_optimizer(model)
-    count = lesson.batch_size * (num_steps + 1)
     data, order = lesson.data(count), torch.from_numpy(Order(count, seed=0, epoch=0, shuffle=True)[:])
     half = lesson.batch_size // 2
     ends, losses = [], []
@@ -173,14 +175,14 @@ class Clock(mh.Callback):
             self.path.write_text(json.dumps(self.ends))
 
 
-def ours(lesson: Lesson, num_steps: int, sync: str, folder: str) -> Course:
+def ours(lesson: Lesson, num_steps: int, count: int, sync: str, folder: str) -> Course:
     """`fit` under a policy."""
     clock = Clock(Path(folder) / "ends.json")
     task = mh.Task(
         model=lesson.model,
         loss=lesson.loss,
         optimizer=lesson.make_optimizer,
-        data=lesson.data(lesson.batch_size * (num_steps + 1)),
+        data=lesson.data(count),
         batch_size=lesson.batch_size,
     )
     run = mh.fit(task, mh.Mirrored(2, sync=sync), steps=num_steps, callbacks=[clock], folder=folder, progress=False)
