@@ -3,6 +3,7 @@
 The model, in seconds of a step: what was measured without waiting, plus the policy's own arithmetic, plus what of its
 exchange does not fit behind backward, rounds * latency + bytes / bandwidth - OVERLAP * the step. Local policies have
 their exchange once in so many steps and hide nothing. Arithmetic, rounds and bytes come from a dry run on the gradient.
+The exact steps of a warm-up are spread over a short run.
 A policy that changes the mathematics needs more steps for the same loss: its time is multiplied by a price, see LOSSY.
 """
 
@@ -30,6 +31,8 @@ MARGIN = 0.75
 """How much of the exact sum's time another policy may take at most, to be chosen: a small gain is soon a loss."""
 SAMPLE = 1 << 18
 """Numbers of the gradient that a dry run looks at."""
+HORIZON = 200
+"""Steps over which the exact ones of a policy's warm-up are spread."""
 SETTLED = 1 << 20
 """Steps after which every policy is over its beginning."""
 LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.8, "localsteps(8)": 1.15}
@@ -97,13 +100,15 @@ def forecasts(
     real = {name: parameter for name, parameter in parameters.items() if parameter.is_floating_point()}
     if lossy and size > 1 and len(real) == len(parameters) and real:
         for text, price in LOSSY.items():
-            found.append(_forecast(make_policy(text), links, real, size, alone, price))
+            found.append(_forecast(make_policy(text), links, real, size, exact, alone, price))
         carrier = next(f.policy for f in found if f.policy.name == "int8")
         once = _DryRun.of(carrier, real, size)
         exchange = once.seconds + links.seconds(once.num_bytes, once.rounds + 2)
         every = min(64, max(8, math.ceil(exchange / (SHARE * alone))))
         far = make_policy(f"localsteps({every},by=int8)")
-        found.append(_forecast(far, links, real, size, alone, LOSSY["localsteps(8)"] + LOCAL_PRICE * (every - 8)))
+        found.append(
+            _forecast(far, links, real, size, exact, alone, LOSSY["localsteps(8)"] + LOCAL_PRICE * (every - 8))
+        )
     return sorted(found, key=lambda forecast: forecast.cost)
 
 
@@ -114,7 +119,13 @@ def choose(found: list[Forecast]) -> Forecast:
 
 
 def _forecast(
-    policy: Policy, links: Links, parameters: Mapping[str, Tensor], size: int, alone: float, price: float
+    policy: Policy,
+    links: Links,
+    parameters: Mapping[str, Tensor],
+    size: int,
+    exact: float,
+    alone: float,
+    price: float,
 ) -> Forecast:
     carrier = policy.carrier if isinstance(policy, Local) else policy
     dry = _DryRun.of(carrier, parameters, size)
@@ -122,7 +133,8 @@ def _forecast(
         meeting = dry.seconds + links.seconds(dry.num_bytes, dry.rounds + 2)
         return Forecast(policy, alone + meeting / policy.every, price)
     exposed = max(0.0, links.seconds(dry.num_bytes, dry.rounds) - OVERLAP * alone)
-    return Forecast(policy, alone + dry.seconds + exposed, price)
+    early = policy.warmup * (exact - alone) / HORIZON
+    return Forecast(policy, alone + dry.seconds + exposed + early, price)
 
 
 @dataclass(frozen=True)
