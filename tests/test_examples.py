@@ -198,3 +198,15 @@ def test_many_networks(tmp_path: Path) -> None:
     (accuracy,) = printed(said, "accuracy")
     assert accuracy > 0.85
     assert re.search(r"answers \[\d, \d, \d\]", said)
+
+
+def test_tune_digits(tmp_path: Path) -> None:
+    """The same search by hand and by mh.tune; five networks say how sure they are better than one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIALS", "6")
+        plain = run_python(tmp_path, str(EXAMPLES / "tune_digits_optuna.py"), epochs=6)
+        ours = run_python(tmp_path, str(EXAMPLES / "tune_digits_manyhands.py"), epochs=6)
+    assert printed(plain, "valid_loss")[-1] < 0.7
+    assert printed(ours, "best valid_loss")[-1] < 0.7
+    together, alone = printed(ours, "calibration error")
+    assert together < alone

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "population": {"core", "training", "data", "graph", "cluster"},
     "profiling": {"core", "training", "costs", "cluster"},
     "planning": {"core", "costs", "cluster"},
-    "tuning": {"core", "training", "population", "cluster"},
+    "tuning": {"core", "store", "training", "population", "cluster"},
     "ensembles": {"core", "store", "training", "population", "cluster"},
     "serving": {"core", "store", "cluster"},
     "keras": {"core", "strategies", "training", "data", "cluster"},

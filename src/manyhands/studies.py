@@ -16,7 +16,7 @@ from .training import View, make_view, new_folder
 from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, Workshop
 from .verbs import On, _engine, _interruptible
 
-EXECUTIONS = ("processes",)
+EXECUTIONS = ("stacked", "processes")
 
 
 def map(
@@ -92,7 +92,8 @@ def tune(
     - `constraint`: a function of the parameters that says whether they may be tried; `limits`: what a trial may have
       measured at most, by name, to count;
     - `params`: the task's other parameters;
-    - `execution`: "processes" runs trials apart even where there is one device;
+    - `execution`: "stacked" trains many trials as one program, on one device; "processes" one in each; by default what
+      measures better;
     - `per_device`: how many processes share a device; by default what measures better;
     - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
     - `name`, `folder`, `resume`: the study is kept under folder/name, and goes on from there after any crash;
@@ -124,6 +125,8 @@ def tune(
         raise SettingsError("a study has an end", got="none", remedy="pass trials=, seconds= or cost=")
     if execution is not None and execution not in EXECUTIONS:
         raise SettingsError(f"execution is {' or '.join(EXECUTIONS)}", got=repr(execution), remedy="name one of these")
+    ends = [size for size in (trials, searcher.size) if size is not None]
+    limit = min(ends, default=None)
     rules = Rules(
         space=ranges,
         objectives=objectives,
@@ -143,14 +146,27 @@ def tune(
         before, known = tuning.read_journal(path)
         if before:
             tuning.require_same(before, record)
-        else:
-            journal.begin(path.name, objectives, record)
-        view = tuning.make_study_view(objectives, trials, progress)
-        view.begin(known)
-        for text in notices:
-            view.line(text)
+        view = tuning.make_study_view(objectives, limit, progress)
         with contextlib.closing(view):
-            executor = _executor(workshop, execution, per_device, engine, devices, view)
+            view.begin(known)
+            for text in notices:
+                view.line(text)
+            is_alone = len(devices) == 1 and engine is _engine and per_device is None and execution != "processes"
+            stack = before.get("stack", 1)
+            if is_alone and not before:
+                stack = _stack(workshop, searcher, devices[0], limit, execution, view)
+            elif execution == "stacked" and not is_alone:
+                raise SettingsError("a stack is on one device of this machine", got=repr(on), remedy="name one")
+            if not before:
+                journal.begin(path.name, objectives, {**record, "stack": stack})
+            executor: Executor
+            if not is_alone:
+                executor = tuning.Processes(workshop, engine, devices, per_device=per_device, on_output=view.output)
+            elif stack > 1 or execution == "stacked":
+                must = execution == "stacked"
+                executor = tuning.Stacked(workshop, devices[0], stack, view.line, must_stack=must)
+            else:
+                executor = tuning.Here(workshop, devices[0])
             with contextlib.closing(executor):
                 driver = Driver(rules, workshop, searcher, journal, known, executor, len(devices), view.show)
                 with _interruptible(driver.stop, _Said(view)):
@@ -169,18 +185,25 @@ def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
         raise
 
 
-def _executor(
+def _stack(
     workshop: Workshop,
+    searcher: tuning.Searcher,
+    device: Device,
+    limit: int | None,
     execution: str | None,
-    per_device: int | None,
-    engine: Engine,
-    devices: Sequence[Device],
     view: tuning.StudyView,
-) -> Executor:
-    """Where trials run: in this process where there is one device and nothing else is asked for."""
-    if len(devices) == 1 and execution is None and per_device is None and engine is _engine:
-        return tuning.Here(workshop, devices[0])
-    return tuning.Processes(workshop, engine, devices, per_device=per_device, on_output=view.output)
+) -> int:
+    """How many trials are trained as one program, as the first one's task measures; 1 for none."""
+    try:
+        made = workshop.look(searcher.propose(0, [], 0))
+    except Exception:  # what it raises is told as a trial's failure
+        return 1
+    if not isinstance(made, Task):
+        return 1
+    size, said = tuning.stack_size(made, device, limit, must_stack=execution == "stacked")
+    if said:
+        view.line(said)
+    return size
 
 
 def _place(on: On) -> tuple[Engine, list[Device], list[str]]:

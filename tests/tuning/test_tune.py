@@ -144,7 +144,7 @@ def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on:
         ({"objective": "valid_f1"}, "something that the task measures: loss, valid_loss, valid_accuracy, but got 'val"),
         ({"task": networks.task()}, "a function that makes a Task, but got Task"),
         ({"stop": "soon"}, "stop is asha, hyperband, median, but got 'soon'"),
-        ({"execution": "magic"}, "execution is processes, but got 'magic'"),
+        ({"execution": "magic"}, "execution is stacked or processes, but got 'magic'"),
         ({"trials": 0}, "trials must be a whole number of at least 1, but got 0"),
         ({"constraint": lambda params: False}, "the constraint must let some of the space through"),
     ],
@@ -197,3 +197,43 @@ def test_the_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     tune(networks.task, SPACE, trials=1, folder=tmp_path)
     assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("stop", [None, "asha"])
+def test_stacked_trials_equal_the_same_trials_by_themselves(tmp_path: Path, stop: str | None) -> None:
+    options: dict[str, Any] = {"trials": 10, "epochs": 3, "stop": stop, "search": "random", "keep": 10}
+    both = {
+        kind: tune(networks.task, SPACE, execution=kind, folder=tmp_path / kind, **options)
+        for kind in ("stacked", "processes")
+    }
+    stacked, apart = (both[kind].trials for kind in ("stacked", "processes"))
+    assert [trial.params for trial in stacked] == [trial.params for trial in apart]
+    for one, other in zip(stacked, apart, strict=True):
+        known = set(one.reports) & set(other.reports)
+        assert [one.reports[e] for e in known] == pytest.approx([other.reports[e] for e in known], rel=1e-4)
+        if one.values and other.values:
+            assert one.value == pytest.approx(other.value, rel=1e-4)
+            run = both["stacked"].run(one)
+            assert mh.evaluate(run)["loss"] == pytest.approx(one.value, rel=1e-4)
+    assert any(trial.values for trial in stacked)
+
+
+def test_a_stacked_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    space = {"lr": SPACE["lr"]}
+    options: dict[str, Any] = {"epochs": 3, "stop": "asha", "search": "random", "execution": "stacked"}
+    whole = tune(networks.task, space, trials=12, folder=tmp_path, name="whole", **options)
+    tune(networks.task, space, trials=5, folder=tmp_path, name="part", **options)
+    part = tune(networks.task, space, trials=12, folder=tmp_path, name="part", resume=True, **options)
+    assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
+    assert all(trial.is_over for trial in part.trials)
+
+
+def test_what_does_not_stack_says_why(tmp_path: Path) -> None:
+    def stepping(lr: float = 0.1) -> mh.Task:
+        made = networks.task(lr=lr)
+        return made.replace(loss=None, step=lambda hand, batch: hand.minimize(networks.loss(hand.model, batch)))
+
+    with pytest.raises(SettingsError, match="a stacked task has a loss, but got a step of its own"):
+        tune(stepping, {"lr": [0.1]}, search="grid", objective="loss", execution="stacked", folder=tmp_path)
+    study = tune(stepping, {"lr": [0.1, 0.2]}, search="grid", objective="loss", folder=tmp_path)
+    assert len(study.finished) == 2

@@ -7,6 +7,7 @@ from .mapping import ItemsFailed, map_items
 from .objective import Objective, as_objectives, check_objectives
 from .searching import SEARCHERS, Searcher, make_searcher
 from .space import Range, Space, as_space, check_space, choice, integers, loguniform, parse_range, uniform
+from .stacked import Stacked, stack_size
 from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
 from .study import TRIALS, Study
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
@@ -54,6 +55,8 @@ __all__ = [
     "Executor",
     "Here",
     "Processes",
+    "Stacked",
+    "stack_size",
     "map_items",
     "ItemsFailed",
     "StudyView",

@@ -20,7 +20,7 @@ from .journal import Journal
 from .objective import Objective
 from .searching import Searcher
 from .space import Space
-from .stopping import GO_ON, PAUSE, Stopping, ToTheEnd
+from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
 from .trial import FAILED, FINISHED, STOPPED, Trial
 from .work import Outcome, Work, Workshop
 
@@ -107,6 +107,7 @@ class Driver:
         self._seconds = rules.budget.seconds_for(num_devices)
         self._best: list[tuple[float, int]] = []
         self._began = time.monotonic()
+        self._save: Callable[[], None] | None = None
         self.is_stopping = False
 
     def run(self) -> None:
@@ -141,7 +142,7 @@ class Driver:
         for trial in self.trials:
             if trial.is_over:
                 self._searcher.hear(trial)
-                self._rank(trial)
+                self._forget(self._rank(trial))
             elif trial.reports and self._judge(trial) == PAUSE:
                 self._waiting.add(trial.number)
             else:
@@ -205,6 +206,7 @@ class Driver:
             self._end(trial, FAILED, outcome.reason)
             self._count_failure(outcome)
         else:
+            self._save = outcome.save
             self._advance(trial, outcome.epochs)
 
     def _advance(self, trial: Trial, epochs: int) -> None:
@@ -221,13 +223,22 @@ class Driver:
             return
         self._report(trial, epochs, values[0])
         verdict = self._judge(trial)
+        if verdict != STOP:
+            self._saved()
+        if verdict == STOP:
+            self._end(trial, STOPPED, "it was worse than the others' median")
+            return
         if verdict == GO_ON:
             self._due.append(trial)
-        elif verdict == PAUSE:
-            self._waiting.add(trial.number)
         else:
-            self._end(trial, STOPPED, "it was worse than the others' median")
+            self._waiting.add(trial.number)
         self._on_change(trial)
+
+    def _saved(self) -> None:
+        """Keeps what the trial at hand has learnt."""
+        if self._save is not None:
+            self._save()
+        self._save = None
 
     def _report(self, trial: Trial, epochs: int, value: float) -> None:
         trial.reports[epochs] = value
@@ -241,21 +252,28 @@ class Driver:
 
     def _end(self, trial: Trial, state: str, reason: str) -> None:
         trial.state, trial.reason = state, reason
+        gone = self._rank(trial)
         self._journal.end(trial)
         self._searcher.hear(trial)
-        self._rank(trial)
+        self._forget(gone)
         self._on_change(trial)
 
-    def _rank(self, trial: Trial) -> None:
-        """Keeps the runs of the best trials, and lets the others' go."""
+    def _rank(self, trial: Trial) -> int:
+        """Keeps what one of the best trials has learnt; returns whose run may go, which may be its own."""
         gone = trial.number
         if trial.state == FINISHED and trial.is_feasible:
             self._best.append((self._cost(trial.value), trial.number))
             self._best.sort()
             gone = self._best.pop()[1] if len(self._best) > self.rules.keep else -1
-        if gone >= 0:
+            if gone != trial.number:
+                self._saved()
+        return gone
+
+    def _forget(self, number: int) -> None:
+        """Lets the run of a trial go that is not among the best."""
+        if number >= 0:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self._workshop.run_folder(gone))
+                shutil.rmtree(self._workshop.run_folder(number))
 
     def _count_failure(self, outcome: Outcome) -> None:
         kind = outcome.traceback or outcome.reason

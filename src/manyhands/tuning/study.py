@@ -37,6 +37,12 @@ class Study:
                 f"a study is a folder with a {JOURNAL}", got=str(path), remedy="name a folder under studies/"
             )
         self.record, read = read_journal(self.path)
+        if not self.record:
+            raise CheckpointError(
+                "a study's journal begins with what it searches for",
+                got=f"{path}, which was left before that",
+                remedy="tune with its name and resume",
+            )
         self.trials = read if trials is None else trials
         self.objectives = [Objective(*one) for one in self.record["objectives"]]
 

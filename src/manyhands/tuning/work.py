@@ -58,6 +58,8 @@ class Outcome:
     is_diverged: bool = False
     mistake: SettingsError | None = None
     """What is wrong with every trial alike."""
+    save: Callable[[], None] | None = None
+    """Keeps what a trial has learnt, where that is not on disk yet."""
     is_interrupted: bool = False
     """Whether a person asked to stop: it goes on when the study does."""
 
@@ -71,14 +73,37 @@ class Workshop:
     epochs: int
     folder: Path
     objectives: tuple[Objective, ...]
+    looked_at: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     def run_folder(self, number: int) -> Path:
         """Where a trial's run is kept."""
         return self.folder / f"{number:05d}"
 
     def made(self, params: Mapping[str, Any]) -> Any:
-        """What the function gives for these parameters."""
+        """What the function gives for these parameters; what the first trial gave when it was looked at counts."""
+        for place, (known, made) in enumerate(self.looked_at):
+            if known == params:
+                del self.looked_at[place]
+                return made
         return self.tunable(**typed(self.tunable, {**self.fixed, **params}))
+
+    def look(self, params: Mapping[str, Any]) -> Any:
+        """What the function gives; it is kept for the trial with these parameters, since it may have taken long."""
+        made = self.made(params)
+        self.looked_at.append((dict(params), made))
+        return made
+
+    def prepared(self, work: Work, outcome: Outcome) -> Task | None:
+        """The task of a trial; None where the outcome tells what came instead."""
+        try:
+            made = self.made(work.params)
+            if isinstance(made, Task):
+                outcome.mistake = self._mistake(made)
+                return None if outcome.mistake else made
+            outcome.metrics, outcome.epochs = self._measured(made), work.until
+        except Exception as error:
+            outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
+        return None
 
     def do(self, work: Work, world: World) -> Outcome:
         """Takes a trial as far as the work says; what goes wrong in it is told, not raised."""
@@ -86,13 +111,9 @@ class Workshop:
         outcome = Outcome(work.number)
         states = random_state(torch.device("cpu"))
         try:
-            made = self.made(work.params)
-            if isinstance(made, Task):
-                outcome.mistake = self._mistake(made)
-                if outcome.mistake is None:
-                    self._train(made, work, world, outcome)
-            else:
-                outcome.metrics, outcome.epochs = self._measured(made), work.until
+            task = self.prepared(work, outcome)
+            if task is not None:
+                self._train(task, work, world, outcome)
         except LossNotFinite as error:
             outcome.reason, outcome.is_diverged = str(error), True
         except Exception as error:

@@ -1,0 +1,172 @@
+"""Faults: drivers and workers that are killed, disks that are full. What is finished is kept, nothing is done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.core import CheckpointError, RunError, WorkerFailed
+from manyhands.tuning import JOURNAL
+
+from . import networks
+
+SPACE = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
+TRIALS = 40
+
+
+def slow_bowl(x: float = 0.0, y: float = 1.0) -> float:
+    time.sleep(0.02)
+    return (x - 2) ** 2 + (y - 0.1) ** 2
+
+
+class Driver:
+    """A program that tunes, in a process that can be killed."""
+
+    def __init__(self, world: World) -> None:
+        pass
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def tune(self, folder: str) -> int:
+        study = mh.tune(
+            slow_bowl,
+            SPACE,
+            trials=TRIALS,
+            name="study",
+            folder=folder,
+            on="cpu",
+            progress=False,
+            resume=(Path(folder) / "study").exists(),
+        )
+        return len(study.trials)
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
+
+
+def test_a_driver_killed_at_random_twenty_times(tmp_path: Path, engine: LocalEngine) -> None:
+    """Real processes and real SIGKILLs: every finished trial is kept, none is run again, the sequence is the same."""
+    device = resolve("cpu")[0][0]
+    undisturbed = mh.tune(slow_bowl, SPACE, trials=TRIALS, folder=tmp_path / "whole", on="cpu", progress=False)
+    dice = random.Random(1)
+    finished: dict[int, tuple[Any, ...]] = {}
+    num_kills, done = 0, 0
+    while not done:
+        service = engine.start_service(Driver, device)
+        try:
+            pid = service.call("process").result(60)
+            study = service.call("tune", str(tmp_path))
+            if num_kills < 20:
+                time.sleep(dice.uniform(0.0, 0.15))
+                os.kill(pid, signal.SIGKILL)
+                num_kills += 1
+            done = study.result(60)
+        except WorkerFailed:
+            with contextlib.suppress(CheckpointError):  # killed before there was a study
+                now = {t.number: (t.params, t.values) for t in mh.Study(tmp_path / "study").trials if t.is_over}
+                assert all(now.get(number) == kept for number, kept in finished.items())
+                finished = now
+        finally:
+            service.kill()
+    assert num_kills == 20
+    study = mh.Study(tmp_path / "study")
+    assert done == len(study.trials) == TRIALS
+    assert [(t.params, t.values) for t in study.trials] == [(t.params, t.values) for t in undisturbed.trials]
+    over: set[int] = set()
+    for fact in facts(study.path):
+        if fact["op_code"] == 6:
+            assert fact["trial_id"] not in over
+            over.add(fact["trial_id"])
+        elif fact["op_code"] == 8:
+            assert fact["trial_id"] not in over
+    assert over == set(range(TRIALS))
+
+
+def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
+    """Its process is killed once, when the third epoch of a trial is measured."""
+
+    def accuracy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        counter = Path(folder) / f"{lr}"
+        counter.open("a").write(".")
+        if len(counter.read_text()) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (outputs.argmax(1) == batch[1]).float().mean()
+
+    return networks.task(lr=lr).replace(metrics={"accuracy": accuracy})
+
+
+def test_a_killed_worker_costs_its_trial_an_epoch(tmp_path: Path) -> None:
+    rates = [0.01, 0.02]
+    study = mh.tune(
+        dying,
+        {"lr": rates},
+        params={"folder": str(tmp_path)},
+        search="grid",
+        epochs=5,
+        keep=2,
+        on="cpu*2",
+        folder=tmp_path / "s",
+        progress=False,
+    )
+    assert [trial.state for trial in study.trials] == ["finished"] * 2
+    for trial in study.trials:
+        alone = mh.fit(
+            networks.task(**trial.params), "single", epochs=5, on="cpu", folder=tmp_path / "a", progress=False
+        )
+        assert trial.value == pytest.approx(alone.metrics["valid_loss"], rel=1e-6)
+        events = (study.path / "trials" / f"{trial.number:05d}" / "events.jsonl").read_text().splitlines()
+        starts = [entry["step"] for entry in map(json.loads, events) if entry["kind"] == "start"]
+        assert len(starts) == 2
+        assert starts[1] > 0
+
+
+def test_a_trial_that_always_kills_its_process_fails_alone(tmp_path: Path) -> None:
+    def deadly(x: float = 0.0) -> float:
+        if x == 1.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    study = mh.tune(deadly, {"x": [0.0, 1.0, 2.0]}, search="grid", on="cpu*2", folder=tmp_path, progress=False)
+    assert [trial.state for trial in study.trials] == ["finished", "failed", "finished"]
+    assert "killed by signal 9" in study.trials[1].reason
+
+
+@pytest.mark.root
+def test_a_full_disk_ends_a_study_that_goes_on_when_there_is_room(small_disk: Path) -> None:
+    stuffing = small_disk / "stuffing"
+    stuffing.write_bytes(b"\0" * (440 << 10))
+
+    def study(resume: bool) -> mh.Study:
+        return mh.tune(
+            lambda x=0.0: x,
+            {"x": mh.uniform(0, 1)},
+            trials=200,
+            search="random",
+            folder=small_disk,
+            name="s",
+            resume=resume,
+            on="cpu",
+            progress=False,
+        )
+
+    with pytest.raises(RunError, match="journal .* cannot be written: No space left on device"):
+        study(resume=False)
+    kept = {t.number: t.params for t in mh.Study(small_disk / "s").trials if t.is_over}
+    assert kept
+    stuffing.unlink()
+    whole = study(resume=True)
+    assert len(whole.finished) == 200
+    assert all(whole.trials[number].params == params for number, params in kept.items())

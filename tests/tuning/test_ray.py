@@ -1,0 +1,25 @@
+"""mh.map and mh.tune on the hosts of a real Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+
+from ..cluster.test_ray import nodes  # noqa: F401 - the cluster of two nodes
+from . import networks
+
+
+@pytest.mark.timeout(180)
+def test_items_and_trials_run_on_both_hosts(nodes: Any, tmp_path: Path) -> None:  # noqa: F811
+    found = mh.map(lambda n: (n * n, os.getpid()), range(6), on="ray", per_device=1)
+    assert [square for square, _ in found] == [n * n for n in range(6)]
+    assert len({process for _, process in found}) == 2
+    space = {"lr": [0.01, 0.02, 0.03]}
+    study = mh.tune(networks.task, space, search="grid", on="ray", per_device=1, folder=tmp_path, progress=False)
+    assert [trial.state for trial in study.trials] == ["finished"] * 3
+    assert mh.evaluate(study.run())["loss"] == pytest.approx(study.best.value, rel=1e-6)
