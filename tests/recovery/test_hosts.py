@@ -17,11 +17,12 @@ import torch
 import manyhands as mh
 from manyhands.cluster import write_token
 from manyhands.core import read_events
+from manyhands.store import CheckpointStore
 from manyhands.testing import Hosts
 from tests.recovery import work
 
 pytestmark = pytest.mark.root
-STEPS = 240
+STEPS = 360
 SOURCE = Path(mh.__file__).parents[1]
 
 
@@ -54,7 +55,7 @@ class Servers:
     def step(self) -> int:
         return max((entry["steps"][-1] for entry in self.events("steps")), default=0)
 
-    def until(self, what: Callable[[], Any], seconds: float = 40) -> None:
+    def until(self, what: Callable[[], Any], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < end, self.said()
@@ -121,7 +122,7 @@ def assert_same(servers: Servers, calm: mh.Run) -> None:
         torch.testing.assert_close(run.state_dict()[name], tensor, rtol=0, atol=1e-9)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_four_hosts_through_everything(servers: Callable[[int], Servers], calm: mh.Run) -> None:
     job = servers(4)
     for index in range(4):
@@ -148,8 +149,22 @@ def test_four_hosts_through_everything(servers: Callable[[int], Servers], calm: 
     job.goes_on(2, since=5)
     job.hosts.heal()
     job.until(lambda: job.events("recovered")[-1]["size"] == 4)
+
+    # The first host alone on its side: it conducts, so it goes on; the three others hold what they have.
+    job.hosts.partition(1, 2, 3)
+    job.until(lambda: job.events("recovered")[-1]["size"] == 1)
+    job.goes_on(1, since=7)
+    job.hosts.heal()
+    job.until(lambda: job.events("recovered")[-1]["size"] == 4)
+
+    # One way only: what the last host sends to the first is lost, and it still hears the others.
+    job.hosts[3].mute(job.hosts[0].address)
+    job.until(lambda: job.events("recovered")[-1]["size"] == 3)
+    job.hosts[3].unmute(job.hosts[0].address)
+    job.until(lambda: job.events("recovered")[-1]["size"] == 4)
     job.end()
     assert_same(job, calm)
+    assert CheckpointStore(job.folder / "runs" / "run" / "checkpoints").load().step == STEPS
     assert {entry["source"].split(" rank")[0] for entry in job.events("recovered")} == {"the memory of"}
     assert len(mh.Run(job.folder / "runs" / "run").losses) == STEPS
 

@@ -20,7 +20,7 @@ from manyhands.cluster.crew import Process
 from manyhands.cluster.parcel import pack
 from manyhands.cluster.rank import Assignment
 from manyhands.store import CheckpointStore
-from tests.recovery.test_local import Fault, kill
+from tests.recovery.test_parts import Trap, in_backward
 from tests.training.problems import problem
 
 STEPS = 24
@@ -100,9 +100,9 @@ def train(
     comes_back: bool = False,
     unit: int = 1,
 ) -> TwoHosts:
-    """The other host is lost after the fifth step."""
+    """The other host is lost inside the sixth step."""
     spec = mh.StrategySpec.parse(f"{strategy},precision=fp64").with_devices(size)
-    callbacks = [Pace(folder), Fault(folder, size - 1, 5, kill)]
+    callbacks = [Pace(folder), Trap(folder, size - 1, 5, in_backward)]
     job = training.Job(task=task, spec=spec, folder=folder, epochs=8, copy_every=2, callbacks=callbacks)
     folder.mkdir()
     hosts = TwoHosts(engine, job, size, comes_back=comes_back, unit=unit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,34 @@ def test_a_full_disk_costs_no_good_checkpoint(engine: Any, tmp_path: Path, small
     resumed = fit(problem("mlp"), small_disk, resume=True)
     calm = fit(problem("mlp"), tmp_path / "calm")
     torch.testing.assert_close(torch.tensor(resumed.losses), torch.tensor(calm.losses), rtol=1e-5, atol=1e-7)
+
+
+class BadDisk(mh.Callback):
+    """Lets every fsync of the rank that writes fail with EIO for a while, by a tracer that holds it."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.is_first and hand.num_steps == self.first:
+            words = ["-f", "-p", str(os.getpid()), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO"]
+            self.tracer = subprocess.Popen(["strace", *words], stderr=subprocess.PIPE, text=True)
+            assert self.tracer.stderr is not None
+            assert "attached" in self.tracer.stderr.readline()
+            threading.Thread(target=self.tracer.stderr.read, daemon=True).start()
+        if hand.is_first and hand.num_steps == self.last:
+            self.tracer.terminate()
+            self.tracer.wait()
+
+
+@pytest.mark.root
+def test_a_disk_that_fails_for_a_while_is_told_and_survived(engine: Any, tmp_path: Path) -> None:
+    calm = fit(problem("mlp"), tmp_path / "calm")
+    run = fit(problem("mlp"), tmp_path / "hit", BadDisk(5, 8), keep=9)
+    assert_same(run, calm)
+    told = [entry["text"] for entry in said(run.path, "notice")]
+    assert any("could not be written, training goes on" in text and "Input/output error" in text for text in told)
+    assert CheckpointStore(run.path / "checkpoints").steps() == [3, 9, 12]
 
 
 def test_whoever_was_replaced_cannot_write(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ class Host:
         """Puts the host back on the network."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
+    def mute(self, address: str) -> None:
+        """Loses whatever this host sends to an address; what comes from there still arrives."""
+        _ip("-n", self.namespace, "route", "add", "blackhole", f"{address}/32")
+
+    def unmute(self, address: str) -> None:
+        """Lets it be heard there again."""
+        _ip("-n", self.namespace, "route", "del", "blackhole", f"{address}/32")
+
     def enter(self) -> None:
         """Moves the calling thread, and the threads that it makes from now on, to this host's network."""
         with (NAMESPACES / self.namespace).open() as file:
