@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Rounds:
         self._records = program.device.type == "cuda" and capture != "off"
         self._made: dict[Hashable, _Made] = {}
         self._seen: dict[Hashable, int] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._records else None
+        self._pool = self._new_pool()
         self._is_recording = self._is_plain = False
         self._compiles = capture == "compile"
         self._may_compile = self._records and capture == "auto" and not deterministic
@@ -59,9 +60,13 @@ class Rounds:
         """Members that are computed at a time; None for all of them."""
 
     def forget(self) -> None:
-        """Lets recordings go, because tensors lie elsewhere now."""
+        """Lets recordings go, because tensors lie elsewhere now, and the memory that they hold."""
         self._made.clear()
         self._seen.clear()
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self._program.device.type == "cuda" else None
 
     def close(self) -> None:
         """Lets everything go."""
