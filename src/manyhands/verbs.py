@@ -37,6 +37,7 @@ from .cluster import (
     engine_for,
     leased,
     resolve,
+    whole_host,
 )
 from .core import (
     Event,
@@ -95,14 +96,19 @@ _engine = LocalEngine(preload=["manyhands.verbs", "torch._dynamo"])
 
 
 def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
-    """A verb that many hosts can do together: `on=Join(...)` becomes the team of those that have joined."""
+    """A verb that many hosts can do together: `on=Join(...)` becomes the team of those that have joined.
+
+    So does a cluster in which a scheduler has started one process per host.
+    """
 
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         on: Any = kwargs.get("on")
+        strategy: Any = args[1] if len(args) > 1 else kwargs.get("strategy")
+        if not isinstance(on, Join | Team) and current_world() is None and not _has_servers(strategy):
+            on = whole_host(on) or on
         if not isinstance(on, Join):
             return verb(*args, **kwargs)
-        strategy: Any = args[1] if len(args) > 1 else kwargs.get("strategy")
         spec = as_spec(strategy)
         timeout: Any = kwargs.get("timeout", DEFAULT_TIMEOUT)
         view = make_view("", cast("bool | None", kwargs.get("progress")), live=False)
@@ -117,6 +123,12 @@ def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
             team.close("")
 
     return run
+
+
+def _has_servers(strategy: StrategySpec | str | None) -> bool:
+    """Whether roles of a cluster are a chief's, servers' and workers'."""
+    is_planned = isinstance(strategy, str) and (strategy == "auto" or strategy.endswith(".toml"))
+    return not is_planned and bool(as_spec(strategy).servers)
 
 
 @_over_hosts
@@ -532,7 +544,7 @@ def settle(
             remedy="use mh.Mirrored() here",
         )
     if isinstance(on, Team):
-        return spec.with_devices(len(on.devices)), list(on.devices), []
+        return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = engine_for(on, _engine).devices(on, spec.num_devices)

@@ -60,6 +60,7 @@ class Waiting:
 
     def close(self) -> None:
         channels = []
+        self._thread.join(0.5)  # it may be about to end, and nobody would answer
         while self._thread.is_alive():
             channels.append(self.join(facts(f"last{len(channels)}")))
             self._thread.join(0.2)

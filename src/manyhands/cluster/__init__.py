@@ -4,8 +4,8 @@ from .devices import Device, devices, num_cores, place_of, resolve, this_host
 from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
-from .joining import Join, Team, write_token
-from .launched import described, join_launched, launched, meet
+from .joining import TOKEN_VARIABLE, Join, Team, write_token
+from .launched import described, join_launched, launched, meet, whole_host
 from .leases import leased
 from .line import DirectLine, Line
 from .links import Link, Reach, reach
@@ -52,7 +52,9 @@ __all__ = [
     "launched",
     "join_launched",
     "meet",
+    "whole_host",
     "Join",
+    "TOKEN_VARIABLE",
     "Team",
     "write_token",
     "understood",

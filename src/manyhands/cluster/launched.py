@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..core import DeviceError, SettingsError
 from .devices import Device, resolve, this_host
+from .joining import TOKEN_VARIABLE, Join
 from .line import DirectLine, Line
 from .network import (
     address_towards,
@@ -21,7 +22,7 @@ from .network import (
     resolve_host,
     serve_store,
 )
-from .resolvers import CHIEF, WORKER, Cluster, HostsFile, Standing, is_hosts_file, understood
+from .resolvers import CHIEF, WORKER, Cluster, Host, HostsFile, Standing, is_hosts_file, understood
 from .survey import require_alike
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Seat, World, current_world, enter_world
@@ -48,8 +49,31 @@ def launched(on: object = None, environ: Mapping[str, str] | None = None) -> Clu
     return cluster if cluster.standing is not None else _with_standing(cluster)
 
 
-def _with_standing(cluster: Cluster) -> Cluster:
-    """A process that speaks for its whole host is one rank, where the host has one device."""
+def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
+    """How this process's host joins the others with a rank per device, where a scheduler started one process per host.
+
+    None where a process is one rank, or was started by hand. With MANYHANDS_TOKEN set hosts always join like this; it
+    must be where one of them has several devices.
+    """
+    given = os.environ if environ is None else environ
+    cluster = described(on, given)
+    if cluster is None or cluster.standing is not None or cluster.num_hosts == 1:
+        return None
+    trainers = _trainers(cluster)
+    own = None if is_hosts_file(on) else on
+    num_devices = cluster.host.num_devices or 1
+    found, _ = resolve(own)  # type: ignore[arg-type]
+    if own is None and found[0].kind == "cpu" and num_devices > 1:
+        own = f"cpu*{num_devices}"
+    several = own is not None and len(resolve(own)[0]) > 1  # type: ignore[arg-type]
+    several = several or len(found) > 1 or any((host.num_devices or 1) > 1 for host in trainers)
+    if not several and not given.get(TOKEN_VARIABLE):
+        return None
+    return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), on=own)  # type: ignore[arg-type]
+
+
+def _trainers(cluster: Cluster) -> list[Host]:
+    """The hosts that train, of which this must be one."""
     trainers = [host for host in cluster.hosts if host.role in (CHIEF, WORKER)]
     if cluster.host not in trainers:
         raise SettingsError(
@@ -57,12 +81,18 @@ def _with_standing(cluster: Cluster) -> Cluster:
             got=f"{cluster.host.role} at {cluster.host}",
             remedy="start no training there",
         )
+    return trainers
+
+
+def _with_standing(cluster: Cluster) -> Cluster:
+    """A process that speaks for its whole host is one rank, where the host has one device."""
+    trainers = _trainers(cluster)
     many = [host for host in trainers if (host.num_devices or 1) > 1]
     if many:
         raise SettingsError(
-            f"a process that {cluster.source} started is one rank, on one device",
+            f"a process that {cluster.source} started is one rank, on one device; fit and launch start one per device",
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
-            remedy="start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node, mpirun)",
+            remedy="use these, or start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node)",
         )
     return replace(cluster, standing=Standing(trainers.index(cluster.host), len(trainers)))
 

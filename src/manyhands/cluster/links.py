@@ -9,7 +9,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..core import SettingsError
@@ -17,7 +17,9 @@ from .network import LOOPBACK, interface_of, listen, our_addresses, resolve_host
 from .world import World
 
 NUM_PINGS = 30
-NUM_BYTES = 16 * 2**20
+NUM_BYTES, CHUNK = 16 * 2**20, 2**16
+SEND_SECONDS = 0.5
+"""Bytes are sent for so long at most; over a slow way that tells as much as all of them would."""
 PATIENCE = 5.0
 """Seconds to wait for a host that should answer at once."""
 
@@ -81,18 +83,23 @@ def measure(world: World) -> list[Link]:
     with contextlib.ExitStack() as held:
         served: tuple[list[tuple[str, int]], bytes] | None = None
         if world.is_first:
-            served = held.enter_context(_serving(_addresses(is_alone), secrets.token_bytes(16)))
+            served = held.enter_context(serving(_addresses(is_alone), secrets.token_bytes(16)))
         ways, token = world.gather_objects(served)[0]
         found: list[Link] = []
         for turn in sorted({hosts.index(host) for host in hosts[1:]} - ({0} if not is_alone else set())):
-            mine = [_measured(world.seat.host, way, token) for way in ways] if world.rank == turn else []
-            found += [link for link in world.gather_objects(mine)[turn] if link is not None]
+            mine = measured(world.seat.host, ways, token) if world.rank == turn else []
+            found += world.gather_objects(mine)[turn]
     return sorted(found, key=lambda link: (hosts.index(link.host), -link.bytes_per_second))
 
 
 def best(links: list[Link]) -> dict[str, Link]:
     """By host the fastest way."""
     return {link.host: link for link in reversed(links)}
+
+
+def measured(host: str, ways: Sequence[tuple[str, int]], token: bytes) -> list[Link]:
+    """Those of the ways to the first host that lead there from this one, called `host`."""
+    return [link for way in ways if (link := _measured(host, way, token)) is not None]
 
 
 def _addresses(is_alone: bool) -> list[str]:
@@ -107,14 +114,23 @@ def _measured(host: str, way: tuple[str, int], token: bytes) -> Link | None:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(token)
             times = list(_pings(link))
-            payload = bytes(NUM_BYTES)
-            began = time.perf_counter()
-            link.sendall(payload)
-            link.recv(1)
-            rate = NUM_BYTES / (time.perf_counter() - began)
-            return Link(host, interface_of(link.getsockname()[0]), way[0], statistics.median(times), rate)
+            interface = interface_of(link.getsockname()[0])
+            return Link(host, interface, way[0], statistics.median(times), _rate(link))
     except OSError:
         return None
+
+
+def _rate(link: socket.socket) -> float:
+    """Bytes a second, until the other end has all of them."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK)  # what waits here is not yet under way
+    payload, sent, began = bytes(CHUNK), 0, time.perf_counter()
+    while sent < NUM_BYTES and time.perf_counter() - began < SEND_SECONDS:
+        link.sendall(payload)
+        sent += CHUNK
+    link.shutdown(socket.SHUT_WR)
+    if not link.recv(1):
+        raise ConnectionError("the other end hung up")
+    return sent / (time.perf_counter() - began)
 
 
 def _pings(link: socket.socket) -> Iterator[float]:
@@ -127,7 +143,7 @@ def _pings(link: socket.socket) -> Iterator[float]:
 
 
 @contextlib.contextmanager
-def _serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str, int]], bytes]]:
+def serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str, int]], bytes]]:
     """Answers pings and takes bytes on each address, from whoever knows the token."""
     listeners = [listen(address) for address in addresses]
     threads = [threading.Thread(target=_answer_all, args=(item, token), name="links") for item in listeners]
@@ -165,12 +181,9 @@ def _answer(link: socket.socket, token: bytes) -> None:
         if not link.recv(1):
             return
         link.sendall(b"!")
-    left, room = NUM_BYTES, bytearray(2**18)
-    while left > 0:
-        count = link.recv_into(room)
-        if not count:
-            return
-        left -= count
+    room = bytearray(4 * CHUNK)
+    while link.recv_into(room):
+        pass
     link.sendall(b"!")
 
 

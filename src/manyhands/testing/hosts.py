@@ -115,6 +115,14 @@ class Hosts(Sequence[Host]):
                 limit = ["tbf", "rate", self._rate, "burst", "64kb", "latency", "200ms"]
                 _call("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", "root", *limit)
 
+    def add_wire(self, name: str, subnet: str) -> None:
+        """Joins the first two hosts by a wire of their own besides the switch, in a net such as "10.78.0"."""
+        first, second = self._hosts[:2]
+        _ip("-n", first.namespace, "link", "add", name, "type", "veth", "peer", name, "netns", second.namespace)
+        for number, host in enumerate((first, second), start=1):
+            _ip("-n", host.namespace, "addr", "add", f"{subnet}.{number}/24", "dev", name)
+            _ip("-n", host.namespace, "link", "set", name, "up")
+
     def partition(self, *others: int) -> None:
         """Takes these hosts off the switch and joins them by one of their own: two halves that see only themselves."""
         _ip("-n", self._switch, "link", "add", "other", "type", "bridge")

@@ -10,6 +10,7 @@ from typing import Any
 from ...core import Event, RunError, SettingsError
 from ..crew import Crew, Hearer, Process, turn
 from ..engine import Job, OnEvent, OnOutput
+from ..network import address_towards, interface_of
 from ..summons import Summons
 from ..zygote_handle import ZygoteHandle
 from .channel import Channel, Message, Nonsense
@@ -27,10 +28,9 @@ class Agent(Hearer, Job):
         zygote: ZygoteHandle,
         parcel: int,
         *,
-        interface: str,
         timeout: float,
     ) -> None:
-        self._channel, self._join_again, self._interface, self._timeout = channel, join_again, interface, timeout
+        self._channel, self._join_again, self._timeout = channel, join_again, timeout
         self._selector = selectors.DefaultSelector()
         self._crew = Crew(zygote, parcel, self, self._selector)
         self._patience = min(4.0, timeout / 10)
@@ -125,7 +125,7 @@ class Agent(Hearer, Job):
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
         """A summons as this host's ranks need it: over the interface that leads there from here."""
         self._generation = max(self._generation, int(summons["generation"]))
-        return {**summons, "interface": self._interface}
+        return {**summons, "interface": interface_of(address_towards(summons["address"]))}
 
     def _lose_conductor(self, why: str) -> None:
         """Nobody may go on here; ranks leave their collectives, keep their state, and wait for the conductor."""

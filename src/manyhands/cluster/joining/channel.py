@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "welcome": {"nonce": str, "proof": str, "number": int, "of": int},
     "refused": {"reason": str},
     # from the host that conducts
+    "probe": {"ways": list, "key": str},
     "begin": {"devices": list},
     "agreed": {"value": str},
     "start": {"slot": int, "summons": dict},
@@ -36,6 +37,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
     # from the others
+    "links": {"found": list},
     "event": {"slot": int, "entry": dict},
     "output": {"slot": int, "text": str, "stream": str},
     "lost_world": {"slot": int, "told": dict},

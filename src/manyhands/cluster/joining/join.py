@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ...core import RunError, SettingsError
@@ -17,7 +16,7 @@ from ..conductor import Here
 from ..devices import Device, resolve, this_host
 from ..engine import AfterLoss, Job
 from ..local import LocalEngine
-from ..network import address_towards, interface_of, is_ours, listen, parse_endpoint, resolve_host
+from ..network import is_ours, listen, parse_endpoint, resolve_host
 from ..parcel import pack
 from ..rank import Assignment
 from ..world import World
@@ -25,7 +24,8 @@ from .agent import Agent
 from .channel import Channel, Message
 from .desk import Desk, HostsConductor, all_devices
 from .handshake import Facts, introduce
-from .token import Token, read_token
+from .probing import answer, candidates, chosen, probe, said
+from .token import Token, token_here
 
 CONNECT_SECONDS = 2.0
 
@@ -41,8 +41,9 @@ class Join:
     address: str
     """HOST:PORT of the first host, which conducts."""
     hosts: int
-    token_file: str
-    """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one."""
+    token_file: str = ""
+    """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one. Without one the
+    token is in MANYHANDS_TOKEN."""
     on: str | None = None
     """This host's devices, such as "cuda:0,1" or "cpu*2"; by default what it has."""
     work: str = ""
@@ -56,7 +57,7 @@ class Join:
     def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> Team:
         """Waits until all hosts are here, and says who this one is among them."""
         name, port = parse_endpoint(self.address)
-        token, address = read_token(Path(self.token_file)), resolve_host(name)
+        token, address = token_here(self.token_file), resolve_host(name)
         wanted = None if num_wanted is None else max(1, num_wanted // self.hosts)
         devices, notices = resolve(self.on, wanted)
         for text in notices:
@@ -84,6 +85,8 @@ class Team(ABC):
     """This host's devices."""
     devices: Sequence[Device]
     """Those of all hosts."""
+    notices: Sequence[str] = ()
+    """What was measured between the hosts, and what was chosen."""
 
     @abstractmethod
     def agree(self, value: Callable[[], str]) -> str:
@@ -112,6 +115,9 @@ class First(Team):
             desk.close(str(error))
             raise
         self.devices = all_devices(self.here, desk)
+        links = probe([place.channel for place in desk.present], candidates(address))
+        self._address = chosen(links, address)
+        self.notices = said(links, self._address)
         desk.greet("begin", devices=[[d.kind, d.index, d.host, d.share, d.slot] for d in self.devices])
 
     def agree(self, value: Callable[[], str]) -> str:
@@ -152,10 +158,11 @@ class Other(Team):
     ) -> None:
         self._address, self._port, self._token, self._facts, self._timeout = address, port, token, facts, timeout
         self.here = [replace(device, host=this_host()) for device in devices]
-        self._interface = interface_of(address_towards(address))
         self._channel = self._connect(say)
         try:
-            told = self._wait_for("begin")["devices"]
+            while (message := self._wait_for("begin", "probe"))["kind"] == "probe":
+                answer(self._channel, message, this_host())
+            told = message["devices"]
         except BaseException:
             self._channel.close()
             raise
@@ -192,8 +199,8 @@ class Other(Team):
     def agree(self, value: Callable[[], str]) -> str:
         return str(self._wait_for("agreed")["value"])
 
-    def _wait_for(self, kind: str) -> Message:
-        message = self._channel.wait_for(kind, "over", seconds=self._timeout)
+    def _wait_for(self, *kinds: str) -> Message:
+        message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
         if message["kind"] == "over":
             raise RunError(f"the first host has ended the job: {message['reason']}")
         return message
@@ -203,9 +210,7 @@ class Other(Team):
     ) -> Job:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
-            return Agent(
-                self._channel, self._join, engine.warm_up(), parcel, interface=self._interface, timeout=timeout
-            )
+            return Agent(self._channel, self._join, engine.warm_up(), parcel, timeout=timeout)
         finally:
             os.close(parcel)
 

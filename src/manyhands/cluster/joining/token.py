@@ -14,6 +14,8 @@ from pathlib import Path
 from ...core import SettingsError
 
 MIN_LENGTH = 32
+TOKEN_VARIABLE = "MANYHANDS_TOKEN"
+"""Holds the token itself, where a scheduler passes the environment on and files are not shared."""
 _EXPIRES = "expires "
 
 
@@ -50,6 +52,20 @@ def write_token(path: Path, hours: float | None = None) -> None:
     limit = "" if hours is None else f"{_EXPIRES}{int(time.time() + hours * 3600)}\n"
     with os.fdopen(file, "w") as text:
         text.write(f"{secrets.token_hex(32)}\n{limit}")
+
+
+def token_here(file: str) -> Token:
+    """The token of a file, or of the environment where none is named."""
+    if file:
+        return read_token(Path(file))
+    text = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if len(text) < MIN_LENGTH:
+        raise SettingsError(
+            f"hosts that join share a token of at least {MIN_LENGTH} characters, in a file or in {TOKEN_VARIABLE}",
+            got=f"one of {len(text)}" if text else "none",
+            remedy=f"run export {TOKEN_VARIABLE}=$(openssl rand -hex 32) before they start, the same value on all",
+        )
+    return Token(text.encode())
 
 
 def read_token(path: Path) -> Token:
