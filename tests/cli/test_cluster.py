@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.cluster import LocalEngine, World, reach, resolve, survey
+from manyhands.cluster import DirectLine, LocalEngine, Seat, World, meet, reach, resolve, survey, this_host
+from manyhands.cluster.launched import _kept
+from manyhands.cluster.network import listen
 from manyhands.cluster.survey import Facts, differences
+from manyhands.core import SettingsError
 from manyhands.data import as_source, data_digest
 from manyhands.testing import Hosts
 
-from ..cluster.environments import SAMPLES, tf_config
+from ..cluster.environments import SAMPLES, SLURM, tf_config
 from .conftest import Invoke
 
 
@@ -44,6 +47,7 @@ def test_a_host_that_is_not_there_is_a_warning(invoke: Invoke, monkeypatch: pyte
     result = invoke("cluster", "--timeout", 2)
     assert result.exit_code == 1
     assert "no-such-host.invalid cannot be reached: its name has no address" in result.stdout
+    assert "; look at its name, its network and its firewall" in result.stdout
 
 
 def test_nonsense_is_an_error(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +55,77 @@ def test_nonsense_is_an_error(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -
     result = invoke("cluster")
     assert result.exit_code == 2
     assert "TF_CONFIG must be JSON" in result.stderr
+
+
+SHELL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+TWO = {**SHELL, "MASTER_ADDR": "host1", "MASTER_PORT": "29500", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            tf_config({"chief": ["host1:1", "host2:1"]}, "chief"),
+            "a cluster has one chief, but got host1:1, host2:1; make the others workers",
+        ),
+        (
+            {**TWO, **tf_config({"worker": ["host9:1", "host2:1"]})},
+            "a cluster has one master, but got host1 by torchrun and host9 by TF_CONFIG; set "
+            "MANYHANDS_CLUSTER=torchrun or TF_CONFIG to say which one counts, or clear the other's variables",
+        ),
+        (
+            tf_config({"worker": ["host1:1", "host2:1", "host2:1"]}),
+            "TF_CONFIG names every host once, but got host2:1 twice; take one away, or give it a port of its own",
+        ),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
+            "SLURM's hosts have 5 ranks together, but got 3 (gpu07 1, gpu08 1, big1 1); "
+            "start the missing ranks, or ask for fewer",
+        ),
+    ],
+)
+def test_nonsense_is_told_with_the_host_and_the_remedy(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    result = invoke("cluster")
+    assert result.exit_code == 2, result.output
+    assert f"error: {said}" in result.stderr
+
+
+def test_whoever_does_not_come_to_a_meeting_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        for name, value in {**SHELL, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        held = invoke("cluster", "--meet", "--timeout", 1)
+    assert held.exit_code == 2
+    assert (
+        f"error: port {port} of 127.0.0.1 must be free, but got one that another program holds; "
+        "end that program, or choose another port"
+    ) in held.stderr
+    monkeypatch.setenv("RANK", "1")
+    alone = invoke("cluster", "--meet", "--timeout", 1)
+    assert alone.exit_code == 2
+    assert (
+        f"error: the first rank must answer {this_host()} within 1 s, but got nobody at 127.0.0.1:{port}; "
+        "start it there, and look at the address, the network and the firewall"
+    ) in alone.stderr
+
+
+def test_ranks_that_are_missing_are_named_with_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    with pytest.raises(SettingsError) as caught:
+        meet("127.0.0.1", port, Seat(size=3, timeout=1.0), DirectLine(), names=["host1", "host2", "host3"])
+    _kept.clear()
+    assert str(caught.value) == (
+        "all 3 ranks must come within 1 s, but got 1, without rank 1 on host2, 2 on host3; "
+        "start the missing ones with the same command, or ask for fewer"
+    )
 
 
 def test_what_differs_between_hosts_is_named() -> None:
@@ -62,9 +137,15 @@ def test_what_differs_between_hosts_is_named() -> None:
     (data,) = differences(
         [facts(0, data="8 samples, ab"), facts(1, data="8 samples, ac"), facts(2, data="8 samples, ab")]
     )
-    assert data.startswith("the data differs: 8 samples, ab on host0 host2, 8 samples, ac on host1; ")
+    said = "the data differs: 8 samples, ab on host0 host2, 8 samples, ac on host1; give every host the same files"
+    assert data == said
     (clock,) = differences([facts(0), facts(1, clock=130.0)])
-    assert "the clock of host1 is 30.0 s before that of host0" in clock
+    assert clock == "the clock of host1 is 30.0 s ahead of that of host0; run an NTP service"
+    assert differences([facts(0), facts(1, torch="2.12.0", manyhands="2", python="3.12.1")]) == [
+        "manyhands differs: 1 on host0, 2 on host1; install the same version everywhere",
+        "torch differs: 2.13.0 on host0, 2.12.0 on host1; install the same version everywhere",
+        "Python differs: 3.11 on host0, 3.12 on host1; use the same Python everywhere",
+    ]
 
 
 def test_a_digest_sees_length_and_samples() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -117,14 +117,28 @@ def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World 
     if standing.size == 1:
         world = NullWorld(seat.device, DirectLine())
     else:
-        world = meet(cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served)
+        world = meet(
+            cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served, names=_host_by_rank(cluster)
+        )
         require_alike(world)
     enter_world(world)
     return world
 
 
-def meet(host: str, port: int, seat: Seat, line: Line, *, is_served: bool = False) -> TorchWorld:
-    """Joins ranks on one or many hosts at an address of the first one, which serves the store unless somebody does."""
+def _host_by_rank(cluster: Cluster) -> list[str]:
+    """Where every rank is, as far as the source tells."""
+    counts = [host.num_devices or 1 for host in cluster.hosts]
+    found = [host.name for host, count in zip(cluster.hosts, counts, strict=True) for _ in range(count)]
+    return found if len(found) == cluster.size else []
+
+
+def meet(
+    host: str, port: int, seat: Seat, line: Line, *, is_served: bool = False, names: Sequence[str] = ()
+) -> TorchWorld:
+    """Joins ranks on one or many hosts at an address of the first one, which serves the store unless somebody does.
+
+    `names` are the hosts of all ranks, where they are known, to name those that do not come.
+    """
     address = resolve_host(host)
     if seat.rank == 0 and not is_served:
         if not is_ours(address):
@@ -134,19 +148,35 @@ def meet(host: str, port: int, seat: Seat, line: Line, *, is_served: bool = Fals
                 remedy="set MASTER_ADDR to an address of this host",
             )
         _kept[:] = [serve_store(listen(address, port))]
-    store = reach_store(address, port, seat.timeout)
+    try:
+        store = reach_store(address, port, seat.timeout)
+    except RuntimeError:
+        raise SettingsError(
+            f"the first rank must answer {this_host()} within {seat.timeout:.0f} s",
+            got=f"nobody at {host}:{port}",
+            remedy="start it there, and look at the address, the network and the firewall",
+        ) from None
     # Gloo would take the interface of the host's name, which may lead nowhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
-    return TorchWorld(seat, line, store, _backend(store, seat))
+    return TorchWorld(seat, line, store, _backend(store, seat, names))
 
 
-def _backend(store: dist.Store, seat: Seat) -> str:
+def _backend(store: dist.Store, seat: Seat, names: Sequence[str]) -> str:
     """Nccl beside gloo where every rank has a GPU of its own; ranks tell each other what they have."""
     mine = f"{seat.host}/{seat.device.torch}"
-    prefix = f"devices{seat.generation}"
-    store.set(f"{prefix}/{seat.rank}", mine)
-    every = [store.get(f"{prefix}/{rank}").decode() for rank in range(seat.size)]
+    keys = [f"devices{seat.generation}/{rank}" for rank in range(seat.size)]
+    store.set(keys[seat.rank], mine)
+    try:
+        every = [store.get(key).decode() for key in keys]
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
+        raise SettingsError(
+            f"all {seat.size} ranks must come within {seat.timeout:.0f} s",
+            got=f"{seat.size - len(missing)}, without rank {said}",
+            remedy="start the missing ones with the same command, or ask for fewer",
+        ) from None
     is_alone = len({text for text in every if "/cuda" in text}) == seat.size
     return "cpu:gloo,cuda:nccl" if is_alone else "gloo"
 

@@ -103,5 +103,5 @@ def differences(ranks: Sequence[Facts]) -> list[str]:
     early, late = min(ranks, key=lambda one: one.clock), max(ranks, key=lambda one: one.clock)
     if late.clock - early.clock > MAX_SKEW:
         skew = late.clock - early.clock
-        found.append(f"the clock of {late.host} is {skew:.1f} s before that of {early.host}; run an NTP service")
+        found.append(f"the clock of {late.host} is {skew:.1f} s ahead of that of {early.host}; run an NTP service")
     return found

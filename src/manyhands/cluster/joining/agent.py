@@ -9,11 +9,13 @@ from typing import Any
 
 from ...core import Event, RunError, SettingsError
 from ..crew import Crew, Hearer, Process, turn
+from ..devices import this_host
 from ..engine import Job, OnEvent, OnOutput
 from ..network import address_towards, interface_of
 from ..summons import Summons
 from ..zygote_handle import ZygoteHandle
 from .channel import Channel, Message, Nonsense
+from .probing import answer
 
 RETRY_SECONDS = 0.5
 
@@ -117,6 +119,8 @@ class Agent(Hearer, Job):
             self._crew.tell(message["slot"], told)
         elif kind == "kill":
             self._crew.kill(message["slot"])
+        elif kind == "probe":
+            answer(self._channel, message, this_host())
         elif kind == "over":
             self._reason = message["reason"]
         elif kind not in ("beat", "begin", "agreed"):
