@@ -21,7 +21,7 @@ BUDGETS = {
     "training": 5.5,
     "store": 2.0,
     "data": 1.5,
-    "cluster": 2.0,
+    "cluster": 2.6,
     "recovery": 2.6,
     "sync": 1.5,
     "servers": 2.0,

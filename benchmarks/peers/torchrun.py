@@ -1,23 +1,46 @@
-"""torchrun as a peer in recovery: DDP, a checkpoint every ten steps, one of two workers killed once per trial."""
+"""torchrun as a peer in recovery: DDP, a checkpoint every ten steps, one of two workers killed again and again."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 
-DEFAULT: dict[str, str] = {}
-BEST = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it the store of the first attempt is used again by the next, with what is left in it."""
-LIMIT = 30.0
+LIMIT = 15.0
 SAVE_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How torchrun is started."""
+
+    options: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    timeout: float | None = None
+    """Seconds that a collective waits; torch's own half an hour where it is None."""
+
+
+DEFAULT = Settings()
+"""As documented for one machine, with restarts allowed; without them it never recovers."""
+BEST = Settings(
+    options=(
+        "--monitor-interval=0.1",
+        "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
+    ),
+    # Without it the store of the first attempt is used again by the next, with what is left in it.
+    environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"},
+    timeout=5.0,
+)
 
 
 @dataclass(frozen=True)
@@ -29,46 +52,62 @@ class Trial:
     steps_lost: int = 0
 
 
-def trials(settings: dict[str, str], count: int) -> list[Trial]:
-    """One job per kill."""
-    return [trial(settings, number) for number in range(count)]
+def trials(settings: Settings, count: int) -> list[Trial]:
+    """Kills in a row; a job that does not recover is ended, and the next kill has a new one."""
+    found: list[Trial] = []
+    while len(found) < count:
+        with tempfile.TemporaryDirectory() as name, _started(settings, name) as program:
+            while len(found) < count:
+                found.append(_strike(program, Path(name), len(found)))
+                if not found[-1].recovered:
+                    break
+    return found
 
 
-def trial(settings: dict[str, str], number: int) -> Trial:
-    """Starts a job, kills a worker, and waits for the next step."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "benchmarks.peers.torchrun", name,
-        ]  # fmt: skip
-        program = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            return _strike(program, folder, number)
-        finally:
-            family = psutil.Process(program.pid).children(recursive=True) if program.poll() is None else []
-            for process in [program, *family]:
-                try:
-                    process.kill()
-                except (psutil.NoSuchProcess, ProcessLookupError):
-                    continue
-            program.wait()
+@contextlib.contextmanager
+def _started(settings: Settings, folder: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=100",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *settings.options,
+        "-m", "benchmarks.peers.torchrun", folder, str(settings.timeout or ""),
+    ]  # fmt: skip
+    environ = {**os.environ, **settings.environ}
+    program = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield program
+    finally:
+        family = psutil.Process(program.pid).children(recursive=True) if program.poll() is None else []
+        for process in [program, *family]:
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        program.wait()
 
 
 def _strike(program: subprocess.Popen[bytes], folder: Path, number: int) -> Trial:
+    """Kills a worker that has taken some steps, and waits for the next one."""
     wanted = 12 + number % 7
-    if not _wait(program, lambda: len(_steps(folder)) >= wanted, 60.0):
+    if not _wait(program, lambda: len(_current(program, folder)) >= wanted, 60.0):
         return Trial(False)
-    workers = [child for child in psutil.Process(program.pid).children() if _is_worker(child)]
-    reached = max(step for step, _ in _steps(folder))
+    workers = _workers(program)
+    reached = max(step for step, _ in _current(program, folder))
     at = time.time()
     workers[number % len(workers)].send_signal(signal.SIGKILL)
-    if not _wait(program, lambda: any(when > at + 0.05 for _, when in _after(folder, at)), LIMIT):
+    if not _wait(program, lambda: bool(_after(folder, at)), LIMIT):
         return Trial(False)
     step, when = _after(folder, at)[0]
     return Trial(True, when - at, max(0, reached - step + 1))
+
+
+def _workers(program: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(program.pid).children() if _is_worker(child)]
+
+
+def _current(program: subprocess.Popen[bytes], folder: Path) -> list[tuple[int, float]]:
+    """Steps of the workers that are alive."""
+    paths = [folder / f"steps-{worker.pid}" for worker in _workers(program)]
+    return [pair for path in paths if path.exists() for pair in _read(path)]
 
 
 def _after(folder: Path, at: float) -> list[tuple[int, float]]:
@@ -79,17 +118,16 @@ def _after(folder: Path, at: float) -> list[tuple[int, float]]:
     )
 
 
-def _steps(folder: Path) -> list[tuple[int, float]]:
-    return [pair for path in folder.glob("steps-*") for pair in _read(path)]
-
-
 def _read(path: Path) -> list[tuple[int, float]]:
     lines = [line.split() for line in path.read_text().splitlines()]
     return [(int(line[0]), float(line[1])) for line in lines if len(line) == 2]
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    return "benchmarks.peers.torchrun" in process.cmdline()
+    try:
+        return "benchmarks.peers.torchrun" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def _wait(program: subprocess.Popen[bytes], what: object, seconds: float) -> bool:
@@ -101,7 +139,7 @@ def _wait(program: subprocess.Popen[bytes], what: object, seconds: float) -> boo
     return False
 
 
-def work(folder: Path) -> None:
+def work(folder: Path, timeout: str) -> None:
     """A worker: goes on from the last checkpoint, and writes when it takes a step."""
     import torch
     import torch.distributed as dist
@@ -109,7 +147,7 @@ def work(folder: Path) -> None:
 
     from ..kills import BATCH, net, task
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **({"timeout": timedelta(seconds=float(timeout))} if timeout else {}))
     torch.manual_seed(0)
     model = DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -137,4 +175,4 @@ def work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    work(Path(sys.argv[1]), sys.argv[2])

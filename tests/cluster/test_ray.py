@@ -16,6 +16,7 @@ import pytest
 import ray  # sets environment variables of its own when it is first imported
 import torch
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 from torch import nn
 
 import manyhands as mh
@@ -84,18 +85,25 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     with pytest.raises(DeviceError, match="needs 3 devices, but got 2 in the Ray cluster"):
         mh.fit(task(), mh.Mirrored(3), on="ray", folder=tmp_path)
 
+    groups: list[dict[str, Any]] = []
+    heard: list[str] = []
+
     def kill_node() -> None:
         while not (tmp_path / "kill").exists():
             time.sleep(0.05)
+        groups.extend(placement_group_table().values())
         cluster.remove_node(second, allow_graceful=False)
 
     killer = threading.Thread(target=kill_node, daemon=True)
     killer.start()
     run = mh.fit(
         task(), mh.Mirrored(), on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
-        progress=False, timeout=60,
+        progress=False, timeout=60, log_to=lambda entry: heard.append(entry["kind"]),
     )  # fmt: skip
     killer.join()
+    (group,) = [group for group in groups if group["state"] == "CREATED"]
+    assert (group["strategy"], list(group["bundles"].values())) == ("STRICT_SPREAD", [{"CPU": 1.0}, {"CPU": 1.0}])
+    assert {"start", "steps", "lost", "recovered", "epoch", "end"} <= set(heard), "events come to the caller"
     whole = mh.fit(task(), mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
     assert run.num_steps == 16
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(whole.losses), rtol=1e-5, atol=1e-7)
