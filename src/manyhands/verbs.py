@@ -127,7 +127,7 @@ def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
 
 def _has_servers(strategy: StrategySpec | str | None) -> bool:
     """Whether roles of a cluster are a chief's, servers' and workers'."""
-    is_planned = isinstance(strategy, str) and (strategy == "auto" or strategy.endswith(".toml"))
+    is_planned = isinstance(strategy, str | Path) and (strategy == "auto" or str(strategy).endswith(".toml"))
     return not is_planned and bool(as_spec(strategy).servers)
 
 

@@ -119,6 +119,10 @@ def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:
     hosts.write_text("localhost slots=4\nhost2 slots=4\n")
     with pytest.raises(SettingsError, match="one process for the 4 devices of localhost"):
         launched(str(hosts), {})
+    met = launched(str(hosts), {}, per_host=True)  # to compare hosts, one rank of each is enough
+    assert met is not None
+    assert met.standing is not None
+    assert (met.standing.rank, met.standing.size) == (0, 2)
     hosts.write_text("host2\nlocalhost\n")
     cluster = launched(str(hosts), {})
     assert cluster is not None

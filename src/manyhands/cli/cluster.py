@@ -60,7 +60,7 @@ def cluster(
     with only_json(json):
         data = _digest(target, params) if target is not None else ""
     survey = None
-    if meet and launched(on) is not None:
+    if meet and launched(on, per_host=True) is not None:
         survey = _meet(on, data, timeout)
     hosts = [] if found is None else [host for host in found.hosts if host.name]
     knocks = (
@@ -84,7 +84,7 @@ def _digest(target: str, params: list[str] | None) -> str:
 def _meet(on: str | None, data: str, timeout: float) -> Survey:
     from ..cluster import join_launched, survey
 
-    world = join_launched(on, timeout)
+    world = join_launched(on, timeout, per_host=True)
     assert world is not None
     try:
         return survey(world, data)

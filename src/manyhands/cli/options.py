@@ -70,7 +70,11 @@ JoinAt = Annotated[
 ]
 TokenFile = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="The token of the job, from manyhands token FILE.", show_default=False),
+    typer.Option(
+        metavar="FILE",
+        help="The token of the job, from manyhands token FILE; else MANYHANDS_TOKEN.",
+        show_default=False,
+    ),
 ]
 
 

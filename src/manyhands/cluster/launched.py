@@ -37,8 +37,10 @@ def described(on: object = None, environ: Mapping[str, str] | None = None) -> Cl
     return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
 
 
-def launched(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
+def launched(on: object = None, environ: Mapping[str, str] | None = None, *, per_host: bool = False) -> Cluster | None:
     """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
+
+    With `per_host` a process that speaks for a host with several devices is a rank too.
 
     >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
     2
@@ -46,7 +48,7 @@ def launched(on: object = None, environ: Mapping[str, str] | None = None) -> Clu
     cluster = described(on, environ)
     if cluster is None or (cluster.standing is None and cluster.num_hosts == 1):
         return None
-    return cluster if cluster.standing is not None else _with_standing(cluster)
+    return cluster if cluster.standing is not None else _with_standing(cluster, per_host)
 
 
 def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
@@ -84,25 +86,27 @@ def _trainers(cluster: Cluster) -> list[Host]:
     return trainers
 
 
-def _with_standing(cluster: Cluster) -> Cluster:
-    """A process that speaks for its whole host is one rank, where the host has one device."""
+def _with_standing(cluster: Cluster, per_host: bool) -> Cluster:
+    """A process that speaks for its whole host is one rank, where the host has one device or that does not matter."""
     trainers = _trainers(cluster)
     many = [host for host in trainers if (host.num_devices or 1) > 1]
-    if many:
+    if many and not per_host:
         raise SettingsError(
             f"a process that {cluster.source} started is one rank, on one device; fit and launch start one per device",
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
             remedy="use these, or start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node)",
         )
-    return replace(cluster, standing=Standing(trainers.index(cluster.host), len(trainers)))
+    standing = Standing(trainers.index(cluster.host), len(trainers))
+    hosts = tuple(replace(host, num_devices=1) for host in cluster.hosts) if many else cluster.hosts
+    return replace(cluster, hosts=hosts, standing=standing)
 
 
-def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World | None:
+def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT, *, per_host: bool = False) -> World | None:
     """The world of this rank, joined at the first call; None in a program that was started by hand."""
     world = current_world()
     if world is not None:
         return world
-    cluster = launched(on)
+    cluster = launched(on, per_host=per_host)
     if cluster is None:
         return None
     standing = cluster.standing
@@ -127,6 +131,8 @@ def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT) -> World 
 
 def _host_by_rank(cluster: Cluster) -> list[str]:
     """Where every rank is, as far as the source tells."""
+    if cluster.size == cluster.num_hosts:
+        return [host.name for host in cluster.hosts]
     counts = [host.num_devices or 1 for host in cluster.hosts]
     found = [host.name for host, count in zip(cluster.hosts, counts, strict=True) for _ in range(count)]
     return found if len(found) == cluster.size else []
