@@ -130,7 +130,7 @@ class _Ready:
 
     def predicted(self, spec: StrategySpec) -> float:
         """Seconds of a step."""
-        return estimate(self.workload, self.cluster, spec).seconds
+        return estimate(self.workload, self.cluster, spec, correction=self.bench.correction).seconds
 
     def over(self, rate: str, bytes_per_second: float) -> tuple[float, float]:
         """Predicted and measured seconds of a step of two replicas on hosts of their own."""

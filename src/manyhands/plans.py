@@ -26,7 +26,7 @@ from .core import (
 )
 from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
 from .data import Cursor, Feed, as_source, check_source, first_dim
-from .planning import Cluster, Comparison, Observation, Plan, Search, Workload, as_cluster
+from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_cluster
 from .strategies import require_built
 
 ROWS = 8
@@ -93,7 +93,8 @@ def plan(
         here = bench.cluster()
         workload, here = bench.calibrated(workload, here, precision)
         measure = bench.measure if tries else None
-        return finish(workload, here, measure=measure, tries=tries)
+        search = replace(search, correction=bench.correction)
+        return finish(workload, here, search=search, measure=measure, tries=tries)
     plans = [finish(workload, one) for one in clusters]
     return plans[0] if not isinstance(cluster, list | tuple) else planning.compare(plans)
 
@@ -119,7 +120,8 @@ class Bench:
     def __init__(self, task: Task, on: verbs.On, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._on = on
-        self.failures: list[str] = []
+        self.correction: Correction | None = None
+        """What measured steps differ by from the model, for steps of as many rows; known once it is calibrated."""
 
     @functools.cached_property
     def devices(self) -> list[Device]:
@@ -151,6 +153,7 @@ class Bench:
                 seen.append(Observation(replace(workload, batch_size=size), spec, seconds))
         if seen:
             cluster = planning.calibrated(cluster, seen, WIDE)
+            self.correction = _left_over(cluster, seen, workload)
         if len(self.devices) > 1:
             cluster = self._with_links(self._crowded(cluster, workload, spec))
         return replace(workload, feed=self._feed(), noise=self._noise(workload.batch_size)), cluster
@@ -295,6 +298,15 @@ def _chip_of(device: Device) -> Chip:
     except ManyhandsError:
         known = make_chip(described.name, {"flops": 1e14, "memory": 1e9, "bandwidth": 1e12})
     return replace(known, memory=float(described.total_memory) * device.share)
+
+
+def _left_over(cluster: Cluster, seen: Sequence[Observation], workload: Workload) -> Correction:
+    """A cache that is full makes a step more than twice as long as half of it: no constant says so, the steps do.
+
+    Devices that share a machine are calibrated while all of them work, which has it already.
+    """
+    left = planning.Residuals.of(cluster, seen).correction(workload)
+    return lambda spec, rows: left(spec, rows) if spec.num_devices == 1 or not cluster.shared else 1.0
 
 
 def steady(times: Sequence[float]) -> float:

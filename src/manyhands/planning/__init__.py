@@ -4,7 +4,7 @@ from .calibration import LOOSE, Observation, Residuals, calibrated
 from .clusters import Cluster, as_cluster
 from .curve import Curve, Curves, Remedy
 from .efficiency import best_batch, noise_scale, steps_needed
-from .estimate import Estimate, estimate, waiting, waiting_for
+from .estimate import Correction, Estimate, estimate, waiting, waiting_for
 from .many import One, Way, many, stacking_gain
 from .memory import Footprint, footprint
 from .plan import SUFFIX, Comparison, Measure, Pick, Plan, compare, make_plan, read_plan, require_same
@@ -39,6 +39,7 @@ __all__ = [
     "calibrated",
     "LOOSE",
     "Residuals",
+    "Correction",
     "noise_scale",
     "steps_needed",
     "best_batch",
