@@ -140,7 +140,7 @@ class Curves:
                 even = replace(work, whole_tensors=False)
                 changes.append(("the largest parameter cut over all servers", False, even, cluster, {}))
             changes.append(("sums between replicas instead of servers", False, work, cluster, {"servers": 0}))
-        elif spec.sync == "allreduce":
+        elif spec.sync == "allreduce" and (spec.replicas != 1 or spec.num_devices == 1):
             changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
             changes.append(('local steps, sync="localsteps(8)"', True, work, cluster, {"sync": "localsteps(8)"}))
         if work.feed:
@@ -160,17 +160,22 @@ class Curves:
         group = self._best.tensor * self._best.stages
         if group > 1 and count % group == 0:
             rest = count // group
-            own = replace(self._best, replicas=rest, shards=1)
+            own = replace(self._best, replicas=rest, shards=1, sync=self._sync(rest))
             most = max(1, self._workload.batch_size // rest)
             ways.append(replace(own, accumulate=1, microbatches=min(max(own.accumulate, own.microbatches), most)))
         if (self._best.shards or 1) > 1 and count > 1:
             inside = min(count, cluster.per_host)
-            ways.append(replace(base, shards=count))
+            ways.append(replace(base, shards=count, sync=self._sync(1)))
             if count % inside == 0:
-                ways.append(replace(base, shards=inside, replicas=count // inside))
+                outer = count // inside
+                ways.append(replace(base, shards=inside, replicas=outer, sync=self._sync(outer)))
         usable = [way for way in ways if way.num_parts <= self._workload.batch_size] or [ways[0]]
         made = [estimate(self._workload, cluster, way) for way in usable]
         return min(made, key=lambda one: one.seconds)
+
+    def _sync(self, replicas: int) -> str:
+        """A policy is for replicas; parts of one have nothing to agree on."""
+        return self._best.sync if replicas > 1 else "allreduce"
 
 
 def _grid(most: int) -> list[int]:
