@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import costs, profiling, training, verbs
 from .cluster import DEFAULT_TIMEOUT
 from .core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError, as_task, read_events, task_name
@@ -84,11 +86,15 @@ def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | Non
         batch = feed.peek(min(ROWS, batch_size))
     finally:
         feed.close()
+    threads = torch.get_num_threads()
     try:
         with verbs._own_randomness():
             return costs.trace(task, batch, rows=ROWS, precision=precision).flops_per_sample * batch_size, []
     except ManyhandsError as error:
         return None, [f"operations are not counted: {error}"]
+    finally:
+        # A network may set this when it is built, which is for its ranks and not for this program.
+        torch.set_num_threads(threads)
 
 
 def _of_run(run: training.Run) -> Profile:
