@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from manyhands.cluster import LocalEngine, World, resolve
-from manyhands.core import DeviceError, SendError, WorkerFailed
+from manyhands.core import DeviceError, Event, SendError, WorkerFailed, event
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
 
@@ -214,6 +214,26 @@ def test_listeners_are_on_loopback_only(run_ranks: Ranks) -> None:
 
     addresses = {address for rank in run_ranks(listening, 2) for address in rank}
     assert addresses == {"127.0.0.1"}
+
+
+def test_ranks_that_were_replaced_leave_no_descriptor(engine: LocalEngine) -> None:
+    def die_a_few_times(world: World) -> int:
+        if world.rank == 1 and world.seat.generation < 4:
+            world.line.report(event("step", step=world.seat.generation + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return world.seat.generation
+
+    open_at: list[int] = []
+
+    def look(rank: int, entry: Event) -> None:
+        if entry["kind"] == "lost":
+            open_at.append(len(os.listdir("/proc/self/fd")))
+
+    job = engine.start(die_a_few_times, resolve("cpu*2")[0], after_loss="restart")
+    assert job.wait(look, quiet) == [4, 4]
+    assert len(open_at) >= 4
+    # Each of two ranks has four, which may not have been heard of to the end; kept ones would be 24.
+    assert open_at[-1] - open_at[0] <= 8, open_at
 
 
 def test_much_output_at_the_end_is_not_taken_for_a_failure(engine: LocalEngine) -> None:

@@ -77,7 +77,7 @@ class Process:
         self.failure: dict[str, Any] | None = None
         self.frames = Frames()
         self.text = {self.out: b"", self.err: b""}
-        self.open: set[int] = {self.line.fileno(), self.out, self.err}
+        self.open: set[int] = {self.line.fileno(), self.fate.fileno(), self.out, self.err}
 
     def theirs(self) -> list[int]:
         """Its ends of the line, of its output, and where its end is told."""
@@ -88,6 +88,22 @@ class Process:
         self.their_fate.close()
         os.close(self.their_out)
         os.close(self.their_err)
+
+    def close(self, fd: int) -> None:
+        """There is no more to hear at one of our ends."""
+        self.open.discard(fd)
+        for sock in (self.line, self.fate):
+            if sock.fileno() == fd:
+                sock.close()
+                return
+        os.close(fd)
+
+    def close_ours(self) -> None:
+        """There is no more to hear at all."""
+        for fd in list(self.open):
+            self.close(fd)
+        for parcel in self.parcels:
+            os.close(parcel)
 
     @property
     def over(self) -> bool:
@@ -180,10 +196,7 @@ class Crew:
             # The zygote does not answer; its ranks end with it.
             self._zygote.kill_all()
         for process in self._processes:
-            process.line.close()
-            process.fate.close()
-            os.close(process.out)
-            os.close(process.err)
+            process.close_ours()
         os.close(self._parcel)
 
     def _alive(self, slot: int | None = None) -> list[Process]:
@@ -198,7 +211,7 @@ class Crew:
         if not data:
             if process.exit_code is None:
                 raise RunError("the process that starts ranks has died; see its output above")
-            self._selector.unregister(process.fate)
+            self._forget(process, process.fate.fileno())
             return
         message = json.loads(data)
         if "failed" in message:
@@ -214,9 +227,9 @@ class Crew:
 
     def _hear_last_words(self, process: Process) -> None:
         """What a rank said before it ended comes before its end, in whatever order they arrive."""
-        process.line.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while process.line.fileno() in process.open:
+                process.line.setblocking(False)
                 self._hear_line(process)
 
     def _hear_line(self, process: Process) -> None:
@@ -265,8 +278,13 @@ class Crew:
             self._hearer.heard_output(process.slot, line.decode(errors="replace"), stream)
 
     def _forget(self, process: Process, fd: int) -> None:
+        """Lets go of what has ended at once: a job may outlive any number of its ranks."""
         self._selector.unregister(fd)
-        process.open.discard(fd)
+        process.close(fd)
+        if not process.open:
+            process.close_ours()
+            # Another thread may be looking for somebody in the list that there was.
+            self._processes = [other for other in self._processes if other is not process]
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:
