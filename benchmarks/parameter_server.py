@@ -318,7 +318,7 @@ class Pair:
         began = time.perf_counter()
         for room, values in zip(link.pushed, self._flat, strict=True):
             room.copy_(values)
-        push = messages.Push(1, 0, 0, 0, link.is_shared, [])
+        push = messages.Push(1, 0, 0, link.is_shared, [])
         link.caller.send(push, [] if link.is_shared else served.frames_of(link.pushed))
         link.caller.expect(60.0)
         link.caller.send(messages.Pull(1, 0, link.is_shared))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from manyhands.strategies import served
 from manyhands.strategies.embedding import first_rows
 from manyhands.strategies.served.layout import buffers_of
 from manyhands.strategies.served.ledger import Ledger
-from manyhands.strategies.served.messages import Ask, Hello, encode
+from manyhands.strategies.served.messages import Ask, Attached, Hello, encode
 from manyhands.strategies.served.shared import SharedSlots
 from manyhands.strategies.served.table import Table
 from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
@@ -137,7 +139,8 @@ def listener() -> Iterator[served.Listener]:
                 got = listener.receive()
                 if got is not None:
                     heard.append(got[1])
-                    listener.send(got[0], served.End())
+                    if isinstance(got[1], Ask):
+                        listener.send(got[0], served.End())
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -178,17 +181,63 @@ def test_strangers_and_nonsense_are_not_heard(listener: served.Listener) -> None
 def test_shared_memory_is_taken_only_if_both_ends_see_it() -> None:
     share = served.cut(network(), 2, whole=False)[0]
     ours = SharedSlots(share)
-    theirs = SharedSlots.attached(share, ours.offer())
+    theirs = SharedSlots.attached(share, ours.offer(0))
     assert theirs is not None
     ours.pushed[0].fill_(2.0)
     theirs.pulled[0].fill_(3.0)
     assert float(theirs.pushed[0].sum()) == 2 * len(buffers_of(share)[0])
     assert float(ours.pulled[0][0]) == 3.0
-    offer = ours.offer()
-    assert SharedSlots.attached(share, type(offer)(offer.pid, offer.fd, offer.size, b"other" * 13)) is None
-    assert SharedSlots.attached(share, type(offer)(offer.pid, 9999, offer.size, offer.cookie)) is None
+    offer = ours.offer(0)
+    assert SharedSlots.attached(share, msgspec.structs.replace(offer, cookie=b"other" * 13)) is None
+    assert SharedSlots.attached(share, msgspec.structs.replace(offer, fd=9999)) is None
     theirs.close()
     ours.close()
+
+
+@pytest.fixture
+def server(listener: served.Listener) -> Iterator[served.Server]:
+    """A server that serves in a thread; its chief says nothing."""
+    model = network()
+    shard = served.Shard(0, served.cut(model, 1, whole=False)[0], model, torch.optim.SGD(model.parameters(), lr=0.1))
+    server = served.Server(shard, mh.ParameterServer(workers=1), listener.address, b"right" * 8, 8.0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server._is_over = True
+    context = served.new_context()
+    with contextlib.suppress(served.LinkLost):
+        served.Caller(context, b"right" * 8, server._listener.address, 8.0).close()
+    context.term()
+    thread.join()
+
+
+def test_a_server_keeps_no_memory_of_workers_that_are_gone(server: served.Server) -> None:
+    context = served.new_context()
+    for worker in (0, 0, 1, 0):
+        caller = served.Caller(context, b"right" * 8, server._listener.address, 8.0)
+        ours = SharedSlots(server.shard.share)
+        caller.send(ours.offer(worker))
+        assert caller.expect(8.0)[0] == Attached(True)
+        ours.close()
+        caller.close()
+    context.term()
+    assert sorted(server._slots) == [0, 1]
+    server._drop(0)
+    server._begin_term(7)
+    assert not server._slots
+
+
+def test_who_waits_for_a_server_that_is_gone_hears_the_news() -> None:
+    model = network()
+    client = served.Client(model, served.cut(model, 1, whole=False), -1, None, b"right" * 8, 8.0)
+
+    def news() -> None:
+        raise KeyError("the server was lost")
+
+    client.on_wait = news
+    with pytest.raises(KeyError, match="the server was lost"):
+        client.connect(served.Crew(1, ["tcp://127.0.0.1:9"]))
+    client.close()
 
 
 # -- the agenda -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
 from .joining import TOKEN_VARIABLE, Join, Team, write_token
+from .judgement import Judgement, Loss
 from .launched import described, join_launched, launched, meet, whole_host
 from .leases import leased
 from .line import DirectLine, Line
@@ -75,5 +76,7 @@ __all__ = [
     "Survey",
     "Facts",
     "regroup",
+    "Judgement",
+    "Loss",
     "DEFAULT_TIMEOUT",
 ]

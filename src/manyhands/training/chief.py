@@ -19,8 +19,8 @@ import msgspec
 import torch
 import zmq
 
-from ..cluster import Device, Job, Line, resolve_host
-from ..core import Event, PeerLost, RunError, WorkerFailed, event
+from ..cluster import Device, Job, Judgement, Line, Loss, resolve_host, this_host
+from ..core import Event, NoProgress, PeerLost, RunError, WorkerFailed, event
 from ..data import Ids
 from ..strategies import MAIN, served
 from .agenda import Agenda, FirstCome, Free, InOrder, Ticket
@@ -42,8 +42,6 @@ GRACE = 1.0
 """Seconds that members have to end by themselves."""
 LATE = 30.0
 """Seconds after the last step in which workers that others have started may still come, to be told so."""
-MAX_RESTARTS = 3
-"""Members that may die one after another without a step in between."""
 
 
 def _raise(error: Exception) -> None:
@@ -78,6 +76,8 @@ class _Member:
     """Whether its server was told of a follower."""
     is_filled: bool = False
     """Whether a follower has all that its server acknowledges."""
+    round: int = 0
+    """How many rounds of losses there were when it was begun."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Chief:
         # Drawn, so that what a server holds of another chief's run is not taken for this one's.
         self._term = secrets.randbelow(1 << 30)
         self._is_open = False
-        self._failures = 0
+        self._judgement, self._round = Judgement(), 0
         self._agenda: Agenda | None = None
         self._epoch = 0
         self._limit = 0
@@ -182,15 +182,13 @@ class Chief:
                 self._followers[number] = self._begin("follower", number, number)
         for place in range(0 if self._is_placed else len(self._devices)):
             self._begin_worker(place)
-        self.publish()
-        self._turn(lambda: all(follower.is_filled for follower in self._followers.values()), "followers to be filled")
         self._client = served.Client(self.hand.model, self.shares, -1, None, self._token, self._timeout)
-        self._client.on_wait = self._hear_news
-        self._client.connect(self._crew())
+        self._client.on_wait = self._attend
+        self.publish(with_followers=True)
 
     def _begin(self, role: str, number: int, place: int) -> _Member:
         device = self._devices[place] if role == "worker" else Device("cpu")
-        member = _Member(role, number, device, place)
+        member = _Member(role, number, device, place, round=self._round)
         if isinstance(self._start, Place):
             return member
         # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
@@ -246,11 +244,8 @@ class Chief:
         if not died:
             assert error is not None
             raise error
-        self._failures += 1
         reason = error.reason if isinstance(error, WorkerFailed) else "ended before its work was done"
-        self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
-        if self._failures > MAX_RESTARTS:
-            raise RunError(f"{member.role} {member.number} {reason}; {MAX_RESTARTS} others did so before it")
+        self._judge(member, reason)
         if member.peer is not None:
             self._peers.pop(member.peer, None)
         if member.role == "follower":
@@ -264,7 +259,24 @@ class Chief:
         del self._workers[member.number]
         if member.ticket is not None and self._agenda is not None:
             self._agenda.give_back(member.ticket)
+        self._forget(member)
         self._begin_worker(member.place)
+
+    def _judge(self, member: _Member, reason: str) -> None:
+        """Whether it helps to replace a member; those that are lost together are one round."""
+        self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
+        if member.round != self._round:
+            return
+        self._round += 1
+        loss = Loss(member.number, this_host(), f"{member.role} {member.number} {reason}")
+        if not self._judgement.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
+            raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
+
+    def _forget(self, worker: _Member) -> None:
+        """Lets servers drop what they share with a worker that is gone."""
+        for holder in (*self._servers, *self._followers.values()):
+            if holder.peer is not None:
+                self._send(holder, served.Gone(worker.number))
 
     def _lose_server(self, member: _Member, reason: str) -> None:
         """Its follower takes its place; without one it is filled again from the last checkpoint, and so are all."""
@@ -274,11 +286,10 @@ class Chief:
             self._say(f"server {number} {reason}: its follower is in its place, and gets a follower")
             self._promote(follower)
             return
-        self._say(f"server {number} {reason}: it is started anew")
         if follower is not None:
             follower.is_led = False
         self._servers[number] = self._begin("server", number, number)
-        raise ServerLost(f"server {number} {reason}")
+        raise ServerLost(f"server {number} {reason}, and is started anew")
 
     def _lose_follower(self, member: _Member, reason: str) -> None:
         self.tale.lost_followers += 1
@@ -334,8 +345,22 @@ class Chief:
 
     # -- the whole network ----------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Makes the hand's network and optimizer those of the servers; everybody starts from them."""
+    def publish(self, *, with_followers: bool = False) -> None:
+        """Makes the hand's network and optimizer those of the servers; everybody starts from them.
+
+        Where a server is lost meanwhile, all are filled again.
+        """
+        while True:
+            try:
+                self._fill()
+                if with_followers:
+                    self._turn(lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled")
+                break
+            except ServerLost as lost:
+                self._say(str(lost))
+        forget_tables(self.hand)
+
+    def _fill(self) -> None:
         self._is_open = False
         self._term += 1
         self._agenda = None
@@ -352,7 +377,6 @@ class Chief:
             return found
 
         self._ask(load, served.Loaded, "servers to take their values")
-        forget_tables(self.hand)
         for worker in self._workers.values():
             worker.ticket, worker.is_asking = None, False
         self._announce()
@@ -368,7 +392,7 @@ class Chief:
 
     def refresh(self) -> None:
         """Makes the servers' values and slots those of the hand's network and optimizer."""
-        save = served.Save(self.hand.num_steps)
+        save = served.Save()
         answers = self._ask(lambda _: (save, ()), served.State, "servers to give their values")
         for number, (state, _) in enumerate(answers):
             if state.applied != self._num_entered:
@@ -415,7 +439,6 @@ class Chief:
         self._turn(is_complete, "")
         self._next_ticket = agenda.number
         self.tale.late, agenda.late = self.tale.late + agenda.late, 0
-        self._failures = 0
         tickets = closed[0]
         self.tale.applied += len(tickets)
         self._num_entered += len(tickets)
@@ -463,13 +486,18 @@ class Chief:
             self._hear_news()
             if is_done():
                 return
-            self._look_for_silence()
             self._hand_out()
             self._poller.poll(int(1000 * TICK))
-            while (got := self._listener.receive()) is not None:
-                self._hear(*got)
+            self._attend()
             if time.monotonic() > deadline:
                 raise PeerLost("fit", "the chief", f"waited {self._timeout:.0f} s for {waiting_for}")
+
+    def _attend(self) -> None:
+        """Hears what has come, and looks who has been silent."""
+        while (got := self._listener.receive()) is not None:
+            self._hear(*got)
+        self._look_for_silence()
+        self._hear_news()
 
     def _hear_news(self) -> None:
         while not self._news.empty():
@@ -496,8 +524,15 @@ class Chief:
                 self._line.report(event("followed", server=member.number))
         elif isinstance(message, served.Unreached):
             self._hear_complaint(member, message)
-        elif type(message) in self._asked and getattr(message, "term", self._term) == self._term:
+        elif type(message) in self._asked and self._is_answer(message):
             self._asked[type(message)][1][member.number] = message, frames
+
+    def _is_answer(self, message: Any) -> bool:
+        """Whether a message answers what was asked last."""
+        if isinstance(message, served.Summed):
+            # What a server has summed stays so when another one is lost and the term changes.
+            return message.step == self._closes[-1][0].step
+        return bool(getattr(message, "term", self._term) == self._term)
 
     def _welcome(self, peer: bytes, message: served.Join) -> None:
         member = self._worker_for(message) if message.role == "worker" else self._holder_for(message)
@@ -525,7 +560,7 @@ class Chief:
         if before is not None:
             self._release(before)
         if 0 <= number < len(self._devices):
-            self._workers[number] = _Member("worker", number, Device("cpu"), number)
+            self._workers[number] = _Member("worker", number, Device("cpu"), number, round=self._round)
         return self._workers.get(number)
 
     def _holder_for(self, message: served.Join) -> _Member | None:
@@ -552,6 +587,7 @@ class Chief:
         """A member is gone that somebody else has started, and will maybe start again."""
         self._peers.pop(member.peer or b"", None)
         member.peer = None
+        self._judge(member, reason)
         if member.role == "follower":
             self._lose_follower(member, reason)
             return
@@ -586,6 +622,7 @@ class Chief:
         del self._workers[worker.number]
         if worker.ticket is not None and self._agenda is not None:
             self._agenda.give_back(worker.ticket)
+        self._forget(worker)
 
     def _look_for_silence(self) -> None:
         """A member that is silent for too long is taken for gone: it may be frozen, or its host may be."""

@@ -150,6 +150,16 @@ def forget_tables(hand: Hand) -> None:
             replica.slots = {key: slot for key, slot in replica.slots.items() if not key.startswith(f"{name} ")}
 
 
+def restore_tables(hand: Hand, first: Hand) -> None:
+    """Makes a hand's tables those of another one, which was just built."""
+    tables, theirs = served.tables_of(hand.model), served.tables_of(first.model)
+    for name, table in tables.items():
+        table.whole = theirs[name].whole
+    assert isinstance(hand.replica, ServedReplica)
+    assert isinstance(first.replica, ServedReplica)
+    hand.replica.slots = dict(first.replica.slots)
+
+
 def _some_rows(
     table: Embedding, saved: Mapping[str, Tensor], names: Sequence[str], number: int, num_servers: int
 ) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ..strategies import MAIN, declaring
 from .hand import Hand
 from .loop import Job, Outcome, TrainingLoop
 from .recovery import GoBack, Kept
+from .start import start_from
 from .stepping import Stepper
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ServedLoop(TrainingLoop):
             self._chief.close()
 
     def try_out(self, feed: Feed) -> None:
-        from .chief import Chief
+        from .chief import Chief, ServerLost
 
         if list(self.hand.optimizers) != [MAIN]:
             raise TaskError(
@@ -129,7 +130,13 @@ class ServedLoop(TrainingLoop):
         chief.on_output = self._on_output
         self._chief.open()
         self._say_what_differs(self.hand.model)
-        super().try_out(feed)
+        while True:
+            try:
+                return super().try_out(feed)
+            except ServerLost as lost:
+                self.hand.notice(str(lost))
+                self._begin_again()
+                chief.publish()
 
     def prepare(self) -> tuple[Feed, Feed | None]:
         feeds = super().prepare()
@@ -141,11 +148,16 @@ class ServedLoop(TrainingLoop):
         from .chief import ServerLost
 
         plan: Any = _Plan(self, train_feed)
+        reason: Exception | None = None
         while True:
             try:
-                return super().train(plan, valid_feed, plan)
-            except (ServerLost, GoBack) as reason:
-                self._go_back(reason)
+                if reason is not None:
+                    self._go_back(reason)
+                super().train(plan, valid_feed, plan)
+                # What the last checkpoint needs comes here while losses are still made up for.
+                return self.refresh()
+            except (ServerLost, GoBack) as failure:
+                reason = failure
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
         self.refresh()
@@ -190,9 +202,7 @@ class ServedLoop(TrainingLoop):
         hand.store(self.path).wait()
         state = hand.restore(self.path, before=self.kept.goes_before)
         if state is None:
-            # Nothing was brought here from the servers yet, so the network is as it was built.
-            hand.num_steps, hand.cursors = 0, []
-            hand.optimizers[MAIN].state.clear()
+            self._begin_again()
         self.kept.goes_before = None
         self.reporter.forget()
         if state is not None:
@@ -202,6 +212,20 @@ class ServedLoop(TrainingLoop):
         self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
         self._refreshed_at = -1
         self.chief.publish()
+
+    def _begin_again(self) -> None:
+        """Makes network and optimizer what they were at first; a save that was left out may have changed them."""
+        from .gathered import restore_tables
+
+        hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
+        first.build(self.task)
+        hand.num_steps, hand.cursors = 0, []
+        hand.model.load_state_dict(first.model.state_dict())
+        hand.optimizers[MAIN].load_state_dict(first.optimizers[MAIN].state_dict())
+        restore_tables(hand, first)
+        first.close()
+        hand.seed(self.task.seed)
+        start_from(hand, self.job.start_from)
 
     def _say_what_differs(self, model: nn.Module) -> None:
         if self.job.spec.followers:

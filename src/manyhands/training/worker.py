@@ -175,7 +175,7 @@ class _Worker:
         count = float(tally.count) if tally.count is not None else float(batch.num_samples)
         weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
         scale, is_skipped = self._limit(weight / count) if part.rates else (1.0, False)
-        staleness, _ = client.push(part.ticket, scale, part.rates)
+        staleness = client.push(part.ticket, scale, part.rates)
         if not part.rates:
             staleness = max(0, part.step - client.version)
         elif self.waited > OVERLAP_FROM * self.computed:

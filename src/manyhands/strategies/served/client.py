@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import zmq
@@ -17,8 +17,8 @@ from .post import Caller, Frame, LinkLost
 from .shared import SharedSlots
 from .table import joined
 
-REACH = 5.0
-"""Seconds in which a server that the chief has named must answer; then the chief is asked again."""
+REACH = 1 / 16
+"""Share of the time limit in which a server that the chief has named must answer; then the chief is asked again."""
 
 
 class Moved(Exception):
@@ -43,9 +43,9 @@ class Over(Exception):
 class _Link:
     """The connection to one server: room for a gradient and for values, shared with it where both are on one host."""
 
-    def __init__(self, share: Share, caller: Caller, *, may_share: bool) -> None:
+    def __init__(self, share: Share, caller: Caller, worker: int | None, timeout: float) -> None:
         self.share, self.caller = share, caller
-        self._slots = self._offer() if may_share else None
+        self._slots = self._offer(worker, timeout) if worker is not None else None
         self.is_shared = self._slots is not None
         if self._slots is not None:
             self.pushed, self.pulled = self._slots.pushed, self._slots.pulled
@@ -54,11 +54,15 @@ class _Link:
         self.version = 0
         self.is_pulling = False
 
-    def _offer(self) -> SharedSlots | None:
+    def _offer(self, worker: int, timeout: float) -> SharedSlots | None:
         """Memory that the server has opened too; None where it is on another host."""
         slots = SharedSlots(self.share)
-        self.caller.send(slots.offer())
-        answer, _ = self.caller.expect(60.0)
+        self.caller.send(slots.offer(worker))
+        try:
+            answer, _ = self.caller.expect(timeout)
+        except LinkLost:
+            slots.close()
+            raise
         if isinstance(answer, Attached) and answer.is_shared:
             return slots
         slots.close()
@@ -106,14 +110,27 @@ class Client:
         """Speaks with these servers from now on."""
         self.disconnect()
         self.crew = crew
+        deadline = time.monotonic() + self._timeout
         for number, (share, address) in enumerate(zip(self._shares, crew.servers, strict=True)):
-            try:
-                reach = self._timeout if self.chief is None else min(REACH, self._timeout)
-                caller = Caller(self._context, self._token, address, self._timeout, reach)
-                self._links.append(_Link(share, caller, may_share=self.may_share))
-            except LinkLost as lost:
-                raise ServerUnreached(str(lost), number) from None
+            while len(self._links) == number:
+                try:
+                    self._links.append(self._reach(share, address))
+                except LinkLost as lost:
+                    if self.chief is not None or time.monotonic() > deadline:
+                        raise ServerUnreached(str(lost), number) from None
+                    self.on_wait()
+                if self.crew is not crew:
+                    # Whoever was waited for is gone, and others were connected to meanwhile.
+                    return
         self._touched = [[] for _ in self.tables]
+
+    def _reach(self, share: Share, address: str) -> _Link:
+        caller = Caller(self._context, self._token, address, self._timeout, REACH * self._timeout)
+        try:
+            return _Link(share, caller, self._number if self.may_share else None, self._timeout)
+        except LinkLost:
+            caller.close()
+            raise
 
     def disconnect(self) -> None:
         """Lets the servers go."""
@@ -174,18 +191,18 @@ class Client:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def push(self, ticket: int, scale: float = 1.0, rates: list[float] | None = None) -> tuple[int, bool]:
-        """Sends the network's gradients to all servers; returns the staleness, and whether any server wanted them."""
+    def push(self, ticket: int, scale: float = 1.0, rates: list[float] | None = None) -> int:
+        """Sends the network's gradients to all servers; returns how many updates they did not know of."""
         rows = self._rows_by_server()
         for index, link in enumerate(self._links):
             unused = self._fill(link)
             frames: list[Frame] = [] if link.is_shared else frames_of(link.pushed)
             for ids, gradients in (part[index] for part in rows):
                 frames += frames_of([ids, gradients])
-            push = Push(self.crew.term, self._number, ticket, link.version, link.is_shared, unused, scale, rates or [])
+            push = Push(self.crew.term, ticket, link.version, link.is_shared, unused, scale, rates or [])
             link.caller.send(push, frames)
-        answers = [self._await(link, Pushed)[0] for link in self._links]
-        return max(answer.staleness for answer in answers), any(answer.is_new for answer in answers)
+        answers: list[Pushed] = [self._await(link, Pushed)[0] for link in self._links]
+        return max(answer.staleness for answer in answers)
 
     @torch.no_grad()
     def _fill(self, link: _Link) -> list[int]:
@@ -289,7 +306,9 @@ class Client:
             try:
                 got = link.caller.receive()
             except LinkLost as lost:
-                raise ServerUnreached(str(lost), self._links.index(link)) from None
+                if self.chief is not None:
+                    raise ServerUnreached(str(lost), self._links.index(link)) from None
+                self._await_others(link, deadline)
             if got is None:
                 continue
             message, frames = got
@@ -299,6 +318,15 @@ class Client:
                     link.pulled = [tensor_of(f, s.dtype) for f, s in zip(frames, link.share, strict=True)]
             if isinstance(message, kind):
                 return message, frames
+
+    def _await_others(self, link: _Link, deadline: float) -> NoReturn:
+        """Waits until somebody is in the place of a server that is gone."""
+        while link in self._links and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.on_wait()
+        if link in self._links:
+            raise LinkLost(f"the server at {link.caller.address} is gone")
+        raise Moved(self.crew)
 
 
 def _hear(chief: Caller) -> None:

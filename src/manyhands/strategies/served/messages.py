@@ -78,7 +78,7 @@ class Part(Message, tag=True):
 
 
 class Delivered(Message, tag=True):
-    """All servers have a part's gradient; `late` where they had it already, or no longer wanted it."""
+    """All servers have a part's gradient."""
 
     term: int
     ticket: int
@@ -98,6 +98,7 @@ class End(Message, tag=True):
 class Attach(Message, tag=True):
     """Shared memory of a worker, where it is on the same machine: a process, a descriptor, and what stands in it."""
 
+    worker: int
     pid: int
     fd: int
     size: int
@@ -114,7 +115,6 @@ class Push(Message, tag=True):
     """A part's gradient; frames or shared memory hold the dense ones, then come ids and rows of every table."""
 
     term: int
-    worker: int
     ticket: int
     version: int
     """That the values had which it was computed with."""
@@ -197,10 +197,14 @@ class Apply(Message, tag=True):
     scale: float
 
 
+class Gone(Message, tag=True):
+    """A worker that will not come back."""
+
+    worker: int
+
+
 class Save(Message, tag=True):
     """Asks for everything that a server holds."""
-
-    version: int
 
 
 class Shaped(Message, tag=True):
@@ -286,7 +290,7 @@ class Beat(Message, tag=True):
 AnyMessage = (
     Hello | Challenge | Proof | Welcome | Stranger | Join | Crew | Ask | Part | Delivered | End | Attach | Attached
     | Push | Pushed | Pull | Values | PullRows | Rows | Close | Summed | Apply | Save | State | Load | Loaded | Renew
-    | Lead | Filled | Follow | Followed | Unreached | Beat
+    | Lead | Filled | Follow | Followed | Unreached | Beat | Gone
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -27,6 +27,7 @@ from .messages import (
     Filled,
     Follow,
     Followed,
+    Gone,
     Join,
     Lead,
     Load,
@@ -243,7 +244,8 @@ class Server:
         self._context: zmq.Context[Any] = zmq.Context()
         self._listener = Listener(self._context, token, timeout, *listens)
         self._chief = Caller(self._context, token, chief, timeout)
-        self._slots: dict[bytes, SharedSlots] = {}
+        self._slots: dict[int, tuple[bytes, SharedSlots]] = {}
+        """By worker: its connection, and what is shared with it."""
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
         self._chain: Chain | None = None
         self._is_told = False
@@ -308,8 +310,11 @@ class Server:
             self._chief.send(state, [bytes(part) for part in parts])
         elif isinstance(message, Load):
             self._load(message, frames)
+        elif isinstance(message, Gone):
+            self._drop(message.worker)
         elif isinstance(message, Renew):
-            self._term, self._waiting, self.leads = message.term, [], True
+            self._begin_term(message.term)
+            self.leads = True
             self._chief.send(Loaded(message.term))
         elif isinstance(message, Lead):
             self._lead(message.address)
@@ -328,7 +333,24 @@ class Server:
 
     def _hold(self, load: Load, frames: list[Frame]) -> None:
         self.shard.load(load, frames)
-        self._term, self._waiting, self._closing = load.term, [], None
+        self._begin_term(load.term)
+        self._closing = None
+
+    def _begin_term(self, term: int) -> None:
+        """What was under way is given up; workers connect anew when they hear of a term."""
+        self._term, self._waiting = term, []
+        for worker in list(self._slots):
+            self._drop(worker)
+
+    def _drop(self, worker: int) -> None:
+        """Lets go of what is shared with a worker."""
+        if worker in self._slots:
+            peer, slots = self._slots.pop(worker)
+            slots.close()
+            self._waiting = [wish for wish in self._waiting if wish[0] != peer]
+
+    def _shared_with(self, peer: bytes) -> SharedSlots | None:
+        return next((slots for owner, slots in self._slots.values() if owner == peer), None)
 
     def _close_step(self, message: Close | Apply) -> None:
         """Sums a step or takes its update; the chief may say so twice, when a server is gone that had heard it."""
@@ -377,7 +399,7 @@ class Server:
         load = Load(self._term, state.version, state.slots, state.tables, self.shard.ledger.state)
         chain.forward(load, frames, lambda: self._chief.send(Filled(address)))
         for ticket, held in self.shard.held.items():
-            push = Push(self._term, -1, ticket, 0, False, list(held.unused))
+            push = Push(self._term, ticket, 0, False, list(held.unused))
             chain.forward(push, frames_of([*held.dense, *(t for pair in held.tables for t in pair)]), lambda: None)
         self._chain = chain
 
@@ -411,9 +433,13 @@ class Server:
                 self._listener.send(peer, Followed())
         elif isinstance(message, Attach):
             slots = SharedSlots.attached(self.shard.share, message)
+            self._drop(message.worker)
             if slots is not None:
-                self._slots[peer] = slots
+                self._slots[message.worker] = peer, slots
             self._listener.send(peer, Attached(slots is not None))
+        elif isinstance(message, Push | Pull) and message.is_shared and self._shared_with(peer) is None:
+            # Its worker is gone.
+            return
         elif isinstance(message, Push) and message.term == self._term:
             self._take(peer, message, frames)
         elif isinstance(message, Pull | PullRows) and message.term == self._term:
@@ -447,8 +473,9 @@ class Server:
         """The gradients of a push: dense ones, and ids and rows of every table."""
         shard = self.shard
         if push.is_shared:
-            assert peer is not None
-            dense = self._slots[peer].pushed
+            slots = self._shared_with(peer or b"")
+            assert slots is not None
+            dense = slots.pushed
         else:
             dense = [tensor_of(frame, slab.dtype) for frame, slab in zip(frames, shard.share, strict=False)]
             frames = frames[len(shard.share) :]
@@ -482,7 +509,9 @@ class Server:
             rows = shard.tables[message.table].rows(tensor_of(frames[0], torch.int64))
             self._listener.send(peer, Rows(shard.version), frames_of([rows]))
         elif message.is_shared:
-            for room, values in zip(self._slots[peer].pulled, shard.values, strict=True):
+            slots = self._shared_with(peer)
+            assert slots is not None
+            for room, values in zip(slots.pulled, shard.values, strict=True):
                 room.copy_(values)
             self._listener.num_bytes += sum(slab.num_bytes for slab in shard.share)
             self._listener.send(peer, Values(shard.version))
@@ -493,8 +522,8 @@ class Server:
     def _close(self) -> None:
         if self._chain is not None:
             self._chain.caller.close()
-        for slots in self._slots.values():
-            slots.close()
+        for worker in list(self._slots):
+            self._drop(worker)
         self._listener.close()
         self._chief.close()
         with contextlib.suppress(zmq.ZMQError):

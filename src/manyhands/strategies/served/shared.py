@@ -54,9 +54,9 @@ class SharedSlots:
             return None
         return slots
 
-    def offer(self) -> Attach:
-        """What a server needs to find it."""
-        return Attach(os.getpid(), self._fd, self.size, self.cookie)
+    def offer(self, worker: int) -> Attach:
+        """What a server needs to find a worker's memory."""
+        return Attach(worker, os.getpid(), self._fd, self.size, self.cookie)
 
     def close(self) -> None:
         """Lets go of it; it is gone when both ends have."""
