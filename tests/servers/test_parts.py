@@ -23,7 +23,7 @@ from manyhands.strategies import served
 from manyhands.strategies.embedding import first_rows
 from manyhands.strategies.served.layout import buffers_of
 from manyhands.strategies.served.ledger import Ledger
-from manyhands.strategies.served.messages import Ask, Attached, Hello, encode
+from manyhands.strategies.served.messages import Ask, Attached, Hello, Push, encode
 from manyhands.strategies.served.shared import SharedSlots
 from manyhands.strategies.served.table import Table
 from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
@@ -100,12 +100,77 @@ def test_rows_are_made_when_they_are_asked_for() -> None:
     table = Table(declared, "sgd", {}, torch.float32)
     ids = torch.tensor([3, 1 << 39, 3])
     assert torch.equal(table.rows(ids), first_rows(ids.numpy(), 4, 5))
-    assert table.num_bytes == 2 * 4 * 4
+    assert len(table.state()[0]) == 2
     plain = mh.Embedding(100, 4, seed=5)
     assert torch.equal(plain.weight[3], table.rows(torch.tensor([3]))[0])
     values = first_rows(np.arange(20_000), 8, seed=1)
     assert abs(float(values.mean())) < 0.01
     assert abs(float(values.std()) - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("SGD", {"momentum": 0.9}, r"with momentum=0.9, which moves all rows; put 0.weight into a parameter group"),
+        ("SGD", {"weight_decay": 0.1}, r'with weight_decay=0.1.*optimizer="sgd"'),
+        ("Adagrad", {"weight_decay": 0.1}, "with weight_decay=0.1"),
+        ("Adam", {"amsgrad": True}, "with amsgrad=True"),
+        ("Adagrad", {"maximize": True, "lr_decay": 0.1, "initial_accumulator_value": 0.2}, ""),
+        ("SGD", {"maximize": True}, ""),
+        ("AdamW", {"weight_decay": 0.3}, ""),
+        ("Adam", {"weight_decay": 0.3, "maximize": True}, ""),
+    ],
+)
+def test_rows_are_trained_as_torch_does_or_refused(kind: str, settings: dict[str, Any], says: str) -> None:
+    """All rows are touched in every step, so even Adam must give the same."""
+    plain = nn.Sequential(mh.Embedding(6, 4, seed=5)).double()
+    with served_tables():
+        declared = nn.Sequential(mh.Embedding(6, 4, seed=5)).double()
+    make = getattr(torch.optim, kind)
+    optimizer, theirs = (make(model.parameters(), lr=0.1, **settings) for model in (plain, declared))
+    if says:
+        with pytest.raises(TaskError, match=says):
+            served.settings_of("0", declared[0], theirs, declared)
+        return
+    kind_here = served.kind_of(declared[0], theirs)
+    table = Table(declared[0], kind_here, served.settings_of("0", declared[0], theirs, declared), torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        plain[0].weight.grad = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+        optimizer.step()
+        table.update(torch.arange(6), plain[0].weight.grad, 0.1)
+    torch.testing.assert_close(table.rows(torch.arange(6)), plain[0].weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_workers", [1, 20])
+def test_statistics_of_many_asynchronous_workers_stay_near_the_truth(num_workers: int) -> None:
+    layer = nn.BatchNorm1d(4)
+    share = served.cut(layer, 1, whole=False)[0]
+    shard = served.Shard(0, share, layer, torch.optim.SGD(layer.parameters(), lr=0.0))
+    first = layer.state_dict()
+    where = {piece.name: (index, piece.place) for index, slab in enumerate(share) for piece in slab.pieces}
+    for name, (index, place) in where.items():
+        shard.values[index][place] = first[name].flatten()
+    pulled = [(0, [values.clone() for values in shard.values]) for _ in range(num_workers)]
+    generator, seen = torch.Generator().manual_seed(0), []
+    for ticket in range(400):
+        version, old = pulled[ticket % num_workers]
+        mine = nn.BatchNorm1d(4)
+        for name, (index, place) in where.items():
+            mine.state_dict()[name].view(-1).copy_(old[index][place])
+        mine(4 * torch.randn(64, 4, generator=generator))
+        added = [torch.zeros_like(values) for values in shard.values]
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            index, place = where[name]
+            added[index][place] = mine.state_dict()[name].view(-1) - old[index][place]
+        shard.apply_now(Push(0, ticket, version, False, [], 1.0, [0.0]), added, [], False)
+        pulled[ticket % num_workers] = shard.version, [values.clone() for values in shard.values]
+        index, place = where["running_var"]
+        seen.append(shard.values[index][place].clone())
+    last = torch.stack(seen[-100:])
+    assert 12 < float(last.min()) < float(last.max()) < 21
+    index, place = where["num_batches_tracked"]
+    assert int(shard.values[index][place]) == 400
 
 
 def served_tables() -> Any:

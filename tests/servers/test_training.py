@@ -86,6 +86,27 @@ def test_rows_on_servers_learn_what_a_whole_table_learns(optimizer: str, tmp_pat
     assert resumed.metrics["valid_loss"] == pytest.approx(one.metrics["valid_loss"], rel=1e-9)
 
 
+def test_rows_that_nobody_touched_remember_what_they_begin_with(tmp_path: Path) -> None:
+    task = recommender("Adagrad").replace(
+        optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.5)
+    )
+    settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, **QUIET}
+    one = mh.fit(task, mh.Single(precision="fp64"), epochs=2, name="one", **settings)
+    run = mh.fit(task, mh.ParameterServer(2, 1, precision="fp64"), steps=2, name="ps", **settings)
+    resumed = mh.fit(task, mh.Single(precision="fp64"), on="cpu", epochs=2, resume=run, **QUIET)
+    assert farthest(one, resumed) <= 1e-9
+
+
+def test_what_would_move_rows_that_nobody_touches_is_refused_or_told(tmp_path: Path) -> None:
+    spec = mh.ParameterServer(servers=1, workers=1)
+    settings: dict[str, Any] = {"on": "cpu", "folder": tmp_path, **QUIET}
+    task = recommender("SGD").replace(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(TaskError, match=r"users.weight with momentum=0.9, which moves all rows; put users.weight into"):
+        mh.fit(task, spec, **settings)
+    run = mh.fit(recommender("AdamW"), spec, **settings)
+    assert any("rows of users, items change only when" in entry["text"] for entry in events(run, "notice"))
+
+
 def test_a_table_with_an_optimizer_of_its_own_kind_resumes_anywhere(tmp_path: Path) -> None:
     task = recommender("SGD", optimizer="adagrad")
     spec = mh.ParameterServer(servers=2, workers=2)

@@ -43,7 +43,7 @@ def load_frames(hand: Hand, share: served.Share, number: int, num_servers: int, 
         names = served.slot_names(served.kind_of(table, optimizer))
         remembered = [saved.get(slot) for slot in names]
         tables.append([str(int(saved.get("step", torch.zeros(())).item())), *names])
-        tensors += _own_rows(table, remembered, number, num_servers)
+        tensors += _own_rows(table, remembered, _first_slot(hand, name, table), number, num_servers)
     return served.Load(term, hand.num_steps, slots, tables), served.frames_of(tensors)
 
 
@@ -88,7 +88,10 @@ class _Whole:
         for start in range(0, len(self._values), CHUNK):
             ids = np.arange(start, min(start + CHUNK, len(self._values)))
             self._values[start : start + len(ids)] = table.first(ids)
-        self._slots = {name: torch.zeros(shape, dtype=table.weight.dtype) for name in served.slot_names(self._kind)}
+        first = _first_slot(hand, name, table)
+        self._slots = {
+            slot: torch.full(shape, first, dtype=table.weight.dtype) for slot in served.slot_names(self._kind)
+        }
 
     def add(self, num_updates: int, frames: Any) -> None:
         """Takes one server's rows."""
@@ -181,7 +184,14 @@ def _saved_slots(hand: Hand, name: str, table: Embedding) -> Mapping[str, Tensor
     return {key.removeprefix(f"{name} "): value for key, value in beside.items() if key.startswith(f"{name} ")}
 
 
-def _own_rows(table: Embedding, slots: list[Tensor | None], number: int, num_servers: int) -> list[Tensor]:
+def _first_slot(hand: Hand, name: str, table: Embedding) -> float:
+    optimizer = hand.optimizers[MAIN]
+    return served.first_slot(served.kind_of(table, optimizer), served.settings_of(name, table, optimizer, hand.model))
+
+
+def _own_rows(
+    table: Embedding, slots: list[Tensor | None], first: float, number: int, num_servers: int
+) -> list[Tensor]:
     """The ids, values and slots of one server's rows that are not as they were made."""
     dim = table.embedding_dim
     if table.whole is None:
@@ -192,11 +202,11 @@ def _own_rows(table: Embedding, slots: list[Tensor | None], number: int, num_ser
         changed = (table.whole[ids] != table.first(ids.numpy())).any(1)
         for slot in slots:
             if slot is not None and slot.dim() == 2 and len(slot) == len(table.whole):
-                changed |= (slot[ids] != 0).any(1)
+                changed |= (slot[ids] != first).any(1)
         found.append(ids[changed])
     ids = torch.cat(found)
-    zeros = torch.zeros(len(ids), dim, dtype=table.weight.dtype)
-    rows = [zeros if slot is None or len(slot) != len(table.whole) else slot[ids] for slot in slots]
+    new = torch.full((len(ids), dim), first, dtype=table.weight.dtype)
+    rows = [new if slot is None or len(slot) != len(table.whole) else slot[ids] for slot in slots]
     return [ids, table.whole[ids].to(table.weight.dtype), *rows]
 
 

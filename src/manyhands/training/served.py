@@ -82,6 +82,18 @@ def _require_dense(model: nn.Module) -> None:
             )
 
 
+def _rows_that_wait(hand: Hand) -> list[str]:
+    """Tables of which only touched rows change while their optimizer would move all; refuses what rows cannot do."""
+    from ..strategies import served
+
+    optimizer, waiting = hand.optimizers[MAIN], []
+    for name, table in served.tables_of(hand.model).items():
+        served.settings_of(name, table, optimizer, hand.model)
+        if table.optimizer is None and served.kind_of(table, optimizer) == "adam":
+            waiting.append(name)
+    return waiting
+
+
 def _require_transport() -> None:
     try:
         import msgspec  # noqa: F401
@@ -124,12 +136,16 @@ class ServedLoop(TrainingLoop):
                 remedy="return one optimizer with several parameter groups",
             )
         _require_dense(self.hand.model)
+        lazy = _rows_that_wait(self.hand)
         line = self.hand.world.line
         chief = Chief(self.hand, self.job, self._devices, self._start, line, self._timeout)
         self._chief = chief
         chief.on_output = self._on_output
         self._chief.open()
         self._say_what_differs(self.hand.model)
+        if lazy:
+            what = "change only when a batch touches them; Adam on one device moves the others too"
+            self.hand.notice(f"rows of {', '.join(lazy)} {what}")
         while True:
             try:
                 return super().try_out(feed)

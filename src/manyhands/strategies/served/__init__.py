@@ -29,7 +29,7 @@ from .messages import (
 from .post import Caller, LinkLost, Listener, call_again, new_context, new_token
 from .server import Server, Shard
 from .shared import SharedSlots
-from .table import kind_of, kind_of_optimizer, slot_names
+from .table import first_slot, kind_of, kind_of_optimizer, settings_of, slot_names
 from .update import cut_slot, needs_whole, pack_slots, unpack_slots
 
 __all__ = [
@@ -54,6 +54,8 @@ __all__ = [
     "kind_of",
     "kind_of_optimizer",
     "slot_names",
+    "first_slot",
+    "settings_of",
     "Caller",
     "call_again",
     "Listener",

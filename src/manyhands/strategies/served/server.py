@@ -47,7 +47,7 @@ from .messages import (
 )
 from .post import Caller, Frame, LinkLost, Listener, call_again
 from .shared import SharedSlots
-from .table import Table, joined, kind_of
+from .table import Table, group_of, joined, kind_of, settings_of
 from .update import pack_slots, pieces_of, unpack_slots
 
 
@@ -70,8 +70,11 @@ class Shard:
         self.optimizer, self.pieces = pieces_of(optimizer, names, share, self.values)
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         self._number_of = {name: index for index, name in enumerate(trained)}
-        self.tables = [_table(name, part, optimizer, names) for name, part in tables_of(model).items()]
-        self._groups = [_group_of(name, optimizer, names) for name in tables_of(model)]
+        self.tables = [
+            Table(part, kind_of(part, optimizer), settings_of(name, part, optimizer, model), part.weight.dtype)
+            for name, part in tables_of(model).items()
+        ]
+        self._groups = [group_of(name, optimizer, model) for name in tables_of(model)]
         self.version = 0
         self.ledger = Ledger()
         self.held: dict[int, Held] = {}
@@ -142,7 +145,7 @@ class Shard:
         staleness = max(0, self.version - push.version)
         rates = [rate / (1 + staleness) for rate in push.rates] if slow else push.rates
         if push.scale:
-            self._update(*self._scaled(dense, tables, push.scale), frozenset(push.unused), rates)
+            self._update(*self._scaled(dense, tables, push.scale), frozenset(push.unused), rates, staleness)
         self.version += 1
         self.ledger.add(push.ticket)
         return staleness
@@ -158,7 +161,12 @@ class Shard:
         return total, rows
 
     def _update(
-        self, total: list[Tensor], rows: list[tuple[Tensor, Tensor]], unused: frozenset[int], rates: list[float]
+        self,
+        total: list[Tensor],
+        rows: list[tuple[Tensor, Tensor]],
+        unused: frozenset[int],
+        rates: list[float],
+        staleness: int = 0,
     ) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group.get("lr"), Tensor):
@@ -169,7 +177,8 @@ class Shard:
             for piece in slab.pieces:
                 part = gradient[piece.place]
                 if not piece.is_trained:
-                    values[piece.place] += part
+                    # Statistics of as many workers as there are updates in between moved from the same old value.
+                    values[piece.place] += part / (1 + staleness) if part.is_floating_point() else part
                 elif self._number_of[piece.name] in unused:
                     self.pieces[piece].grad = None
                 else:
@@ -177,8 +186,7 @@ class Shard:
                     parameter.grad = part.view(parameter.shape)
         self.optimizer.step()
         for table, group_number, (ids, gradients) in zip(self.tables, self._groups, rows, strict=True):
-            if len(ids):
-                table.update(ids, gradients, rates[group_number])
+            table.update(ids, gradients, rates[group_number])
 
     def _trained(self, total: list[Tensor]) -> list[Tensor]:
         return [
@@ -542,14 +550,3 @@ def _weighted(tensors: list[Tensor], shares: list[float]) -> Tensor:
     """The mean of tensors by their shares, in a dtype that can hold it."""
     wide = [tensor if tensor.is_floating_point() else tensor.double() for tensor in tensors]
     return torch.stack([tensor * share for tensor, share in zip(wide, shares, strict=True)]).sum(0)
-
-
-def _table(name: str, part: Any, optimizer: Optimizer, names: dict[str, nn.Parameter]) -> Table:
-    group = optimizer.param_groups[_group_of(name, optimizer, names)]
-    kind = kind_of(part, optimizer)
-    return Table(part, kind, group if part.optimizer is None else {}, part.weight.dtype)
-
-
-def _group_of(name: str, optimizer: Optimizer, names: dict[str, nn.Parameter]) -> int:
-    weight = names[f"{name}.weight" if name else "weight"]
-    return next(i for i, group in enumerate(optimizer.param_groups) if any(weight is p for p in group["params"]))

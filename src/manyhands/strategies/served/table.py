@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core import TaskError
 from ..embedding import Embedding, first_rows
@@ -15,6 +15,8 @@ from ..embedding import Embedding, first_rows
 SLOTS: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 """What every row remembers, by the kind of its optimizer; torch's own names."""
 KINDS = {"SGD": "sgd", "Adagrad": "adagrad", "Adam": "adam", "AdamW": "adam"}
+MOVING = {"sgd": ("momentum", "weight_decay"), "adagrad": ("weight_decay",), "adam": ("amsgrad",)}
+"""Settings that would move rows which no batch touches, or that rows do not remember enough for."""
 FIRST = 1024
 
 
@@ -28,6 +30,37 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
             remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind
+
+
+def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -> Mapping[str, Any]:
+    """The settings with which a table's rows are trained; a table with an optimizer of its own has that one's defaults.
+
+    Rows change only when a batch touches them. What moves all rows in every step, as momentum does, is refused.
+    """
+    kind = kind_of(table, optimizer)
+    if table.optimizer is not None:
+        return {}
+    group: Mapping[str, Any] = optimizer.param_groups[group_of(name, optimizer, model)]
+    for setting in MOVING[kind]:
+        if group.get(setting):
+            raise TaskError(
+                "rows of a table on servers change only when a batch touches them",
+                got=f"{name}.weight with {setting}={group[setting]}, which moves all rows",
+                remedy=f"put {name}.weight into a parameter group without it, or write "
+                f'mh.Embedding(rows, dim, optimizer="{kind}")',
+            )
+    return group
+
+
+def group_of(name: str, optimizer: Any, model: nn.Module) -> int:
+    """The number of the parameter group that a table is in."""
+    weight = model.get_submodule(name).weight
+    return next(i for i, group in enumerate(optimizer.param_groups) if any(weight is p for p in group["params"]))
+
+
+def first_slot(kind: str, settings: Mapping[str, Any]) -> float:
+    """What a row remembers at first."""
+    return float(settings.get("initial_accumulator_value", 0.0)) if kind == "adagrad" else 0.0
 
 
 def kind_of_optimizer(optimizer: Any) -> str | None:
@@ -51,11 +84,6 @@ class Table:
         self._values = torch.zeros(0, self.dim, dtype=dtype)
         self._slots = {name: torch.zeros(0, self.dim, dtype=dtype) for name in SLOTS[kind]}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its rows and what they remember."""
-        return (1 + len(self._slots)) * len(self._index) * self.dim * self.dtype.itemsize
-
     def rows(self, ids: Tensor) -> Tensor:
         """Some rows; those that nobody asked for before are made."""
         places = self._places(ids)
@@ -66,6 +94,7 @@ class Table:
         places = self._places(ids)
         self.num_updates += 1
         values = self._values[places]
+        gradients = -gradients if self._setting("maximize", False) else gradients
         if self.kind == "sgd":
             values -= rate * gradients
         elif self.kind == "adagrad":
@@ -75,6 +104,11 @@ class Table:
             slower = rate / (1 + (self.num_updates - 1) * decay)
             values -= slower * gradients / (sums.sqrt() + self._setting("eps", 1e-10))
         else:
+            decay = self._setting("weight_decay", 0.0)
+            if self._setting("decoupled_weight_decay", False):
+                values *= 1 - rate * decay
+            elif decay:
+                gradients = gradients + decay * values
             values -= self._adam(places, gradients, rate)
         self._values[places] = values
 
@@ -131,7 +165,7 @@ class Table:
         first = first_rows(np.array(new), self.dim, self.seed, self.std).to(self.dtype)
         self._values[start:stop] = first
         if self.kind == "adagrad":
-            self._slots["sum"][start:stop] = self._setting("initial_accumulator_value", 0.0)
+            self._slots["sum"][start:stop] = first_slot(self.kind, self.group)
         self._index.update((row, start + place) for place, row in enumerate(new))
 
 
