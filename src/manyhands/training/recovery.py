@@ -142,6 +142,9 @@ def recall(hand: Hand, kept: Kept, at_least: int) -> Recalled | None:
     sources = [next(rank for rank, have in enumerate(offers) if offer in have) for offer in wanted]
     recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
     told = world.gather_objects(recent)[sources[0]]
+    # Of two ranks with the same step one may have ended its epoch already: all go on from where the first one stands.
+    stood = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
+    stands = world.gather_objects(stood)[sources[0]]
     live = world.gather_objects(None if kept.checkpoint is None else _offer(kept.checkpoint))
     fits = shape == shape_of(hand.spec)
     parts: list[Any] = []
@@ -159,7 +162,9 @@ def recall(hand: Hand, kept: Kept, at_least: int) -> Recalled | None:
     names = f"the memory of ranks {', '.join(map(str, sources))}"
     source_text = names if set(wanted) <= set(live) else "copies that ranks keep of each other's parts"
     if fits:
-        return Recalled(parts[world.rank % len(parts)], source_text, told, is_part=True)
+        mine = parts[world.rank % len(parts)]
+        mine = dataclasses.replace(mine, state={**mine.state, **stands})
+        return Recalled(mine, source_text, told, is_part=True)
     if not all(part.state["joins"] for part in parts):
         return None
     return Recalled(joined(parts), source_text, told, is_part=False)
