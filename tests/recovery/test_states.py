@@ -163,6 +163,53 @@ def test_a_disk_that_fails_for_a_while_is_told_and_survived(engine: Any, tmp_pat
     assert CheckpointStore(run.path / "checkpoints").steps() == [3, 9, 12]
 
 
+def test_whoever_was_replaced_removes_nothing(tmp_path: Path) -> None:
+    """One that sleeps between its last commit and its tidying, while another claims the folder and writes."""
+    asleep, awake = threading.Event(), threading.Event()
+
+    class Sleepy(CheckpointStore):
+        def _prune(self, written: Any) -> None:
+            if written.step == 20:
+                asleep.set()
+                awake.wait(30)
+            super()._prune(written)
+
+    class Slow(CheckpointStore):
+        def _commit(self, target: Path, manifest: Any) -> None:
+            if target.name.endswith("24"):
+                # The other one wakes when this is in place, and not yet committed.
+                awake.set()
+                late.wait()
+            super()._commit(target, manifest)
+
+    def saved(store: CheckpointStore, *steps: int) -> None:
+        for step in steps:
+            store.save(Checkpoint(step=step, model={"w": torch.ones(1)}))
+
+    late = Sleepy(tmp_path)
+    late.claim()
+    saved(late, 18, 19, 20)
+    assert asleep.wait(30)
+    now = Slow(tmp_path, keep=4)
+    now.claim()
+    saved(now, 21, 22, 23, 24)
+    now.wait()
+    assert now.steps() == [21, 22, 23, 24]
+
+
+def test_of_two_that_claim_at_once_one_holds(tmp_path: Path) -> None:
+    stores = [CheckpointStore(tmp_path, on_error=lambda _: None) for _ in range(8)]
+    threads = [threading.Thread(target=store.claim) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step, store in enumerate(stores):
+        store.save(Checkpoint(step=step, model={"w": torch.ones(1)}))
+        store.wait()
+    assert len(stores[0].steps()) == 1
+
+
 def test_whoever_was_replaced_cannot_write(tmp_path: Path) -> None:
     errors: list[Exception] = []
     late = CheckpointStore(tmp_path, on_error=errors.append)

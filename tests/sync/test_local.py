@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -303,32 +301,3 @@ def test_sparse_gradients_need_not_travel_and_are_refused_where_they_must(tmp_pa
     assert run.losses[-1] < run.losses[0]
     with pytest.raises(TaskError, match=r"must be dense .* but got 0 with sparse=True; .*LocalSteps"):
         mh.fit(sparse_task(), mh.Mirrored(), on="cpu*2", folder=tmp_path, **QUIET)
-
-
-class Dies(mh.Callback):
-    """One replica is killed, once, between two agreements."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def on_step(self, hand: mh.Hand) -> None:
-        if hand.rank == 1 and hand.num_steps == 21 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_after_a_loss_the_run_goes_on_from_a_survivors_own_step(tmp_path: Path) -> None:
-    run = mh.fit(
-        one_long_epoch(),
-        mh.Mirrored(2, sync="localsteps(8)"),
-        on="cpu*2",
-        steps=40,
-        callbacks=[Dies(tmp_path / "dead")],
-        folder=tmp_path,
-        **QUIET,
-    )
-    (recovered,) = events(run, "recovered")
-    assert 21 <= recovered["step"] <= 24
-    assert recovered["source"] == "the memory of rank 0"
-    assert run.num_steps == 40
-    assert np.isfinite(run.losses).sum() >= 39, "the loss of the step in which the other was lost may not be known"

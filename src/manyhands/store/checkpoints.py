@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import CheckpointError
-from .disk import Digest, Disk, digest_of, remove_stale, replace_file, temporary_name
+from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
 from .snapshot import Snapshot
 from .tensors import read_tensors, write_tensors
 
@@ -26,8 +26,8 @@ MARKER = "COMMITTED"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
 AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
-HOLDER = "HOLDER"
-"""Who writes, by number: the last one who claimed the folder."""
+CLAIM = re.compile(r"CLAIM-(\d{1,9})")
+"""Who writes, by number: the highest is the last one who claimed the folder."""
 FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 
 
@@ -126,20 +126,38 @@ class CheckpointStore:
         """Makes this the one that writes: whoever did before, and wakes from a long sleep, is refused from now on."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._claim = self._holder() + 1
-            replace_file(self._disk, self.root / HOLDER, [f"{self._claim}\n".encode()])
+            self._claim = self._claimed()
         except OSError as error:
             self._claim = None
             self._on_error(error)
 
-    def _holder(self) -> int:
-        try:
-            return int((self.root / HOLDER).read_text())
-        except (OSError, ValueError):
-            return 0
+    def _claimed(self) -> int:
+        """A number above all others: of two that try the same one, the file system lets one have it."""
+        while True:
+            before = self._claims()
+            number = max(before, default=0) + 1
+            try:
+                self._disk.write(self.root / f"CLAIM-{number}", [])
+            except FileExistsError:
+                continue
+            is_last = max(self._claims()) == number
+            for other in before if is_last else [number]:
+                (self.root / f"CLAIM-{other}").unlink(missing_ok=True)
+            if is_last:
+                self._disk.fsync(self.root)
+                return number
+
+    def _claims(self) -> list[int]:
+        names = (CLAIM.fullmatch(path.name) for path in self.root.iterdir()) if self.root.is_dir() else ()
+        return [int(match[1]) for match in names if match]
+
+    @property
+    def _holds(self) -> bool:
+        """Whether nobody has claimed the folder since this one did."""
+        return self._claim is None or max(self._claims(), default=0) <= self._claim
 
     def _require_claim(self) -> None:
-        if self._claim is not None and self._holder() > self._claim:
+        if not self._holds:
             raise CheckpointError(
                 "one generation of a run writes at a time", got="a later one that has begun", remedy="leave it to that"
             )
@@ -276,7 +294,7 @@ class CheckpointStore:
         files = {name: write_tensors(disk, temporary / name, part) for name, part in copy.tensors.items()}
         files[STATE] = disk.write(temporary / STATE, [copy.text])
         listed = {name: digest.to_dict() for name, digest in files.items()}
-        manifest = {"format": FORMAT, "step": copy.step, "score": copy.score, "files": listed}
+        manifest = {"format": FORMAT, "step": copy.step, "score": copy.score, "claim": self._claim, "files": listed}
         digest = disk.write(temporary / MANIFEST, [_json(manifest)])
         for name in (*files, MANIFEST):
             disk.fsync(temporary / name)
@@ -296,15 +314,23 @@ class CheckpointStore:
         self._disk.fsync(self.root)
 
     def _prune(self, written: _Folder) -> None:
-        """Removes all but the newest, the best, and what was just written."""
+        """Removes all but the newest, the best, and what was just written; never what a later claim has written."""
         committed = self._committed()
         newest: dict[int, _Folder] = {folder.step: folder for folder in committed}
         kept = {*sorted(newest.values())[-self.keep :], written}
         if (best := _best(list(newest.values()))) is not None:
             kept.add(best)
         for folder in self._folders():
-            if folder not in kept:
+            if folder not in kept and self._holds and not self._is_later(folder):
                 self._remove(folder)
+
+    def _is_later(self, folder: _Folder) -> bool:
+        """Whether somebody has written this who claimed the root after this one did."""
+        try:
+            claim = _object(folder.path / MANIFEST).get("claim")
+        except (OSError, ValueError):
+            return False
+        return self._claim is not None and claim is not None and claim > self._claim
 
     def _remove(self, folder: _Folder) -> None:
         """The marker goes first, so that a crash in between leaves no part that looks whole."""

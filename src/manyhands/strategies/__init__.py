@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ..sync import with_own_feedback
 from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
 from .deferred import CannotDefer, Deferred, Take, defer
@@ -29,6 +30,7 @@ __all__ = [
     "outline",
     "check_cut",
     "realise",
+    "with_own_feedback",
     "is_undecided",
     "choice_for",
     "under",

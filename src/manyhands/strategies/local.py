@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..cluster import NullWorld, World
 from ..core import StrategySpec
-from ..sync import Agreement, AllReduce, Buckets, Local, State, average, make_policy
+from ..sync import Agreement, AllReduce, Buckets, Local, State, acting, average, make_policy
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica, comparable, odd_ones
 from .replica import Replica
@@ -20,7 +20,7 @@ def replicated(
     spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> LocalReplica | MirroredReplica:
     """One of several whole networks, as its policy needs it."""
-    kind = LocalReplica if isinstance(make_policy(spec.sync), Local) else MirroredReplica
+    kind = LocalReplica if isinstance(acting(make_policy(spec.sync), world), Local) else MirroredReplica
     return kind(spec, world, model, optimizers)
 
 
@@ -106,6 +106,9 @@ class LocalReplica(Replica):
     def policy_state(self) -> dict[str, Tensor]:
         joined = State.joined(agreement.state() for agreement in self._agreements.values())
         return joined.gathered(self.world).tensors()
+
+    def own_policy_state(self) -> dict[str, Tensor]:
+        return State.joined(agreement.state().own() for agreement in self._agreements.values()).tensors()
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec, TaskError
-from ..sync import Buckets, State, make_policy
+from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica
 
@@ -22,7 +23,10 @@ class MirroredReplica(Replica):
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
         _require_dense(model)
-        self._policy = make_policy(spec.sync)
+        named = make_policy(spec.sync)
+        self._policy = acting(named, world)
+        if self._policy != named:
+            self.notes.append(f"there is one host, so sync={named} has nothing to do: sums are exact")
         self._buckets = {key: Buckets(group, world, self._policy) for key, group in self.groups.items()}
         self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
 
@@ -60,6 +64,11 @@ class MirroredReplica(Replica):
         if not self._policy.changes_mathematics:
             return {}
         return State.joined(buckets.state() for buckets in self._buckets.values()).tensors()
+
+    def own_policy_state(self) -> dict[str, Tensor]:
+        if not self._policy.changes_mathematics:
+            return {}
+        return State.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not self._policy.changes_mathematics:
@@ -138,16 +147,18 @@ def mirror(model: nn.Module, world: World) -> None:
 
 
 def odd_ones(world: World, named: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that differ from those of most ranks, and where."""
+    """Names of tensors that differ from those of most ranks, and where; without a majority all ranks are named."""
     if not named:
         return []
     gathered = world.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
-    usual = gathered.mode(dim=0).values
     found = []
-    for index, name in enumerate(named):
-        odd = [rank for rank in range(world.size) if gathered[rank, index] != usual[index]]
-        if odd:
-            found.append(f"{name} (on rank {', '.join(map(str, odd))})")
+    for name, hashes in zip(named, gathered.T.tolist(), strict=True):
+        usual, count = Counter(hashes).most_common(1)[0]
+        odd = [str(rank) for rank, value in enumerate(hashes) if value != usual]
+        if 2 * count <= world.size:
+            found.append(f"{name} (among ranks {', '.join(map(str, range(world.size)))}, of which no most agree)")
+        elif odd:
+            found.append(f"{name} (on rank {', '.join(odd)})")
     return found
 
 

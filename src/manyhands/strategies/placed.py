@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import Mean, StrategySpec
 from ..graph import Call, Clock
-from ..sync import Buckets, State, make_policy
+from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
 from .drawing import drawn
 from .mirrored import hash_of
@@ -54,7 +54,7 @@ class PlacedReplica(Replica):
         self.inner, self.outer = world.along(spec.axes, "stages"), world.along(spec.axes, "replicas")
         self.held = {key: self._held_of(group) for key, group in self.groups.items()}
         """The parameters that this rank holds, by optimizer."""
-        self._policy = make_policy(spec.sync)
+        self._policy = acting(make_policy(spec.sync), self.outer)
         self._buckets = {key: Buckets(g, self.outer, self._policy) for key, g in self.held.items() if g}
         for buckets in self._buckets.values():
             # Several pieces and micro-batches add to one gradient, so it is complete at the end only.
@@ -268,12 +268,19 @@ class PlacedReplica(Replica):
             return {}
         return self.gathered(State.joined(buckets.state() for buckets in self._buckets.values()).tensors())
 
+    def own_policy_state(self) -> dict[str, Tensor]:
+        if not self._policy.changes_mathematics:
+            return {}
+        return State.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
+
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not self._policy.changes_mathematics:
             return super().load_policy_state(saved)
+        if not saved:
+            return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
         for buckets in self._buckets.values():
             buckets.load_state(State.of(saved))
-        return "" if saved else f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+        return ""
 
     def align_buffers(self) -> None:
         for buffer in self.model.buffers():

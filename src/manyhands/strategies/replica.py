@@ -121,6 +121,10 @@ class Replica:
         """What the policy remembers, of all replicas; all of them must ask together."""
         return {}
 
+    def own_policy_state(self) -> dict[str, Tensor]:
+        """What the policy remembers, as this rank holds it, without asking others; `load_policy_state` takes it too."""
+        return {}
+
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         """Goes on from what `policy_state` gave, on any number of replicas; says what could not be taken over."""
         return "gradients that the policy had not sent yet are left out: no policy here keeps any" if saved else ""

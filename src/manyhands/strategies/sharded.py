@@ -195,6 +195,14 @@ class ShardedReplica(Replica):
         whole = {key: self.whole(value, key.partition("/")[2]) for key, value in shared.items()}
         return State({}, whole, state.num_steps).tensors()
 
+    def own_policy_state(self) -> dict[str, Tensor]:
+        if self._agreement is not None:
+            return self._agreement.state().own().tensors()
+        if not self._policy.changes_mathematics or self._outer.size == 1:
+            return {}
+        state = self._saved if self._course is None else self._course.state()
+        return {} if state is None else state.own().tensors()
+
     def _unsent(self) -> dict[str, Tensor]:
         """What the policy keeps of every replica, each parameter whole; the first rank alone has it in the end."""
         if self._course is None or not self._policy.changes_mathematics or self._outer.size == 1:
@@ -214,6 +222,12 @@ class ShardedReplica(Replica):
         return next(iter(self.groups.values()))[key.partition("/")[2]]
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
+        if saved and State.of(saved).is_own:
+            self._saved = State.of(saved)
+            if self._agreement is not None:
+                self._agreement.restart()
+                self._agreement.take_over(self._saved)
+            return ""
         if self._agreement is not None and saved:
             state = State.of(saved)
             parts = {

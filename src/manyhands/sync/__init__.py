@@ -5,7 +5,8 @@ from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .buckets import Buckets
 from .carrying import carrying
 from .coded import BF16, FP16, Coded, Int8
-from .course import Course, State, tell
+from .course import Course, State, tell, with_own_feedback
+from .hosts import acting
 from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
 from .memory import Memory, key_of
@@ -36,6 +37,7 @@ __all__ = [
     "POLICIES",
     "make_policy",
     "carrying",
+    "acting",
     "Wire",
     "Memory",
     "key_of",
@@ -44,5 +46,6 @@ __all__ = [
     "average",
     "Course",
     "State",
+    "with_own_feedback",
     "tell",
 ]

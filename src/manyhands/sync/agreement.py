@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .course import Course, State, is_look, sizes_told
 from .local import Local
 from .memory import key_of, wide
 
-VELOCITY = "velocity"
+ANCHOR, VELOCITY = "anchor", "velocity"
 COUNT = 1
 """Where a row of numbers holds what its replica has learnt from in that step."""
 
@@ -60,7 +61,18 @@ class Agreement:
         """A step was taken: what it learnt from stands in its row of numbers. True when it is time to agree."""
         self._rows.append(row)
         self.num_steps += 1
-        return len(self._rows) >= self._policy.every or self.num_steps <= self._policy.warmup
+        if self._velocities or self.num_steps <= self._policy.warmup:
+            return self.is_outer
+        return len(self._rows) >= self._policy.every
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether a meeting now is one that the policy asks for, and follows the mean way as it says.
+
+        A velocity gathers speed with every such step, so that others, before a checkpoint say, only take the mean.
+        """
+        since = self.num_steps - self._policy.warmup
+        return not self._velocities or since <= 0 or since % self._policy.every == 0
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -106,10 +118,13 @@ class Agreement:
         return torch.cat([way.reshape(-1) for way in ways])
 
     def _arrive(self, flat: Tensor, names: Sequence[str], held: Mapping[str, Tensor], is_warm: bool) -> None:
-        """Goes from the anchors where the policy says, and casts anchor there."""
+        """Goes from the anchors where the policy says, and casts anchor there; in between to the mean, without."""
         anchors = [self._anchors[name] for name in names]
         parts = flat.split([anchor.numel() for anchor in anchors])
         ways = [part.view(anchor.shape) for part, anchor in zip(parts, anchors, strict=True)]
+        if not self.is_outer:
+            torch._foreach_copy_([held[name] for name in names], torch._foreach_add(anchors, ways))
+            return
         velocities = [self._velocities[name] for name in names if name in self._velocities]
         steps = ways if is_warm else self._policy.follow(ways, velocities)
         torch._foreach_add_(anchors, list(steps))
@@ -129,7 +144,7 @@ class Agreement:
         made = [piece for piece in pieces(alike, carrier.bucket_bytes) if piece]
         self._courses = [(list(piece), Course(carrier, self._world, piece)) for piece in made]
         for _, course in self._courses:
-            course.take_over(state)
+            course.take_over(_of_carrier(state))
 
     def _average_buffers(self, share: Tensor) -> None:
         """Averages of real numbers; whole numbers and flags are the first replica's."""
@@ -158,19 +173,21 @@ class Agreement:
         """What is remembered besides the parameters, as it lies here; complete only where an agreement is reached."""
         state = State.joined(course.state() for _, course in self._courses)
         velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
-        return State(state.feedback, {**state.shared, **velocities}, self.num_steps)
+        anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
+        return State(state.feedback, {**state.shared, **velocities, **anchors}, self.num_steps)
 
     @torch.no_grad()
     def take_over(self, state: State) -> None:
         """Goes on from the state of the same parameters."""
         self.num_steps = state.num_steps
-        for name, velocity in self._velocities.items():
-            saved = state.shared.get(key_of(VELOCITY, name))
-            if saved is not None and saved.shape == velocity.shape:
-                velocity.copy_(saved)
+        for kind, held in ((VELOCITY, self._velocities), (ANCHOR, self._anchors)):
+            for name, mine in held.items():
+                saved = state.shared.get(key_of(kind, name))
+                if saved is not None and saved.shape == mine.shape:
+                    mine.copy_(saved)
         self._plan([name for name in self._parameters if name in self._trained])
         for _, course in self._courses:
-            course.take_over(state)
+            course.take_over(_of_carrier(state))
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -188,6 +205,12 @@ def average(world: World, tensors: Iterable[Tensor]) -> None:
             world.all_reduce(flat, "avg")
             for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def _of_carrier(state: State) -> State:
+    """What of a state belongs to the policy that carries the ways."""
+    shared = {key: held for key, held in state.shared.items() if key.partition("/")[0] not in (ANCHOR, VELOCITY)}
+    return replace(state, shared=shared)
 
 
 def wide_of(tensor: Tensor) -> Tensor:

@@ -83,6 +83,10 @@ class Buckets:
         """What the policy remembers, of all replicas; every one must call it."""
         return self._state().gathered(self._world)
 
+    def own_state(self) -> State:
+        """What the policy remembers of this replica alone, as it lies here."""
+        return self._state().own()
+
     def load_state(self, state: State) -> None:
         """Goes on from what `state` gave, on any number of replicas."""
         self._take_over(state.share(self._world))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .memory import Memory
 from .policy import Policy
 from .wire import Wire
 
-STEPS = "steps"
+STEPS, OWN = "steps", "own"
 
 
 @dataclass
@@ -27,6 +27,8 @@ class State:
     """What was not sent yet: of one replica, or of all of them, stacked."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     num_steps: int = 0
+    is_own: bool = False
+    """Whether it is meant for the replica that it came from, and nobody else's feedback is in it."""
 
     @classmethod
     def joined(cls, states: Iterable[State]) -> State:
@@ -36,7 +38,12 @@ class State:
             whole.feedback |= state.feedback
             whole.shared |= state.shared
             whole.num_steps = max(whole.num_steps, state.num_steps)
+            whole.is_own = state.is_own
         return whole
+
+    def own(self) -> State:
+        """The same, meant for this replica."""
+        return replace(self, is_own=True)
 
     def gathered(self, world: World) -> State:
         """The feedback of all replicas; one parameter after another, and kept by the first one only."""
@@ -49,6 +56,8 @@ class State:
 
     def share(self, world: World) -> State:
         """This replica's part of stacked feedback; among another number of replicas the sum is dealt out evenly."""
+        if self.is_own:
+            return self
 
         def mine(stacked: Tensor) -> Tensor:
             return stacked[world.rank] if len(stacked) == world.size else stacked.sum(0) / world.size
@@ -59,21 +68,28 @@ class State:
         """All of it under flat names, for a checkpoint."""
         feedback = {f"feedback/{name}": tensor for name, tensor in self.feedback.items()}
         shared = {f"shared/{name}": tensor for name, tensor in self.shared.items()}
-        return {STEPS: torch.tensor(self.num_steps), **feedback, **shared}
+        own = {OWN: torch.tensor(True)} if self.is_own else {}
+        return {STEPS: torch.tensor(self.num_steps), **own, **feedback, **shared}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> State:
         """The inverse of `tensors`.
 
         >>> State.of(State({"w": torch.ones(1, 2)}, {}, 3).tensors())
-        State(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3)
+        State(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
         """
-        state = cls(num_steps=int(tensors[STEPS]))
+        state = cls(num_steps=int(tensors[STEPS]), is_own=OWN in tensors)
         for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             if rest:
                 getattr(state, kind)[rest] = tensor
         return state
+
+
+def with_own_feedback(shared: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a policy shares, of one replica's state, and of another's what it has not sent yet; both as `tensors`."""
+    own = State.of(mine).feedback if mine else {}
+    return replace(State.of(shared), feedback=own).tensors()
 
 
 class Course:

@@ -106,8 +106,6 @@ class Hand:
         self._due: list[Key] = []
         self._heard_stop = False
         self._joined_at = -1
-        self.on_taken: Callable[[], None] = lambda: None
-        """Called when a step of a replica that drifts is taken, before it meets the others."""
         self.is_midway = False
         """Whether something was updated since a step was last known to be whole."""
         self.skips = False
@@ -234,6 +232,11 @@ class Hand:
         if self._replica is None:
             raise TaskError("a hand needs a network first", got="none", remedy="call hand.setup(model, optimizer)")
         return self._replica
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this replica has taken steps that the others do not know of."""
+        return self._replica is not None and not self._replica.agrees
 
     @property
     def model(self) -> nn.Module:
@@ -489,9 +492,6 @@ class Hand:
     def meet(self) -> None:
         """Agrees with the other replicas where it is time; the losses since then become those of all."""
         due, self._due = self._due, []
-        if due and MAIN in self.optimizers:
-            # Whoever is lost in what follows, this replica's own step is taken.
-            self.on_taken()
         for key in due:
             self.replica.meet(key)
             noted = self._noted.pop(key, [])

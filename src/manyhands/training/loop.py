@@ -182,7 +182,6 @@ class TrainingLoop:
                 self.sampler = Sampler(self.hand, train_feed)
             self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
             self.copy_parts()
-            self.hand.on_taken = self.marker.mark
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             if self.called_at < self.hand.num_steps:
@@ -204,12 +203,14 @@ class TrainingLoop:
                 self.marker.mark()
                 self.copy_parts()
                 self.look(batch)
+                self.keep_agreed()
                 hand.world.require_current()
                 if self.reporter.num_skipped >= self.task.max_skipped:
                     self.go_back()
                 self.call_back(stepper)
                 if job.save_every and hand.num_steps % job.save_every == 0:
                     self.save()
+                    self.keep_agreed()
                     self.sampler.pause()
                 self.sampler.step()
                 if self.is_over:
@@ -338,13 +339,24 @@ class TrainingLoop:
 
     def keep(self) -> None:
         """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""
-        self.reporter.read()
         self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
+        if self.hand.is_apart:
+            # Steps that the others know nothing of are taken again.
+            return
+        self.reporter.read()
         checkpoint = self.marker.checkpoint(self.ending or self.state())
         if checkpoint is not None:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
-        elif self.hand.is_midway:
+        elif self.hand.is_midway and not self.hand.replica.drifts:
             self.kept.checkpoint = None
+
+    def keep_agreed(self) -> None:
+        """Replicas that go apart keep where they agreed last: after a loss all of them go on from there."""
+        if self.hand.replica.drifts and self.hand.replica.agrees:
+            self.marker.mark()
+            checkpoint = self.marker.checkpoint(self.state())
+            if checkpoint is not None:
+                self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
 
     def go_back(self) -> None:
         """Too many steps in a row were left out: goes back to the last good state, once from every place."""
@@ -496,6 +508,7 @@ class TrainingLoop:
         self.save()
         self.marker.mark()
         self.ending = None
+        self.keep_agreed()
 
     def tell_limit(self, feed: Feed) -> None:
         """Says once what holds the steps up besides computing them."""

@@ -36,6 +36,7 @@ def part_snapshot(
     hand: Hand,
     cursors: Sequence[Cursor],
     buffers: Sequence[Tensor],
+    policy: Mapping[str, Tensor],
     random: Mapping[str, Tensor],
     state: dict[str, Any],
 ) -> Checkpoint:
@@ -68,6 +69,7 @@ def part_snapshot(
         model=kept("model", {**_parameters(hand), **named}),
         optimizers=optimizers,
         averages={} if hand.averages is None else kept("averages", hand.averages.tensors),
+        policy={name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.items()},
         random={f"rank{hand.world.rank}.{name}": tensor for name, tensor in random.items()},
         state={
             "cursors": [cursor.to_dict() for cursor in cursors],
@@ -104,6 +106,9 @@ def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
             for name, values in saved["state"].items()
         }
         load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
+    notice = replica.load_policy_state(part.policy)
+    if notice:
+        hand.notice(notice)
     hand.num_steps = part.step
     hand.cursors = [Cursor.from_dict(values) for values in part.state["cursors"]]
     prefix = f"rank{hand.world.rank}."
@@ -141,6 +146,8 @@ def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
         model=wholes("model", [part.model for part in parts]),
         optimizers=optimizers,
         averages=wholes("averages", [part.averages for part in parts]),
+        # What was not sent yet belongs to ranks that hold other parts now.
+        policy={},
     )
 
 

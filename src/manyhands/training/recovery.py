@@ -14,6 +14,7 @@ from ..cluster import World
 from ..core import PeerLost, StrategyError, StrategySpec, random_state
 from ..data import Batch, Cursor
 from ..store import Checkpoint
+from ..strategies import with_own_feedback
 from .parts import complete, joined, part_snapshot, shape_of
 from .snapshot import local_snapshot, share
 
@@ -29,6 +30,8 @@ class Mark:
     cursors: list[Cursor]
     batch: Batch | None
     buffers: list[Tensor]
+    policy: dict[str, Tensor]
+    """What the policy remembers of this rank: backward changes it while a step is under way."""
     draws: list[Tensor]
     """Where torch's generators stood. To ask numpy and Python as well would cost a small step a tenth of its time."""
 
@@ -82,13 +85,14 @@ class Marker:
         return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
     def mark(self) -> None:
-        """A step is taken and counts."""
+        """A step is taken and counts: where replicas go apart, once they agree."""
         hand = self._hand
         hand.is_midway = False
-        if self._is_on:
+        if self._is_on and hand.replica.agrees:
+            policy = {name: tensor.detach().clone() for name, tensor in hand.replica.own_policy_state().items()}
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
-            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, draws)
+            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, policy, draws)
 
     @property
     def batches(self) -> dict[int, Batch | None]:
@@ -100,16 +104,14 @@ class Marker:
     def checkpoint(self, state: dict[str, Any]) -> Checkpoint | None:
         """What this rank holds, as it was at the last mark; None where it was in the middle of updates."""
         hand, mark = self._hand, self._mark
-        if mark is None or hand.is_midway or mark.step != hand.num_steps:
+        if mark is None or hand.is_midway or mark.step != hand.num_steps or not hand.replica.agrees:
             return None
         if not is_whole(hand.spec):
-            # Replicas that have gone apart would have to agree first.
-            ready = not hand.replica.drifts
-            return part_snapshot(hand, mark.cursors, mark.buffers, self._random(mark), state) if ready else None
+            return part_snapshot(hand, mark.cursors, mark.buffers, mark.policy, self._random(mark), state)
         with torch.no_grad():
             for buffer, before in zip(hand.model.buffers(), mark.buffers, strict=True):
                 buffer.copy_(before)
-        return local_snapshot(hand, mark.cursors, self._random(mark), state)
+        return local_snapshot(hand, mark.cursors, mark.policy, self._random(mark), state)
 
     def _random(self, mark: Mark) -> dict[str, Tensor]:
         for generator, before in zip(self._generators, mark.draws, strict=True):
@@ -156,6 +158,9 @@ def recall(hand: Hand, kept: Kept, at_least: int) -> Recalled | None:
         if offer in held and part is not None:
             # Every rank has drawn other numbers than the rest.
             part = dataclasses.replace(part, random=held[offer].random)
+        if part is not None and part.policy:
+            mine = held.get(offer) or held.get((step - 1, *offer[1:]))
+            part = dataclasses.replace(part, policy=with_own_feedback(part.policy, {} if mine is None else mine.policy))
         parts.append(part)
     if len(parts) == 1:
         return Recalled(parts[0], f"the memory of rank {sources[0]}", told, is_part=False)

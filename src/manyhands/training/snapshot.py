@@ -42,7 +42,11 @@ def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
 
 
 def local_snapshot(
-    hand: Hand, cursors: Sequence[Cursor], random: Mapping[str, Tensor], state: dict[str, Any]
+    hand: Hand,
+    cursors: Sequence[Cursor],
+    policy: dict[str, Tensor],
+    random: Mapping[str, Tensor],
+    state: dict[str, Any],
 ) -> Checkpoint:
     """The same of a replica that holds the whole network, without asking others: copies on the CPU."""
     copied = _mapped(lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -59,6 +63,7 @@ def local_snapshot(
         },
         random={f"rank{hand.rank}.{name}": tensor for name, tensor in random.items()},
         averages={} if hand.averages is None else copied(dict(hand.averages.state_dict())),
+        policy=copied(policy),
     )
 
 
