@@ -132,6 +132,7 @@ _HOMES = {
 }
 _ROOMS = ("sync",)
 """Rooms whose names people write themselves: mh.sync.TopK(0.01)."""
+_STRATEGIES = ("Mirrored", "Sharded", "TensorParallel", "Pipeline", "Placed")
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
@@ -139,6 +140,9 @@ def __getattr__(name: str) -> Any:
     """Imports a room when it is first asked for, so that `import manyhands` costs nothing by itself."""
     from importlib import import_module
 
+    if name in _STRATEGIES:
+        # The policies are known there, so that a strategy that names another one is refused at once.
+        import_module(".sync", __name__)
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
     if name not in _HOME:

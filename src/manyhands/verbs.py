@@ -166,6 +166,7 @@ def fit(
     - `params`: the task function's own parameters;
     - `name`, `folder`: the run is kept under folder/name;
     - `resume`: True with a name, a Run, or a run's path: goes on from the last checkpoint, on any number of devices;
+      "auto" with a name begins the run where there is none yet, so that one program serves the first start and others;
     - `start_from`: a run, a file of weights, an exported model's or a Hugging Face folder whose weights the
       network begins with: fresh data, a new optimizer; a resumed run goes on from its checkpoint instead;
       `mh.weights(path, strict=False)` takes what fits;
@@ -179,7 +180,7 @@ def fit(
     - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
     - `profile`: times one step in fifty by what it does: `run.profile`, and `mh.profile(run)` with advice.
 
-    Ctrl-C ends the run after the current step and returns it.
+    Ctrl-C ends the run after the current step and returns it; a SIGTERM does so too, and then ends the program.
 
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
@@ -203,6 +204,9 @@ def fit(
     training.check_callbacks(callbacks)
     sinks = make_sinks(log_to)
     limit = None if memory is None else training.parse_bytes(memory)
+    may_begin = resume == "auto"
+    if may_begin:
+        resume = True
     if not isinstance(resume, bool):
         resumed = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = resumed.parent, resumed.name, True
@@ -231,7 +235,7 @@ def fit(
     training.check_patience(training.as_patience(stop), made)
     made = made.replace(weights=training.as_weights(made.weights, folder))
     source = training.as_weights(start_from, folder)
-    if not resume:
+    if not resume or (may_begin and not (Path(folder) / str(name)).is_dir()):
         training.check_start(made, made.weights)
         training.check_start(made, source)
     table, layout = _explained(made, spec)
@@ -239,7 +243,7 @@ def fit(
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     before = _begun_before(folder)
     resume = resume or before is not None
-    path = before or _from_first(lambda: new_folder(folder, name, default, resume), on)
+    path = before or _from_first(lambda: new_folder(folder, name, default, resume, may_begin=may_begin), on)
     if source is not None and resume and CheckpointStore(path / training.CHECKPOINTS).steps():
         notices.append("start_from is for the beginning of a run; this one goes on from its checkpoint")
     job = Job(
@@ -260,6 +264,7 @@ def fit(
         profile=profile,
     )
     with (
+        _ending_well(),
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
         _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
@@ -818,28 +823,71 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[A
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
 
 
+_STOPPING: dict[int, str] = {
+    signal.SIGINT: "stopping after this step; Ctrl-C again stops at once",
+    signal.SIGTERM: "told to end (SIGTERM): stopping after this step, and then the program; once more stops at once",
+}
+
+
 @contextlib.contextmanager
 def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
-    """The first Ctrl-C, or a SIGTERM, asks the loops to end after their step; the second interrupts."""
+    """The first Ctrl-C, or a SIGTERM, asks the loops to end after their step; the second interrupts.
+
+    A SIGTERM is meant for the whole program, so it is handed on afterwards.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    asked: list[bool] = []
+    asked: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
         if asked:
             raise KeyboardInterrupt
-        asked.append(True)
+        asked.append(number)
         stop()
-        view.line("stopping after this step; Ctrl-C again stops at once")
+        view.line(_STOPPING[number])
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in _STOPPING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if signal.SIGTERM in asked:
+        _hand_on(before[signal.SIGTERM])
+
+
+@contextlib.contextmanager
+def _ending_well() -> Iterator[None]:
+    """A SIGTERM that is handed on inside goes further when all of this is done."""
+    if threading.current_thread() is not threading.main_thread() or current_world() is not None:
+        yield
+        return
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def hear(number: int, frame: Any) -> None:
+        if frame is None:
+            heard.append(number)
+        else:
+            _hand_on(before, frame)
+
+    signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if heard:
+        _hand_on(before)
+
+
+def _hand_on(handler: Any, frame: Any = None) -> None:
+    """Gives a SIGTERM to whoever handled it before, without a frame once it was heeded; by default the program ends."""
+    if callable(handler):
+        handler(signal.SIGTERM, frame)
+    elif handler != signal.SIG_IGN:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _check_data(task: Task, steps: int | None) -> None:
@@ -889,7 +937,8 @@ def _notices(spec: StrategySpec) -> list[str]:
         return []
     if spec.replicas == 1:
         return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
-    return [policy.said]
+    # How many hosts there are is known when their ranks meet.
+    return [f"where there are several hosts, {policy.said}" if policy.between == "hosts" else policy.said]
 
 
 def _place(devices: Sequence[Device]) -> str:

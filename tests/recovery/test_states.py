@@ -40,6 +40,8 @@ def test_nan_on_one_rank_leaves_the_step_out_on_all(engine: Any, tmp_path: Path)
     task = dataclasses.replace(task, shuffle=False, not_finite="skip")
     run = fit(task, tmp_path)
     assert run.skipped == [2, 5, 8, 11]
+    told = [entry["text"] for entry in said(run.path, "notice") if "left out" in entry["text"]]
+    assert told[0] == "step 2 was left out: its gradient is not finite, on rank 1; look at sample 30"
     assert all(tensor.isfinite().all() for tensor in run.state_dict().values())
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import manyhands as mh
-from manyhands.core import StrategyError, StrategySpec
+from manyhands.core import StrategyError, StrategySpec, UsageError
 from manyhands.sync import BF16, FP16, POLICIES, DiLoCo, Int8, LocalSteps, PowerSGD, TopK, make_policy
 from manyhands.sync.topk import largest
 from manyhands.testing import PolicyContract
@@ -132,6 +133,42 @@ def test_nonsense_is_refused_before_anything_starts(text: str, said: str) -> Non
     assert said in str(raised.value)
     with pytest.raises(StrategyError):
         mh.launch(lambda hand: None, mh.Mirrored(2, sync=text), on="cpu*2")
+
+
+@pytest.mark.parametrize(
+    ("sync", "said"),
+    [
+        ("bf8", "sync must be one of allreduce"),
+        (3, "sync is a policy or its text, but got 3"),
+        (None, "sync is a policy or its text, but got None"),
+        (TopK, "but got the class TopK; write mh.sync.TopK(...)"),
+    ],
+)
+def test_what_is_no_policy_is_refused_when_a_strategy_is_written(sync: object, said: str) -> None:
+    for make in (mh.Mirrored, mh.Sharded, mh.TensorParallel, mh.Pipeline):
+        with pytest.raises(StrategyError) as raised:
+            make(2, sync=sync)
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Int8(bits=4), "the policy int8 has the settings warmup=, between=, but got Int8(bits=4)"),
+        (lambda: mh.sync.Auto(True), "but got Auto(True); write for instance auto(lossy=…)"),
+        (lambda: mh.sync.Auto(lossy="yes"), "lossy is True or False, but got 'yes'"),
+        (lambda: mh.Embedding(10, 4, padding_idx=0), "a table has rows, dim, optimizer, std and seed, but got padding"),
+    ],
+)
+def test_settings_that_are_not_there_are_named(make: Any, said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+def test_the_room_shows_its_policies_alone() -> None:
+    known = ["AllReduce", "Auto", "BF16", "DiLoCo", "FP16", "Int8", "LocalSteps", "Policy", "PowerSGD", "TopK"]
+    assert dir(mh.sync) == known
 
 
 def test_a_spec_stays_plain_text() -> None:

@@ -132,6 +132,44 @@ def test_a_run_is_resumed_as_it_was_returned(tmp_path: Path) -> None:
     assert fit(noisy(schedule=None), epochs=2, resume=str(first.path)).num_steps == whole.num_steps
 
 
+def test_one_program_serves_the_first_start_and_the_next(tmp_path: Path) -> None:
+    whole = fit(noisy(schedule=None), epochs=2, folder=tmp_path)
+    for epochs in (1, 2):
+        run = fit(noisy(schedule=None), epochs=epochs, folder=tmp_path, name="one", resume="auto")
+    assert run.losses == whole.losses
+    for number in range(6):
+        (tmp_path / f"z{number}").mkdir()
+    with pytest.raises(SettingsError, match=r"z5 and 3 more, but got 'no'; .*resume='auto' of mh.fit does either"):
+        fit(noisy(), folder=tmp_path, name="no", resume=True)
+    with pytest.raises(SettingsError, match="resume needs the run's name"):
+        fit(noisy(), folder=tmp_path, resume="auto")
+
+
+class Terminated(mh.Callback):
+    """Somebody ends the program while it trains."""
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.num_steps == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_sigterm_ends_the_program_once_the_run_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        mh.fit(noisy(), mh.Single(), on="cpu", epochs=9, folder=tmp_path, name="cut", callbacks=[Terminated()])
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert "told to end (SIGTERM)" in capfd.readouterr().err
+    assert list(read_events(tmp_path / "cut" / "events.jsonl"))[-1]["stopped"]
+    assert mh.Run(tmp_path / "cut").num_steps == 4
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        again = mh.fit(noisy(), mh.Single(), on="cpu", epochs=9, folder=tmp_path, callbacks=[Terminated()])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (again.stopped, heard) == (True, [signal.SIGTERM]), "whoever handles it decides what comes then"
+
+
 def test_a_failed_run_costs_nothing_that_was_saved(tmp_path: Path) -> None:
     task = noisy(dropout=0.0)
     whole = fit(task, epochs=2, folder=tmp_path, name="whole")

@@ -68,6 +68,13 @@ def test_a_replica_that_computed_wrongly_is_named(tmp_path: Path, engine: Any) -
     assert found.first == 1
 
 
+def test_where_a_policy_is_lossy_no_rank_is_accused(tmp_path: Path, engine: Any) -> None:
+    run = mh.fit(task(), mh.Mirrored(2, sync="topk(0.05)"), on="cpu*2", epochs=1, folder=tmp_path, progress=False)
+    found = mh.replay(run, 8, on="cpu")
+    assert not found.ranks
+    assert str(found).startswith("note: sync=topk(0.05) changed the mathematics")
+
+
 def test_a_bad_sample_is_named(tmp_path: Path) -> None:
     rows = ROWS.clone()
     rows[17] = 1e25  # its square is infinite

@@ -26,6 +26,7 @@ class Interrupts:
             self._heard.setblocking(False)
             self._said.setblocking(False)
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
+            self._on_end = signal.signal(signal.SIGTERM, self._end)
             self._wakeup = signal.set_wakeup_fd(self._said.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -35,6 +36,7 @@ class Interrupts:
         if self._here:
             signal.set_wakeup_fd(self._wakeup)
             signal.signal(signal.SIGINT, self._handler)
+            signal.signal(signal.SIGTERM, self._on_end)
             self.exit_code = self.exit_code or self._heard_code()
             self._heard.close()
             self._said.close()
@@ -42,6 +44,11 @@ class Interrupts:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = 128 + number
         raise KeyboardInterrupt
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        # Without a frame a verb has heeded it, and what came of that is still to be told.
+        if frame is not None:
+            raise SystemExit(128 + number)
 
     def _heard_code(self) -> int:
         try:

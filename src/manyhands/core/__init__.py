@@ -40,6 +40,7 @@ from .spec import (
     StrategySpec,
     TensorParallel,
     as_spec,
+    check_policies_by,
     split_settings,
 )
 from .task import Mean, Task, as_task, mean, task_name, typed
@@ -75,6 +76,7 @@ __all__ = [
     "Pipeline",
     "Placed",
     "as_spec",
+    "check_policies_by",
     "split_settings",
     "Resolved",
     "resolve_settings",

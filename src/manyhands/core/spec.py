@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -113,7 +113,7 @@ class StrategySpec:
 
     def __post_init__(self) -> None:
         # A policy's object prints as the text that makes it again, so that a spec stays plain data.
-        object.__setattr__(self, "sync", str(self.sync))
+        object.__setattr__(self, "sync", _text_of(self.sync))
         for axis in AXES:
             count = getattr(self, axis)
             if axis in OPEN_AXES and (count is None or (axis == "stages" and count == 0)):
@@ -333,6 +333,32 @@ def Single(
     )
 
 
+_policy_checks: list[Callable[[str], object]] = []
+
+
+def check_policies_by(check: Callable[[str], object]) -> None:
+    """Lets whoever knows the policies refuse a text that names none of them, when a strategy is written."""
+    _policy_checks.append(check)
+
+
+def policy_text(policy: object) -> str:
+    """The text of a policy, which is a policy's object or its text already."""
+    text = _text_of(policy)
+    for check in _policy_checks:
+        check(text)
+    return text
+
+
+def _text_of(policy: object) -> str:
+    if isinstance(policy, str):
+        return policy
+    if isinstance(policy, type) or not hasattr(policy, "changes_mathematics"):
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
+        made = f"mh.sync.{policy.__name__}(...)" if isinstance(policy, type) else 'mh.sync.Int8() or "bf16", say'
+        raise StrategyError("sync is a policy or its text", got=got, remedy=f"write {made}")
+    return str(policy)
+
+
 def Mirrored(
     replicas: int | None = None,
     *,
@@ -357,7 +383,7 @@ def Mirrored(
     """
     return StrategySpec(
         replicas=replicas,
-        sync=str(sync),
+        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -394,7 +420,7 @@ def Sharded(
         replicas=replicas,
         shards=shards,
         sharding=sharding,
-        sync=str(sync),
+        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -429,7 +455,7 @@ def TensorParallel(
         replicas=replicas,
         tensor=tensor,
         layout=layout,  # type: ignore[arg-type]
-        sync=str(sync),
+        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -510,7 +536,7 @@ def Pipeline(
         stages=stages or 0,
         microbatches=microbatches,
         schedule=schedule,
-        sync=str(sync),
+        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
@@ -550,7 +576,7 @@ def Placed(
         replicas=replicas,
         stages=count or 0,
         place=";".join(f"{pattern}@{device}" for pattern, device in where.items()) if where else "auto",
-        sync=str(sync),
+        sync=policy_text(sync),
         batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,

@@ -46,8 +46,21 @@ class Embedding(nn.Embedding):
     """
 
     def __init__(
-        self, rows: int, dim: int, *, optimizer: str | None = None, std: float = 1.0, seed: int | None = None
+        self,
+        rows: int,
+        dim: int,
+        *,
+        optimizer: str | None = None,
+        std: float = 1.0,
+        seed: int | None = None,
+        **others: Any,
     ) -> None:
+        if others:
+            raise TaskError(
+                "a table has rows, dim, optimizer, std and seed",
+                got=", ".join(f"{name}={value!r}" for name, value in others.items()),
+                remedy="leave it away, or use nn.Embedding, which every worker holds whole",
+            )
         for name, value in {"rows": rows, "dim": dim}.items():
             if not isinstance(value, int) or value < 1:
                 raise TaskError(f"{name} of a table must be a whole number of at least 1", got=value, remedy="pass it")

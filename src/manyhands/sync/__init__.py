@@ -49,3 +49,8 @@ __all__ = [
     "with_own_feedback",
     "tell",
 ]
+
+
+def __dir__() -> list[str]:
+    """The policies: what a person writes. The rest is for other rooms."""
+    return ["Policy", *sorted(kind.__name__ for kind in POLICIES.values() if kind.__module__.startswith(__name__))]

@@ -22,7 +22,7 @@ from .course import Course, State
 from .links import Links
 from .local import Local
 from .memory import Memory
-from .policy import AllReduce, Policy, make_policy
+from .policy import AllReduce, Policy, make_policy, require
 from .wire import Wire
 
 OVERLAP = 0.4
@@ -58,6 +58,10 @@ class Auto(Policy):
     name = "auto"
     changes_mathematics = False
     lossy: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(isinstance(self.lossy, bool), "lossy is True or False", self.lossy)
 
     def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
         yield wire.all_reduce(gradient)

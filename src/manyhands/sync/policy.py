@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..cluster import Pending
-from ..core import StrategyError, split_settings
+from ..core import StrategyError, check_policies_by, split_settings
 from .memory import Memory
 from .wire import Wire
 
@@ -22,8 +23,20 @@ POLICIES: dict[str, type[Policy]] = {}
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*")
 
 
+class _Made(ABCMeta):
+    """Says which settings a policy has where it is given others."""
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        try:
+            inspect.signature(cls.__init__).bind(None, *given, **named)  # type: ignore[misc]
+        except TypeError:
+            told = ", ".join([*map(repr, given), *(f"{name}={value!r}" for name, value in named.items())])
+            raise _unknown(cls, f"{cls.__name__}({told})") from None
+        return super().__call__(*given, **named)
+
+
 @dataclass(frozen=True)
-class Policy(ABC):
+class Policy(metaclass=_Made):
     """How the sum of the replicas' gradients comes about: frozen settings and one method.
 
     A policy of your own is one class; its name is then known to `sync=`. What it does not send it keeps as feedback.
@@ -113,7 +126,7 @@ def make_policy(policy: str | Policy) -> Policy:
             got=repr(policy),
             remedy='write for instance sync="bf16" or sync="topk(0.01)"',
         )
-    return _made(kind, policy, match[2] or "")
+    return _made(kind, match[2] or "")
 
 
 def require(holds: bool, rule: str, got: object) -> None:
@@ -122,7 +135,7 @@ def require(holds: bool, rule: str, got: object) -> None:
         raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct it")
 
 
-def _made(kind: type[Policy], text: str, inside: str) -> Policy:
+def _made(kind: type[Policy], inside: str) -> Policy:
     given: list[Any] = []
     named: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in split_settings(inside))):
@@ -131,19 +144,18 @@ def _made(kind: type[Policy], text: str, inside: str) -> Policy:
             named[key.strip()] = _value(value.strip())
         else:
             given.append(_value(part))
-    try:
-        return kind(*given, **named)
-    except TypeError:
-        known = ", ".join(f.name for f in dataclasses.fields(kind))
-        raise StrategyError(
-            f"the policy {kind.name} has the settings {known}",
-            got=repr(text),
-            remedy=f"write for instance {_example(kind)}",
-        ) from None
+    return kind(*given, **named)
+
+
+def _unknown(kind: Any, got: str) -> StrategyError:
+    known = ", ".join(f.name if not f.kw_only else f"{f.name}=" for f in dataclasses.fields(kind))
+    return StrategyError(
+        f"the policy {kind.name} has the settings {known}", got=got, remedy=f"write for instance {_example(kind)}"
+    )
 
 
 def _example(kind: type[Policy]) -> str:
-    names = [f.name for f in dataclasses.fields(kind) if not f.kw_only]
+    names = [f.name for f in dataclasses.fields(kind) if not f.kw_only or f.name in kind.__dict__]
     return f"{kind.name}({', '.join(f'{name}=…' for name in names)})" if names else f"{kind.name}(warmup=10)"
 
 
@@ -152,3 +164,6 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+check_policies_by(make_policy)

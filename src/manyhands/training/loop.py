@@ -343,7 +343,7 @@ class TrainingLoop:
         if self.hand.is_apart:
             # Steps that the others know nothing of are taken again.
             return
-        self.reporter.read()
+        self.reporter.read(alone=True)
         checkpoint = self.marker.checkpoint(self.ending or self.state())
         if checkpoint is not None:
             self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
@@ -623,13 +623,14 @@ class _Reporter:
             told = {"rank": world.rank, "host": world.seat.host, "step": self._hand.num_steps, "seconds": seconds}
             world.line.report(event("pace", **told))
 
-    def read(self) -> None:
+    def read(self, *, alone: bool = False) -> None:
+        """Looks at the losses since the last time; all replicas do so together, unless one is `alone` with the news."""
         unread, self._unread = self._unread, []
         for (step, _, _), values in zip(unread, _read_all(unread), strict=True):
-            if values.pop(_GOOD, 1.0) == 0.0:
-                self._skip(step)
+            is_good, part = values.pop(_GOOD, 1.0) != 0.0, values.pop(_PART, math.nan)
+            if not is_good:
+                self._skip(step, "" if alone else self._blame(step, values, part))
                 continue
-            part = values.pop(_PART, math.nan)
             if math.isfinite(part):
                 self._parts.append((step, float(f"{part:.9g}")))
             self.num_skipped = 0
@@ -649,13 +650,27 @@ class _Reporter:
         self._unsent += recent
         self.recent.extend(recent)
 
-    def _skip(self, step: int) -> None:
+    def _skip(self, step: int, blame: str) -> None:
         """Lists a step that changed nothing."""
         self.num_skipped += 1
         self.report(event("skipped", step=step))
         if self.num_skipped == 1:
             self.skipped_since = step
-            self._hand.notice(f"step {step} was left out: its gradient is not finite")
+            self._hand.notice(f"step {step} was left out: its gradient is not finite{blame}")
+
+    def _blame(self, step: int, values: dict[str, float], part: float) -> str:
+        """Whose samples gave no finite loss, and which of them are not finite; asked of all for the first of a row."""
+        if self.num_skipped:
+            return ""
+        hand = self._hand
+        own = part if hand.size > 1 else next(iter(values.values()), math.nan)
+        batch = hand.batch if step == hand.num_steps else None
+        is_sound = math.isfinite(own) or (batch is not None and not batch.num_samples)
+        found = hand.replicas.gather_objects((is_sound, [] if batch is None else _not_finite(batch)))
+        ranks = [rank for rank, (is_fine, _) in enumerate(found) if not is_fine]
+        samples = [sample for _, some in found for sample in some]
+        where = f", on rank {', '.join(map(str, ranks))}" if 0 < len(ranks) < len(found) else ""
+        return where + (f"; look at {_some(samples)}" if samples else "")
 
     def forget(self) -> None:
         """Lets losses go that were not told yet: their steps are taken again."""

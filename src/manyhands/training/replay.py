@@ -69,6 +69,8 @@ class Replay:
     samples: list[tuple[int, float]] = field(default_factory=list)
     """The samples of the step with the largest losses, each by itself; what is not finite comes first."""
     notes: list[str] = field(default_factory=list)
+    changed: str = ""
+    """What changed the run's mathematics, so that its losses are not one device's and accuse nobody."""
 
     @property
     def equal(self) -> bool:
@@ -84,7 +86,8 @@ class Replay:
         verdict = "equal" if self.equal else "different"
         since = f"the checkpoint of step {self.since}" if self.since else "the beginning"
         losses = f"gave a loss of {self.recorded:.6g}, taken again {self.replayed:.6g}"
-        lines = [f"{verdict}: step {self.step} of {self.run} {losses} (from {since})"]
+        lines = [f"note: {self.changed}"] if self.changed else []
+        lines.append(f"{verdict}: step {self.step} of {self.run} {losses} (from {since})")
         if self.first is not None and self.first != self.step:
             lines.append(f"the first step that differs is {self.first}")
         lines += map(str, self.ranks)
@@ -122,6 +125,9 @@ class _Again:
             learn_draws(self.hand, task, self.feed.peek(NUM_SAMPLES))
         self.parts = _parts(run)
         self.notes = list(self._notes(before))
+        self.changed = _changed(before)
+        if self.changed:
+            self.parts = {}
 
     def close(self) -> None:
         self.feed.close()
@@ -132,7 +138,7 @@ class _Again:
         """Steps from the nearest checkpoint to this one, each compared with what was recorded of it."""
         since = self._go_back_to(step)
         close = CLOSE[self.hand.spec.precision]
-        found = Replay(self.run.name, step, since, recorded, math.nan, close, notes=self.notes)
+        found = Replay(self.run.name, step, since, recorded, math.nan, close, notes=self.notes, changed=self.changed)
         while self.hand.num_steps < step:
             for batch, cursor in self._epoch():
                 number = self.hand.num_steps + 1
@@ -217,11 +223,17 @@ class _Again:
         draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules)
         if draws and not before.deterministic:
             yield "dropout drew numbers that cannot be drawn again; train with deterministic=True to compare such steps"
-        if before.sync != StrategySpec().sync:
-            yield f"sync={before.sync} changed the mathematics, so losses differ from one device's"
         if draws or any(isinstance(module, _BatchNorm) for module in modules) or self.task.loss is None:
             self.parts = {}
             yield "replicas are not compared one by one: their losses depend on more than their own samples"
+
+
+def _changed(before: StrategySpec) -> str:
+    if before.sync not in (StrategySpec().sync, "auto") and before.replicas != 1:
+        return f"sync={before.sync} changed the mathematics, so losses differ from one device's and no rank is accused"
+    if before.changes_mathematics:
+        return f"{before.changes_mathematics}, so losses differ from one device's and no rank is accused"
+    return ""
 
 
 def _recorded(run: Run, step: int) -> float:

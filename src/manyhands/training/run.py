@@ -256,8 +256,11 @@ def _require_path(source: Path | Mapping[str, Tensor], given: Any, folder: Path)
         )
 
 
-def new_folder(folder: str | Path, name: str | None, default: str, resume: bool) -> Path:
-    """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten."""
+def new_folder(folder: str | Path, name: str | None, default: str, resume: bool, *, may_begin: bool = False) -> Path:
+    """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten.
+
+    `may_begin` makes one that is to be resumed, where there is none.
+    """
     root = Path(folder)
     if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64):
         raise SettingsError(
@@ -268,10 +271,13 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool)
     if resume:
         if name is None:
             raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
+        if may_begin:
+            (root / name).mkdir(parents=True, exist_ok=True)
         if not (root / name).is_dir():
-            have = ", ".join(sorted(path.name for path in root.glob("*") if path.is_dir())[-5:]) or "no runs"
             raise SettingsError(
-                f"a run that is resumed must be there; {root} has {have}", got=repr(name), remedy="name one"
+                f"a run that is resumed must be there; {root} has {_some_of(root)}",
+                got=repr(name),
+                remedy="name one of its runs, or begin this one without resume; resume='auto' of mh.fit does either",
             )
         return root / name
     chosen = name or default
@@ -286,3 +292,10 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool)
         got=f"{root / chosen}, which exists",
         remedy="pass resume=True to go on, or another name",
     )
+
+
+def _some_of(root: Path) -> str:
+    """The last runs of a folder, and how many more there are."""
+    names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[-5:]) + more if names else "no runs"
