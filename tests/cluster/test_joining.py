@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster import Join, resolve, write_token
-from manyhands.cluster.joining.channel import MAX_MESSAGE, Channel, Nonsense, checked
-from manyhands.cluster.joining.desk import Desk
-from manyhands.cluster.joining.handshake import Facts, introduce
+from manyhands.cluster import Join, Team, resolve, this_host, write_token
+from manyhands.cluster.crew import turn
+from manyhands.cluster.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, Limits, Nonsense, checked
+from manyhands.cluster.joining.desk import MAX_WAITING, Desk
+from manyhands.cluster.joining.handshake import Facts, Refused, introduce
 from manyhands.cluster.joining.token import Token, read_token
 from manyhands.cluster.network import listen
-from manyhands.core import SettingsError
+from manyhands.core import RunError, SettingsError
 
 SECRET = Token(b"a" * 40)
 
@@ -34,20 +38,19 @@ class Waiting:
     """A desk that somebody attends, in a thread."""
 
     def __init__(self, token: Token = SECRET, num_hosts: int = 2, seconds: float = 20.0) -> None:
-        self._seconds = seconds
         self.said: list[str] = []
         listener = listen("127.0.0.1")
         self.port = listener.getsockname()[1]
-        self.desk = Desk(listener, token, lambda: facts("host1"), num_hosts, self.said.append)
+        self.desk = Desk(listener, token, lambda: facts("host1"), num_hosts, self.said.append, seconds)
         self._thread = threading.Thread(target=self._attend)
         self._thread.start()
 
     def _attend(self) -> None:
         with contextlib.suppress(SettingsError):
-            self.desk.gather(self._seconds)
+            self.desk.gather()
 
     def connect(self) -> Channel:
-        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5))
+        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5), Limits(20))
 
     def join(self, mine: Facts, token: Token = SECRET) -> Channel:
         channel = self.connect()
@@ -146,12 +149,12 @@ def test_what_was_overheard_lets_nobody_in(waiting: Callable[..., Waiting]) -> N
     first = desk.connect()
     nonce = first.wait_for("hello", seconds=5)["nonce"]
     said = asdict(facts())
-    proof = SECRET.prove("join", nonce, "x", json.dumps(said, sort_keys=True))
-    first.send("join", nonce="x", facts=said, proof=proof)
+    proof = SECRET.prove("join", nonce, "ab", json.dumps(said, sort_keys=True))
+    first.send("join", nonce="ab", facts=said, proof=proof, again="")
     assert first.wait_for("welcome", "refused", seconds=5)["kind"] == "welcome"
     again = desk.connect()
     assert again.wait_for("hello", seconds=5)["nonce"] != nonce
-    again.send("join", nonce="x", facts=said, proof=proof)
+    again.send("join", nonce="ab", facts=said, proof=proof, again=proof)
     assert again.wait_for("welcome", "refused", seconds=5)["kind"] == "refused"
     first.close()
     again.close()
@@ -209,14 +212,181 @@ def test_a_message_of_no_known_shape_is_nonsense(body: bytes) -> None:
         checked(body)
 
 
+def test_a_host_that_proved_itself_and_hangs_up_ends_nothing() -> None:
+    with listen("127.0.0.1") as listener:
+        said: list[str] = []
+        desk = Desk(listener, SECRET, lambda: facts("host1"), 2, said.append, 20)
+        channel = Channel(socket.create_connection(listener.getsockname()), Limits(20))
+        turn(desk.selector, 5)
+        threading.Thread(target=_try, args=(channel, facts("host1"))).start()
+        while desk._proved.empty():
+            time.sleep(0.01)
+        # It is killed, so that the system resets its connection, before the desk gets to say that its name is taken.
+        channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        channel.close()
+        time.sleep(0.1)
+        turn(desk.selector, 5)
+        assert "127.0.0.1 was not taken in: a host called host1 is in already" in said[-1]
+        desk.close("")
+
+
+def _try(channel: Channel, mine: Facts) -> None:
+    with contextlib.suppress(OSError, RunError, SettingsError):
+        introduce(channel, SECRET, mine)
+
+
+def test_a_byte_now_and_then_does_not_keep_others_out(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(seconds=4)
+    slow = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(MAX_WAITING)]
+    for one in slow:
+        one.sendall(struct.pack("!I", MAX_MESSAGE))
+    is_enough = threading.Event()
+
+    def trickle() -> None:
+        while not is_enough.wait(0.001):
+            for one in slow:
+                with contextlib.suppress(OSError):
+                    one.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        channel = None
+        while channel is None and desk._thread.is_alive():
+            with contextlib.suppress(OSError):
+                channel = desk.join(facts())
+        assert channel is not None, "nobody got in while they were talking"
+        channel.close()
+    finally:
+        is_enough.set()
+        thread.join()
+        for one in slow:
+            one.close()
+
+
+def test_a_number_that_is_none_is_nonsense(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.connect()
+    channel.wait_for("hello", seconds=5)
+    channel.send("join", nonce="\ud800", facts=asdict(facts()), proof="00", again="")
+    with pytest.raises(OSError):  # noqa: PT011
+        channel.wait_for("refused", seconds=5)
+    assert "join with a nonce that is no number" in desk.said[-1]
+    channel.close()
+
+
+def test_whoever_sends_does_not_wait_for_a_host_that_is_frozen() -> None:
+    ours, theirs = _pair()
+    here = Channel(ours, Limits(2))
+
+    def print_much() -> None:
+        while here.send("output", slot=0, text="x" * 10_000, stream="stdout"):
+            pass
+
+    printing = threading.Thread(target=print_much, daemon=True)
+    printing.start()
+    printing.join(30)
+    assert not printing.is_alive()
+    with pytest.raises(ConnectionError):
+        list(here.receive())
+    here.close()
+    theirs.close()
+
+
+def test_long_texts_lose_their_middle_and_arrive() -> None:
+    ours, theirs = _pair()
+    here, there = Channel(ours, Limits(20)), Channel(theirs, Limits(20))
+    text = "first " + "x" * 2 * MAX_MESSAGE + " last"
+    assert here.send("failure", slot=1, reason="it broke", traceback=text, echo=False, is_ours=False)
+    assert here.send("event", slot=1, entry={"kind": "notice", "lines": [text]})
+    told = there.wait_for("failure", seconds=5)["traceback"]
+    assert told.startswith("first x")
+    assert told.endswith("x last")
+    assert len(told) < 2 * MAX_TEXT
+    assert there.wait_for("event", seconds=5)["entry"]["lines"][0] == told
+    with pytest.raises(RunError, match="begin.*are allowed"):
+        here.send("begin", devices=list(range(MAX_MESSAGE)))
+    here.close()
+    there.close()
+
+
+def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(num_hosts=4)
+    first = desk.connect()
+    known = introduce(first, SECRET, facts())
+    desk.desk._token = Token(SECRET.secret, time.time() - 1)
+    again = desk.connect()
+    with pytest.raises(Refused, match="is in already") as refused:
+        introduce(again, SECRET, facts(), known)
+    assert refused.value.code == "present"
+    first.close()
+    desk.desk.forget(desk.desk.present[0])
+    back = desk.connect()
+    assert introduce(back, SECRET, facts(), known) == known
+    for name, token in (("host3", known), ("host2", SECRET), ("host3", None)):
+        stranger = desk.connect()
+        with pytest.raises(Refused, match="or is expired") as refused:
+            introduce(stranger, SECRET, facts(name), token)
+        assert refused.value.code == "token"
+        stranger.close()
+    desk.desk._token = SECRET
+    # A first host that was started again knows nobody, and asks for the token.
+    desk.desk._passes.clear()
+    other = desk.connect()
+    assert introduce(other, SECRET, facts("host5"), known) != known
+    for channel in (again, back, other):
+        channel.close()
+
+
+def test_hosts_on_one_machine_find_each_other_on_loopback(tmp_path: Path) -> None:
+    write_token(tmp_path / "token")
+    write_token(tmp_path / "another")
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    join = Join(address=f"127.0.0.1:{port}", hosts=3, token_file=str(tmp_path / "token"), on="cpu")
+    said: list[str] = []
+    teams: list[Team] = []
+
+    def gather() -> None:
+        teams.append(join.gather(None, 20.0, said.append))
+
+    def until_said(what: str) -> None:
+        while not any(what in text for text in said):
+            assert any(thread.is_alive() for thread in threads), said
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=gather) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    me, beside = this_host(), f"{this_host()}-{os.getpid()}"
+    until_said(f"waiting at 127.0.0.1:{port} for ")
+    until_said(f"port {port} of 127.0.0.1 is taken: joining the job there, as host {beside}")
+    until_said(f"{beside} has joined, and waits until 127.0.0.1:{port} begins")
+    with pytest.raises(SettingsError, match=f"port {port} of .* a job with another token holds; .*same --token-file"):
+        replace(join, token_file=str(tmp_path / "another")).gather(None, 20.0, print)
+    # The two share a name here, because both are threads of one program: a third one is of another.
+    code = (
+        f"from manyhands.cluster import Join; Join(address={join.address!r}, hosts=3, token_file={join.token_file!r},"
+    )
+    code += "on='cpu').gather(None, 20.0, print).close('')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    for thread in threads:
+        thread.join()
+    names = [[device.host for device in team.devices] for team in teams]
+    assert names[0] == names[1]
+    assert names[0][:2] == [me, beside]
+    assert names[0][2].startswith(f"{me}-")
+    for team in teams:
+        team.close("")
+
+
 def test_a_message_has_a_size() -> None:
     ours, theirs = _pair()
-    here, there = Channel(ours), Channel(theirs)
-    assert not here.send("refused", reason="x" * (MAX_MESSAGE + 1))
+    there = Channel(theirs, Limits(20))
     ours.sendall((MAX_MESSAGE + 1).to_bytes(4, "big") + bytes(64))
     with pytest.raises(Nonsense, match="are allowed"):
         list(there.receive())
-    here.close()
+    ours.close()
     there.close()
 
 

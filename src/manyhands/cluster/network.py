@@ -15,6 +15,10 @@ from ..core import SettingsError
 LOOPBACK = "127.0.0.1"
 
 
+class PortTaken(SettingsError):
+    """Another program of this machine listens there."""
+
+
 def parse_endpoint(text: str) -> tuple[str, int]:
     """Host and port.
 
@@ -56,7 +60,12 @@ def address_towards(address: str) -> str:
 
 def is_ours(address: str) -> bool:
     """Whether an address is one of this machine's."""
-    return ipaddress.ip_address(address).is_loopback or address in our_addresses()
+    return is_loopback(address) or address in our_addresses()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads nowhere but to this machine itself."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 def is_this_host(name: str) -> bool:
@@ -75,7 +84,7 @@ def is_this_host(name: str) -> bool:
 
 def interface_of(address: str) -> str:
     """The name of the interface that has an address."""
-    if ipaddress.ip_address(address).is_loopback:
+    if is_loopback(address):
         return "lo"
     found = our_addresses().get(address)
     if found is None:
@@ -92,11 +101,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        taken = error.errno == errno.EADDRINUSE
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                f"port {port} of {address} must be free",
+                got="one that another program holds",
+                remedy="end that program, or choose another port",
+            ) from None
         raise SettingsError(
-            f"port {port} of {address} must be free" if taken else f"{address} must be an address of this machine",
-            got="one that another program holds" if taken else error.strerror,
-            remedy="end that program, or choose another port" if taken else "name one of its own",
+            f"{address} must be an address of this machine", got=error.strerror, remedy="name one of its own"
         ) from None
     listener.listen(128)
     return listener

@@ -103,7 +103,9 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         os.close(parcel)
         _settle(assignment, slot)
         line.recovers = assignment.recovers
-        seat = Seat(device=assignment.devices[slot], host=assignment.host, timeout=assignment.timeout)
+        device = assignment.devices[slot]
+        # Two hosts of a job may be one machine, and are called by different names.
+        seat = Seat(device=device, host=device.host or assignment.host, timeout=assignment.timeout)
         world = join(Summons(**request["summons"]), seat, line)
         _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")

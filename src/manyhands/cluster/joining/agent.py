@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...core import Event, RunError, SettingsError
+from ...core import Event, RunError
 from ..crew import Crew, Hearer, Process, turn
 from ..devices import this_host
 from ..engine import Job, OnEvent, OnOutput
 from ..network import address_towards, interface_of
 from ..summons import Summons
 from ..zygote_handle import ZygoteHandle
-from .channel import Channel, Message, Nonsense
+from .channel import Channel, Limits, Message, Nonsense
+from .handshake import Refused
 from .probing import answer
 
 RETRY_SECONDS = 0.5
@@ -35,7 +36,7 @@ class Agent(Hearer, Job):
         self._channel, self._join_again, self._timeout = channel, join_again, timeout
         self._selector = selectors.DefaultSelector()
         self._crew = Crew(zygote, parcel, self, self._selector)
-        self._patience = min(4.0, timeout / 10)
+        self._patience = Limits(timeout).silence
         self._generation = -1
         self._running: set[int] = set()
         self._results: dict[int, Any] = {}
@@ -147,8 +148,8 @@ class Agent(Hearer, Job):
             except (OSError, RunError) as error:
                 if time.monotonic() > end:
                     raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
-            except SettingsError as error:
-                # Another name of the same host may still be thought to be in; that passes within seconds.
-                if "is in already" not in str(error) or time.monotonic() > end:
+            except Refused as error:
+                # The connection that was lost may still be thought to stand; that passes within seconds.
+                if error.code != "present" or time.monotonic() > end:
                     raise
         self._listen()

@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ...core import RunError
@@ -18,16 +20,20 @@ from ...core import RunError
 Message = dict[str, Any]
 
 MAX_MESSAGE = 1 << 20
+MAX_TEXT = 1 << 15
+"""Characters of a text that is cut, because the whole message would be too long."""
 BEAT_SECONDS = 0.5
 _HEAD = struct.Struct("!I")
 _PROOF = hashlib.sha256().digest_size
+_HEX = re.compile("[0-9a-f]{0,64}")
+_HEX_FIELDS = ("nonce", "proof", "again")
 
 SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     # while joining
     "hello": {"nonce": str},
-    "join": {"nonce": str, "facts": dict, "proof": str},
-    "welcome": {"nonce": str, "proof": str, "number": int, "of": int},
-    "refused": {"reason": str},
+    "join": {"nonce": str, "facts": dict, "proof": str, "again": str},
+    "welcome": {"proof": str},
+    "refused": {"code": str, "reason": str},
     # from the host that conducts
     "probe": {"ways": list, "key": str},
     "begin": {"devices": list},
@@ -55,12 +61,40 @@ class Nonsense(RunError):
     """The other side said something that nobody of ours would say."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long another host may take: all from a job's one time limit, and never longer than a person would wait."""
+
+    timeout: float
+
+    @property
+    def silence(self) -> float:
+        """Without a word from it, or without its taking one."""
+        return min(4.0, self.timeout / 10)
+
+    @property
+    def answer(self) -> float:
+        """For an answer while it joins."""
+        return min(10.0, self.timeout / 4)
+
+    @property
+    def connection(self) -> float:
+        """Until a connection to it is made."""
+        return min(2.0, self.timeout / 10)
+
+
 class Channel:
     """One end of a connection. Sending is safe from any thread; a thread of its own says that we are alive."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self._socket, self.limits = sock, limits
+        self.peer = str(sock.getpeername()[0])
+        """The other side's address, also when it is gone."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds, rest = divmod(limits.silence, 1)
+        # Whoever sends must not wait for ever for a host that is frozen and reads nothing.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        sock.settimeout(None)
         self._sending = threading.Lock()
         self._keys: tuple[bytes, bytes] = b"", b""
         self._sent = self._received = 0
@@ -73,11 +107,6 @@ class Channel:
         """For a selector."""
         return self._socket.fileno()
 
-    @property
-    def peer(self) -> str:
-        """The other side's address."""
-        return str(self._socket.getpeername()[0])
-
     def seal(self, ours: bytes, theirs: bytes) -> None:
         """From now on every message has a proof, made with a key that only these two hosts know."""
         self._keys = ours, theirs
@@ -87,16 +116,16 @@ class Channel:
         threading.Thread(target=self._beat, name="manyhands-beat", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Sends a message; False when the other side is gone or does not take it."""
-        body = json.dumps({"kind": kind, **values}, default=str).encode()
-        if len(body) > MAX_MESSAGE:
-            return False
+        """Sends a message; False when the other side is gone, or takes nothing: then the connection is over."""
+        body = _written({"kind": kind, **values})
         with self._sending:
             frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body
             self._sent += 1
             try:
                 self._socket.sendall(frame)
             except OSError:
+                # Part of a message may be out, so that nothing behind it would be understood.
+                self._hang_up()
                 return False
         return True
 
@@ -119,7 +148,9 @@ class Channel:
                         return message
                     if message["kind"] != "beat":
                         raise Nonsense(f"{message['kind']} instead of {' or '.join(kinds)}")
-                self._socket.settimeout(max(0.01, end - time.monotonic()))
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError(f"no {' or '.join(kinds)} within {seconds:g} s")
+                self._socket.settimeout(left)
                 chunk = self._socket.recv(65536)
                 if not chunk:
                     raise ConnectionError("the connection was closed")
@@ -131,9 +162,13 @@ class Channel:
     def close(self) -> None:
         """Ends the connection."""
         self._closed.set()
+        self._hang_up()
+        self._socket.close()
+
+    def _hang_up(self) -> None:
+        """Whoever reads here hears that it is over."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _whole(self) -> Iterator[Message]:
         head = _HEAD.size + _PROOF
@@ -178,4 +213,27 @@ def checked(body: bytes) -> Message:
         value = message[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
             raise Nonsense(f"{kind} with {name} of type {type(value).__name__}")
+        if name in _HEX_FIELDS and not _HEX.fullmatch(str(value)):
+            raise Nonsense(f"{kind} with a {name} that is no number")
     return {"kind": kind, **message}
+
+
+def _written(message: Message) -> bytes:
+    """A message as it is sent; of one that is too long, long texts lose their middle."""
+    body = json.dumps(message, default=str).encode()
+    if len(body) > MAX_MESSAGE:
+        body = json.dumps(_cut(message), default=str).encode()
+    if len(body) > MAX_MESSAGE:
+        raise RunError(f"a message between hosts ({message['kind']}) has {len(body)} bytes; {MAX_MESSAGE} are allowed")
+    return body
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cut(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(one) for one in value]
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        half = MAX_TEXT // 2
+        return f"{value[:half]} … {len(value) - 2 * half} characters … {value[-half:]}"
+    return value

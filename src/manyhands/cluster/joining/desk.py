@@ -17,12 +17,14 @@ from ..crew import turn
 from ..devices import Device
 from ..engine import AfterLoss
 from ..summons import Summons
-from .channel import Channel, Message, Nonsense
+from .channel import Channel, Limits, Message, Nonsense
 from .handshake import Challenge, Facts
 from .token import Token
 
 MAX_WAITING = 16
 """Handshakes under way at a time; more than that are hung up on."""
+TELL_SECONDS = 1.0
+"""After how long a wait is told."""
 
 
 class There(Place):
@@ -56,12 +58,16 @@ class Desk:
         mine: Callable[[], Facts],
         num_hosts: int,
         say: Callable[[str], None],
+        timeout: float,
     ) -> None:
+        self._limits = Limits(timeout)
         self.selector = selectors.DefaultSelector()
         self._listener, self._token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
         self.present: list[There] = []
         self.greetings: list[tuple[str, dict[str, Any]]] = []
         self._is_closed = False
+        self._passes: dict[str, Token] = {}
+        """Of hosts that were taken in once: they come again by these, also when the token has expired."""
         self.on_arrival: Callable[[There], None] = lambda place: None
         self._proved: queue.SimpleQueue[Challenge] = queue.SimpleQueue()
         self._woken, self._wakes = socket.socketpair()
@@ -69,17 +75,26 @@ class Desk:
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
         self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
 
-    def gather(self, seconds: float) -> None:
-        """Waits until all hosts are here."""
-        end = time.monotonic() + seconds
+    def gather(self) -> None:
+        """Waits until all hosts are here, and says so."""
+        began, told, seconds = time.monotonic(), False, self._limits.timeout
         while len(self.present) < self._num_hosts - 1:
-            turn(self.selector, 0.5)
-            if time.monotonic() > end:
-                here = ", ".join([self._mine().host, *(place.host for place in self.present)])
+            turn(self.selector, min(0.5, seconds))
+            waited = time.monotonic() - began
+            here = ", ".join([self._mine().host, *(place.host for place in self.present)])
+            if waited > seconds:
                 raise SettingsError(
                     f"{self._num_hosts} hosts must join within {seconds:.0f} s",
                     got=f"{len(self.present) + 1} ({here})",
                     remedy="start the same command on the others, or ask for fewer with --hosts",
+                )
+            if waited > TELL_SECONDS and not told:
+                told = True
+                where = ":".join(map(str, self._listener.getsockname()))
+                missing = self._num_hosts - 1 - len(self.present)
+                self._say(
+                    f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
+                    f"here is {here}: start the same command on the others"
                 )
 
     def greet(self, kind: str, **values: Any) -> None:
@@ -108,7 +123,11 @@ class Desk:
         self.present.remove(place)
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            # It hung up before we looked.
+            return
         if not self._handshakes.acquire(blocking=False):
             sock.close()
             return
@@ -116,13 +135,13 @@ class Desk:
 
     def _prove(self, sock: socket.socket) -> None:
         """In a thread of its own, so that a stranger who says nothing holds nobody up."""
-        channel = Channel(sock)
         try:
-            self._proved.put(Challenge(channel, self._token, self._mine))
+            challenge = Challenge(Channel(sock, self._limits), self._token, self._passes, self._mine)
+            self._proved.put(challenge)
             self._wakes.send(b"!")
         except (OSError, RunError, SettingsError) as error:
             self._say(str(error))
-            channel.close()
+            sock.close()
         finally:
             self._handshakes.release()
 
@@ -136,12 +155,14 @@ class Desk:
         names = [self._mine().host, *(place.host for place in self.present)]
         if facts.host in names:
             refused = challenge.refuse(
-                f"a host called {facts.host} is in already: start one command per host, and give hosts different names"
+                "present",
+                f"a host called {facts.host} is in already: start one command per host, and give hosts different names",
             )
         elif len(names) >= self._num_hosts:
-            refused = challenge.refuse(f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere")
+            told = f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere"
+            refused = challenge.refuse("full", told)
         else:
-            challenge.accept(len(names) + 1, self._num_hosts)
+            self._passes[facts.host] = challenge.accept()
             place = There(challenge.channel, facts)
             self.present.append(place)
             self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are here")
@@ -162,7 +183,7 @@ class HostsConductor(Conductor):
         meeting = Meeting(address)
         super().__init__(here, meeting, after_loss=after_loss, timeout=timeout, unit=unit, selector=desk.selector)
         self._desk = desk
-        self._patience = min(4.0, timeout / 10)
+        self._patience = Limits(timeout).silence
         for place in desk.present:
             self._attend(place)
         desk.on_arrival = self._arrive

@@ -6,22 +6,28 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ...core import SettingsError
 from ..devices import Device, this_host
-from .channel import Channel, Message
+from .channel import Channel
 from .token import Token
 
-ANSWER_SECONDS = 10.0
-"""How long a challenge is good for."""
+Refusal = Literal["token", "differs", "present", "full"]
+"""Why a host is not taken in: it has another token, it is not like the others, its name is taken, all places are."""
 MAX_SKEW = 60.0
 """Seconds by which clocks may differ: events of all hosts stand in one log."""
+
+
+class Refused(SettingsError):
+    """The first host does not take this one in."""
+
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,18 @@ class Facts:
     """A digest of what is to be run, which must be the same everywhere."""
 
     @classmethod
-    def here(cls, devices: Sequence[Device], work: str, running: Sequence[int] = (), generation: int = -1) -> Facts:
+    def here(
+        cls,
+        devices: Sequence[Device],
+        work: str,
+        running: Sequence[int] = (),
+        generation: int = -1,
+        host: str | None = None,
+    ) -> Facts:
         """Of this host, now."""
         said = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
         return cls(
-            host=this_host(),
+            host=host or this_host(),
             manyhands=version("manyhands"),
             torch=torch.__version__.split("+")[0],
             python=platform.python_version(),
@@ -68,11 +81,11 @@ class Facts:
                 and 0 < len(facts.devices) <= 1024
                 and all(isinstance(slot, int) and 0 <= slot < len(facts.devices) for slot in facts.running)
                 and isinstance(facts.generation, int)
+                and isinstance(facts.time, float)
                 and isinstance(facts.work, str)
             )
-            float(facts.time)
             facts.placed()
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):
             good = False
         if not good:
             raise SettingsError("a host says its name, versions, clock and devices", got="something else", remedy="")
@@ -106,51 +119,71 @@ class Facts:
 class Challenge:
     """The conducting side: lets a host prove itself, hears what it is, and takes it in or not."""
 
-    def __init__(self, channel: Channel, token: Token, mine: Callable[[], Facts]) -> None:
+    def __init__(self, channel: Channel, token: Token, passes: Mapping[str, Token], mine: Callable[[], Facts]) -> None:
+        """`passes` are those of hosts that were in before, which need no token any more."""
         self.channel = channel
-        self._token = token
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
-        answer = channel.wait_for("join", seconds=ANSWER_SECONDS)
+        answer = channel.wait_for("join", seconds=channel.limits.answer)
         said = json.dumps(answer["facts"], sort_keys=True)
         self._theirs = str(answer["nonce"])
         # The number is this connection's own: what somebody overheard on another one proves nothing here.
-        if token.is_expired or not token.accepts(answer["proof"], "join", self._nonce, self._theirs, said):
-            raise self.refuse("its token is not that of this job, or is expired: copy the first host's file")
+        parts = "join", self._nonce, self._theirs, said
+        self._pass = passes.get(str(answer["facts"].get("host")))
+        if self._pass is not None and self._pass.accepts(answer["again"], *parts):
+            self._key = self._pass
+        elif not token.is_expired and token.accepts(answer["proof"], *parts):
+            self._key = token
+        else:
+            raise self.refuse("token", "its token is not that of this job, or is expired: copy the first host's file")
         self.facts = Facts.read(answer["facts"])
         if told := mine().differences(self.facts):
-            raise self.refuse(told)
+            raise self.refuse("differs", told)
 
-    def refuse(self, reason: str) -> SettingsError:
+    def refuse(self, code: Refusal, reason: str) -> SettingsError:
         """Says why it is not taken in."""
-        self.channel.send("refused", reason=reason)
+        self.channel.send("refused", code=code, reason=reason)
         return SettingsError(f"{self.channel.peer} was not taken in: {reason}")
 
-    def accept(self, number: int, of: int) -> None:
-        """Takes it in, and proves that this is not somebody who only listens at the address."""
-        proof = self._token.prove("welcome", self._theirs, self._nonce)
-        self.channel.send("welcome", nonce=self._nonce, proof=proof, number=number, of=of)
-        _seal(self.channel, self._token, self._nonce, self._theirs, is_first=True)
+    def accept(self) -> Token:
+        """Takes it in, and proves that this is not somebody who only listens at the address; its pass from now on."""
+        self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce))
+        _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
         self.channel.start_beating()
+        return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._theirs)
 
 
-def introduce(channel: Channel, token: Token, mine: Facts) -> Message:
-    """The joining side: proves itself, and hears that it is in."""
-    hello = channel.wait_for("hello", seconds=ANSWER_SECONDS)
+def introduce(channel: Channel, token: Token, mine: Facts, known: Token | None = None) -> Token:
+    """The joining side: proves itself, and hears that it is in; the pass by which it may come again.
+
+    A token may expire while a job runs, and a host of that job must still be able to come back. `known` is its pass.
+    The token is proved beside it, because a first host that was started again has given nobody a pass.
+    """
+    hello = channel.wait_for("hello", seconds=channel.limits.answer)
     nonce = secrets.token_hex(16)
     facts = asdict(mine)
-    said = json.dumps(facts, sort_keys=True)
-    channel.send("join", nonce=nonce, facts=facts, proof=token.prove("join", hello["nonce"], nonce, said))
-    answer = channel.wait_for("welcome", "refused", seconds=ANSWER_SECONDS)
+    parts = "join", hello["nonce"], nonce, json.dumps(facts, sort_keys=True)
+    again = "" if known is None else known.prove(*parts)
+    channel.send("join", nonce=nonce, facts=facts, proof=token.prove(*parts), again=again)
+    answer = channel.wait_for("welcome", "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
-        raise SettingsError(f"{channel.peer} does not take this host in: {answer['reason']}")
-    if not token.accepts(answer["proof"], "welcome", nonce, hello["nonce"]):
+        refused = Refused(f"{channel.peer} does not take this host in: {answer['reason']}")
+        refused.code = answer["code"]
+        raise refused
+    keys = (key for key in (known, token) if key is not None)
+    key = next((key for key in keys if key.accepts(answer["proof"], "welcome", nonce, hello["nonce"])), None)
+    if key is None:
         raise SettingsError(
             "the first host must know the token too", got="one that does not", remedy="look who listens there"
         )
-    _seal(channel, token, hello["nonce"], nonce, is_first=False)
+    _seal(channel, key, hello["nonce"], nonce, is_first=False)
     channel.start_beating()
-    return answer
+    return key if key is known else _pass(key, hello["nonce"], nonce)
+
+
+def _pass(token: Token, first: str, second: str) -> Token:
+    """What only the two hosts of a connection can make, for as long as their programs run."""
+    return Token(bytes.fromhex(token.prove("pass", first, second)))
 
 
 def _seal(channel: Channel, token: Token, first: str, second: str, *, is_first: bool) -> None:

@@ -16,18 +16,16 @@ from ..conductor import Here
 from ..devices import Device, resolve, this_host
 from ..engine import AfterLoss, Job
 from ..local import LocalEngine
-from ..network import is_ours, listen, parse_endpoint, resolve_host
+from ..network import PortTaken, is_loopback, is_ours, listen, parse_endpoint, resolve_host
 from ..parcel import pack
 from ..rank import Assignment
 from ..world import World
 from .agent import Agent
-from .channel import Channel, Message
-from .desk import Desk, HostsConductor, all_devices
-from .handshake import Facts, introduce
+from .channel import Channel, Limits, Message, Nonsense
+from .desk import TELL_SECONDS, Desk, HostsConductor, all_devices
+from .handshake import Facts, Refused, introduce
 from .probing import answer, candidates, chosen, probe, said
 from .token import Token, token_here
-
-CONNECT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +60,47 @@ class Join:
         devices, notices = resolve(self.on, wanted)
         for text in notices:
             say(text)
-        facts = _FactsOf(devices, hashlib.sha256(self.work.encode()).hexdigest())
-        if is_ours(address):
-            return First(Desk(listen(address, port), token, facts, self.hosts, say), devices, address, timeout)
-        return Other(address, port, token, facts, devices, timeout, say)
+        facts = _FactsOf(this_host(), devices, hashlib.sha256(self.work.encode()).hexdigest())
+        if not is_ours(address):
+            return Other(_First(address, port, token), facts, timeout, say)
+        try:
+            listener = listen(address, port)
+        except PortTaken as taken:
+            if not is_loopback(address):
+                raise SettingsError(
+                    taken.rule,
+                    got=taken.got,
+                    remedy="start one command per host; several on one machine can be tried with --join 127.0.0.1:PORT",
+                ) from None
+            # Everybody is on this machine then, and whoever came first conducts.
+            beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
+            say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
+            return Other(_First(address, port, token, taken), beside, timeout, say)
+        return First(Desk(listener, token, facts, self.hosts, say, timeout), devices, address)
 
 
 @dataclass(frozen=True)
 class _FactsOf:
+    host: str
     devices: Sequence[Device]
     work: str
 
     def __call__(self, running: Sequence[int] = (), generation: int = -1) -> Facts:
-        return Facts.here(self.devices, self.work, running, generation)
+        return Facts.here(self.devices, self.work, running, generation, self.host)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The host that conducts, as others look for it."""
+
+    address: str
+    port: int
+    token: Token
+    taken: PortTaken | None = None
+    """Where it is a program on this machine that holds the port, whoever that may be."""
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
 
 
 class Team(ABC):
@@ -106,11 +132,11 @@ class Team(ABC):
 class First(Team):
     """The host that conducts."""
 
-    def __init__(self, desk: Desk, devices: Sequence[Device], address: str, timeout: float) -> None:
+    def __init__(self, desk: Desk, devices: Sequence[Device], address: str) -> None:
         self._desk, self._address = desk, address
         self.here = [replace(device, host=this_host()) for device in devices]
         try:
-            desk.gather(timeout)
+            desk.gather()
         except BaseException as error:
             desk.close(str(error))
             raise
@@ -146,51 +172,55 @@ class Other(Team):
 
     is_first = False
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        token: Token,
-        facts: _FactsOf,
-        devices: Sequence[Device],
-        timeout: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._address, self._port, self._token, self._facts, self._timeout = address, port, token, facts, timeout
-        self.here = [replace(device, host=this_host()) for device in devices]
-        self._channel = self._connect(say)
+    def __init__(self, first: _First, facts: _FactsOf, timeout: float, say: Callable[[str], None]) -> None:
+        self._first, self._facts, self._timeout, self._say = first, facts, timeout, say
+        self.here = [replace(device, host=facts.host) for device in facts.devices]
+        self._known: Token | None = None
+        self._channel = self._connect()
         try:
             while (message := self._wait_for("begin", "probe"))["kind"] == "probe":
-                answer(self._channel, message, this_host())
+                answer(self._channel, message, facts.host)
             told = message["devices"]
         except BaseException:
             self._channel.close()
             raise
         self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in told]
 
-    def _connect(self, say: Callable[[str], None]) -> Channel:
+    def _connect(self) -> Channel:
         """The first host may be started later than this one."""
         end, told = time.monotonic() + self._timeout, False
         while True:
             try:
                 return self._join([], -1)
+            except Refused as error:
+                if self._first.taken is not None and error.code == "token":
+                    raise SettingsError(
+                        self._first.taken.rule,
+                        got="one that a job with another token holds",
+                        remedy="give both commands the same --token-file, or choose another port",
+                    ) from None
+                raise
             except (OSError, RunError) as error:
+                if self._first.taken is not None and isinstance(error, TimeoutError | Nonsense):
+                    # It does not speak as our first hosts do.
+                    raise self._first.taken from None
                 if time.monotonic() > end:
                     raise SettingsError(
                         "the first host must be reachable",
-                        got=f"{self._address}:{self._port} ({error})",
+                        got=f"{self._first} ({error})",
                         remedy="start the same command there, and look at the address and the network",
                     ) from None
                 if not told:
-                    say(f"{self._address}:{self._port} does not answer yet; trying for {self._timeout:.0f} s")
+                    self._say(f"{self._first} does not answer yet; trying for {self._timeout:.0f} s")
                 told = True
                 time.sleep(0.3)
 
     def _join(self, running: list[int], generation: int) -> Channel:
-        sock = socket.create_connection((self._address, self._port), timeout=CONNECT_SECONDS)
-        channel = Channel(sock)
+        limits = Limits(self._timeout)
+        sock = socket.create_connection((self._first.address, self._first.port), timeout=limits.connection)
+        channel = Channel(sock, limits)
         try:
-            introduce(channel, self._token, self._facts(running, generation))
+            self._known = introduce(channel, self._first.token, self._facts(running, generation), self._known)
         except BaseException:
             channel.close()
             raise
@@ -200,7 +230,11 @@ class Other(Team):
         return str(self._wait_for("agreed")["value"])
 
     def _wait_for(self, *kinds: str) -> Message:
-        message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
+        try:
+            message = self._channel.wait_for(*kinds, "over", seconds=min(TELL_SECONDS, self._timeout))
+        except TimeoutError:
+            self._say(f"{self._facts.host} has joined, and waits until {self._first} begins")
+            message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
         if message["kind"] == "over":
             raise RunError(f"the first host has ended the job: {message['reason']}")
         return message
