@@ -151,16 +151,18 @@ def test_debug_shows_the_whole_traceback(invoke: Invoke) -> None:
     assert "SettingsError" in result.stderr
 
 
-def test_ctrl_c_ends_the_run_with_a_checkpoint_and_leaves_no_process(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_leaves_no_process(
+    number: signal.Signals,
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     process = start("fit", TARGET, "pause=0.01", "--on", "cpu*2", "--epochs", 10_000, "--name", "long")
     _wait_for_steps(process)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 3
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "(stopped)" in out
     assert "stopping after this step" in err
     assert Run("runs/long").num_steps > 0

@@ -51,16 +51,16 @@ class Dies(mh.Callback):
     def on_step(self, hand: mh.Hand) -> None:
         generation = hand.world.seat.generation
         assert hand.batch is not None
-        with (self.folder / f"{hand.rank}.{generation}.ids").open("a") as file:
+        with (self.folder / f"{hand.world.rank}.{generation}.ids").open("a") as file:
             file.write(f"{hand.num_steps} {' '.join(map(str, hand.batch.ids.tolist()))}\n")
         if hand.num_steps == self.step and generation == 0:
             self.write(hand)
-            if hand.rank == hand.size - 1:
+            if hand.world.rank == hand.world.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def write(self, hand: mh.Hand) -> None:
         remembered = {name: tensor.clone() for name, tensor in hand.replica.own_policy_state().items()}
-        save_file(remembered, self.folder / f"{hand.rank}.{hand.world.seat.generation}.safetensors")
+        save_file(remembered, self.folder / f"{hand.world.rank}.{hand.world.seat.generation}.safetensors")
 
     def remembered(self, rank: int, generation: int) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{rank}.{generation}.safetensors")
@@ -160,3 +160,27 @@ def compare(world: World) -> list[str]:
 def test_without_a_majority_all_replicas_are_named() -> None:
     assert run_threads(compare, 2)[0] == ["spoilt (among ranks 0, 1, of which no most agree)"]
     assert run_threads(compare, 3)[0] == ["spoilt (on rank 1)"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "step"),
+    [
+        (mh.Sharded(2, replicas=2, sync="topk(0.02)"), 20),
+        (mh.Pipeline(2, replicas=2, sync="topk(0.02)"), 20),
+        (mh.Sharded(2, replicas=2, sync="diloco(8,outer_lr=1.0,momentum=0.3)"), 16),
+    ],
+    ids=str,
+)
+def test_parts_of_a_network_keep_their_policys_memory(spec: mh.StrategySpec, step: int, tmp_path: Path) -> None:
+    dies = Dies(tmp_path, step)
+    small = task(400).replace(data=tuple(part.float() for part in task(400).data))
+    run = mh.fit(small, spec, on="cpu*4", folder=tmp_path, callbacks=[dies], **QUIET)
+    (recovered,) = events(run, "recovered")
+    assert recovered["step"] == step
+    assert recovered["source"].startswith("the memory of ranks")
+    assert "anew" not in notices(run)
+    assert run.num_steps == 25
+    for rank in range(3):
+        before, after = (dies.remembered(rank, generation) for generation in (0, 1))
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert before["steps"] == step

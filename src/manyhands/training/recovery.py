@@ -76,6 +76,7 @@ class Marker:
         self._hand = hand
         self._is_on = hand.world.line.recovers
         self._mark: Mark | None = None
+        self._room: dict[str, Tensor] = {}
 
     @property
     def _generators(self) -> list[torch.Generator]:
@@ -89,10 +90,18 @@ class Marker:
         hand = self._hand
         hand.is_midway = False
         if self._is_on and hand.replica.agrees:
-            policy = {name: tensor.detach().clone() for name, tensor in hand.replica.own_policy_state().items()}
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
-            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, policy, draws)
+            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, self._remembered(), draws)
+
+    def _remembered(self) -> dict[str, Tensor]:
+        """A copy of what the policy remembers, always in the same memory: to ask for fresh one takes longer."""
+        now, room = self._hand.replica.own_policy_state(), self._room
+        if [(name, t.shape) for name, t in now.items()] != [(name, t.shape) for name, t in room.items()]:
+            self._room = {name: tensor.detach().clone() for name, tensor in now.items()}
+        elif now:
+            torch._foreach_copy_(list(room.values()), [tensor.detach() for tensor in now.values()])
+        return self._room
 
     @property
     def batches(self) -> dict[int, Batch | None]:
