@@ -583,7 +583,7 @@ def _start(
     if isinstance(on, Team):
         job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
-        job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss)
+        job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
     with _interruptible(job.stop, view):
         return job.wait(on_event, view.output)
 

@@ -256,6 +256,7 @@ def test_a_byte_now_and_then_does_not_keep_others_out(waiting: Callable[..., Wai
             with contextlib.suppress(OSError):
                 channel = desk.join(facts())
         assert channel is not None, "nobody got in while they were talking"
+        assert "no join within 1 s" in desk.said
         channel.close()
     finally:
         is_enough.set()

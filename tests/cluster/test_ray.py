@@ -47,7 +47,7 @@ class Faults(mh.Callback):
 
 def task() -> mh.Task:
     return mh.Task(
-        model=lambda: nn.Linear(4, 1),
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
         data=(ROWS, ROWS.sum(1, keepdim=True)),
@@ -62,10 +62,11 @@ def nodes() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="mh-ray")
     os.environ["RAY_TMPDIR"] = folder
     Path(folder, "ray").mkdir()
-    common = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**common, "node_ip_address": HEAD, "temp_dir": folder})
+    common = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+    head = {**common, "num_cpus": 3, "node_ip_address": HEAD, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        second = cluster.add_node(node_ip_address=SECOND, **common)
+        second = cluster.add_node(node_ip_address=SECOND, num_cpus=1, **common)
         ray.init(address=cluster.address, _node_ip_address=HEAD, log_to_driver=False)
         yield cluster, second
     finally:
@@ -82,8 +83,8 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     devices, _ = RayEngine("ray").devices("ray", None)
     assert len(devices) == 2
     assert len({device.host for device in devices}) == 2
-    with pytest.raises(DeviceError, match="needs 3 devices, but got 2 in the Ray cluster"):
-        mh.fit(task(), mh.Mirrored(3), on="ray", folder=tmp_path)
+    with pytest.raises(DeviceError, match="needs 5 devices, but got 4 in the Ray cluster"):
+        mh.fit(task(), mh.Mirrored(5), on="ray", folder=tmp_path)
 
     groups: list[dict[str, Any]] = []
     heard: list[str] = []
@@ -96,13 +97,15 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
 
     killer = threading.Thread(target=kill_node, daemon=True)
     killer.start()
+    # Two groups of two. When the second node is gone three ranks are left, and one has nobody to make a group with.
     run = mh.fit(
-        task(), mh.Mirrored(), on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
+        task(), "replicas=2,tensor=2", on="ray", epochs=2, folder=tmp_path, name="run", callbacks=[Faults(tmp_path)],
         progress=False, timeout=60, log_to=lambda entry: heard.append(entry["kind"]),
     )  # fmt: skip
     killer.join()
     (group,) = [group for group in groups if group["state"] == "CREATED"]
-    assert (group["strategy"], list(group["bundles"].values())) == ("STRICT_SPREAD", [{"CPU": 1.0}, {"CPU": 1.0}])
+    assert group["strategy"] == "STRICT_SPREAD"
+    assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1.0, 3.0]
     assert {"start", "steps", "lost", "recovered", "epoch", "end"} <= set(heard), "events come to the caller"
     whole = mh.fit(task(), mh.Single(), on="cpu", epochs=2, folder=tmp_path, progress=False)
     assert run.num_steps == 16
@@ -115,6 +118,7 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     recovered = [(entry["step"], entry["size"]) for entry in events if entry["kind"] == "recovered"]
     assert recovered[0] == (4, 2)
     assert recovered[-1][1] == 1
+    assert any("2 ranks make a group" in entry["text"] for entry in events if entry["kind"] == "notice")
 
 
 class RayServices(ServiceContract):

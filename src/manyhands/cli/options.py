@@ -65,7 +65,10 @@ Hosts = Annotated[
 JoinAt = Annotated[
     str | None,
     typer.Option(
-        "--join", metavar="HOST:PORT", help="Where hosts join: an address of the first one.", show_default=False
+        "--join",
+        metavar="HOST:PORT",
+        help="Where hosts join: an address of the first one; 127.0.0.1:PORT to try several on one machine.",
+        show_default=False,
     ),
 ]
 TokenFile = Annotated[

@@ -56,8 +56,12 @@ class Engine(ABC):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
+        unit: int = 1,
     ) -> Job:
-        """Runs `fn(world)` on every device; `after_loss` says what becomes of it when a rank is lost."""
+        """Runs `fn(world)` on every device; `after_loss` says what becomes of it when a rank is lost.
+
+        `unit` is how many ranks hold one network together: those that are left are called in whole groups only.
+        """
 
     @abstractmethod
     def start_service(

@@ -44,12 +44,13 @@ class LocalEngine(Engine):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
+        unit: int = 1,
     ) -> Job:
         _require_linux()
         parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
         try:
             here = Here(this_host(), devices, self.warm_up(), parcel)
-            job = Conductor(here, Meeting(), after_loss=after_loss, timeout=timeout)
+            job = Conductor(here, Meeting(), after_loss=after_loss, timeout=timeout, unit=unit)
             job.call()
             return job
         finally:

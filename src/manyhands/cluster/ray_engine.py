@@ -68,8 +68,9 @@ class RayEngine(Engine):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
+        unit: int = 1,
     ) -> Job:
-        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, after_loss=after_loss)
+        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
 
     def start_service(
         self,
@@ -118,13 +119,13 @@ class RayJob(Conductor):
     """Ranks on hosts that Ray has placed; all results come to the caller."""
 
     def __init__(
-        self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss
+        self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss, unit: int
     ) -> None:
         self._ray, self._alone_since, self._is_ending = ray, 0.0, False
         self._work = ray.put(work)
         self._group: Any = None
         meeting = _RayMeeting(self)
-        super().__init__(_Nowhere(), meeting, after_loss=after_loss, timeout=timeout)  # type: ignore[arg-type]
+        super().__init__(_Nowhere(), meeting, after_loss=after_loss, timeout=timeout, unit=unit)  # type: ignore[arg-type]
         counts = Counter(device.host for device in devices)
         kind = devices[0].kind
         try:

@@ -151,7 +151,10 @@ class Channel:
                 if (left := end - time.monotonic()) <= 0:
                     raise TimeoutError(f"no {' or '.join(kinds)} within {seconds:g} s")
                 self._socket.settimeout(left)
-                chunk = self._socket.recv(65536)
+                try:
+                    chunk = self._socket.recv(65536)
+                except TimeoutError:
+                    continue
                 if not chunk:
                     raise ConnectionError("the connection was closed")
                 self._rest += chunk
