@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 import zmq
@@ -21,9 +22,12 @@ import manyhands as mh
 from manyhands.core import RunError, StrategyError, TaskError
 from manyhands.strategies import served
 from manyhands.strategies.embedding import first_rows
+from manyhands.strategies.served import post
+from manyhands.strategies.served.door import knock
 from manyhands.strategies.served.layout import buffers_of
 from manyhands.strategies.served.ledger import Ledger
-from manyhands.strategies.served.messages import Ask, Attached, Hello, Push, encode
+from manyhands.strategies.served.messages import Ask, Attached, Push, Shaped, State, encode
+from manyhands.strategies.served.post import REFUSED
 from manyhands.strategies.served.shared import SharedSlots
 from manyhands.strategies.served.table import Table
 from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
@@ -197,6 +201,7 @@ def listener() -> Iterator[served.Listener]:
     listener = served.Listener(context, b"right" * 8, 60.0)
     done = threading.Event()
     heard: list[Any] = []
+    peers: list[bytes] = []
 
     def serve() -> None:
         while not done.is_set():
@@ -204,12 +209,13 @@ def listener() -> Iterator[served.Listener]:
                 got = listener.receive()
                 if got is not None:
                     heard.append(got[1])
+                    peers.append(got[0])
                     if isinstance(got[1], Ask):
                         listener.send(got[0], served.End())
 
     thread = threading.Thread(target=serve)
     thread.start()
-    listener.heard = heard  # type: ignore[attr-defined]
+    listener.heard, listener.peers = heard, peers  # type: ignore[attr-defined]
     yield listener
     done.set()
     thread.join()
@@ -230,17 +236,65 @@ def test_only_who_knows_the_token_is_heard(listener: served.Listener) -> None:
     assert [type(message).__name__ for message in listener.heard] == ["Ask"]  # type: ignore[attr-defined]
 
 
-def test_strangers_and_nonsense_are_not_heard(listener: served.Listener) -> None:
-    context = served.new_context()
+@pytest.mark.parametrize("how", ["no name", "a wrong password", "a name that was used", "another's address"])
+def test_strangers_are_not_heard_and_take_no_memory(listener: served.Listener, how: str) -> None:
+    context, token = served.new_context(), b"right" * 8
     raw = context.socket(zmq.DEALER)
+    if how == "a wrong password":
+        knock(raw, b"wrong" * 8)
+    elif how != "no name":
+        caller = served.Caller(context, token, listener.address, 5.0)
+        caller.send(Ask(1))
+        caller.expect(5.0)
+        if how == "a name that was used":
+            raw.plain_username, raw.plain_password = caller.socket.plain_username, caller.socket.plain_password
+        else:
+            caller.close()
+            raw.routing_id = listener.peers[0]  # type: ignore[attr-defined]
+    monitor = raw.get_monitor_socket(REFUSED | zmq.EVENT_DISCONNECTED)
+    before, blob = psutil.Process().memory_info().rss, bytes(8 << 20)
+    listener.heard.clear()  # type: ignore[attr-defined]
     raw.connect(listener.address)
-    for frames in ([encode(Ask(1))], [b"\x80nonsense"], [b"x" * (2 << 20)], [encode(Hello(b"short"))], [b""]):
-        raw.send_multipart(frames)
-    assert raw.poll(2000)
-    assert b"Stranger" in raw.recv()
-    raw.close(linger=0)
-    context.term()
+    raw.send(encode(Ask(1)))
+    for _ in range(50):
+        raw.send(blob, copy=False)
+    assert monitor.poll(5000)
+    assert not raw.poll(200)
+    assert psutil.Process().memory_info().rss - before < 100 << 20
     assert listener.heard == []  # type: ignore[attr-defined]
+    raw.disable_monitor()
+    monitor.close(linger=0)
+    raw.close(linger=0)
+    if how == "a name that was used":
+        caller.close()
+    context.term()
+
+
+def test_nonsense_of_a_member_is_not_heard(listener: served.Listener) -> None:
+    context = served.new_context()
+    caller = served.Caller(context, b"right" * 8, listener.address, 5.0)
+    for frames in ([b"\x80nonsense"], [b"x" * (2 << 20)], [b""]):
+        caller.socket.send_multipart(frames)
+    caller.send(Ask(2))
+    assert isinstance(caller.expect(5.0)[0], served.End)
+    caller.close()
+    context.term()
+    assert listener.heard == [Ask(2)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 1000])
+def test_tensors_of_any_length_travel_in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(post, "MAX_FRAME", 64)
+    sent = [bytes(range(7)), bytes(i % 251 for i in range(length)), b"", b"last"]
+    parts = post._cut(sent)
+    assert max(len(part) for part in parts) <= 64
+    assert [bytes(frame) for frame in post._joined(parts)] == sent
+
+
+def test_a_message_that_is_too_long_is_an_error_where_it_is_made() -> None:
+    slots = [{"step": 1.0, "exp_avg": Shaped([3, 3, 256], "float32")}] * 400_000
+    with pytest.raises(RunError, match="a State of .* bytes is too long, .* use more servers"):
+        encode(State(1, slots, [], 0, 0))
 
 
 def test_shared_memory_is_taken_only_if_both_ends_see_it() -> None:

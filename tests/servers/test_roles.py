@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import manyhands as mh
-from manyhands.cli.launch import _with_task
-from manyhands.cluster import World
+from manyhands.cli.cluster import cluster as show_cluster
+from manyhands.cli.launch import _with_task, launch
+from manyhands.cluster import Device, World
 from manyhands.cluster import world as worlds
 from manyhands.core import SettingsError
-from manyhands.training import place_here
+from manyhands.training import place_here, take_part
 
 from ..training.problems import problem
-from .test_training import QUIET, farthest
+from .test_training import QUIET, events, farthest
 
 ROLES = [("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
 TOKEN = "a secret of enough characters"
@@ -105,6 +107,48 @@ def test_a_cluster_without_a_secret_or_a_chief_is_refused() -> None:
         place_here(environ("ps", token="", **HOSTS))
     with pytest.raises(SettingsError, match="has a chief and workers"):
         place_here(environ("worker", **{k: v for k, v in HOSTS.items() if k != "chief"}))
+
+
+@pytest.mark.parametrize(("role", "index"), [("server", 0), ("ps", 3), ("evaluator", 0)])
+def test_a_role_that_the_cluster_does_not_have_is_named(role: str, index: int) -> None:
+    says = f"chief 0, ps 0 to 1, worker 0 to 2, but got --role {role} --index {index}; name one of these"
+    with pytest.raises(SettingsError, match=says):
+        _with_task(json.dumps({"cluster": HOSTS}), role, index)
+
+
+def test_an_index_without_a_role_and_a_cluster_seen_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(SettingsError, match="--index needs --role, but got --index 1 alone"):
+        launch(str(script), index=1)
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"chief": ["127.0.0.1:9"], "ps": ["127.0.0.1:11"]}}))
+    with pytest.raises(typer.Exit):
+        show_cluster(as_json=True, timeout=0.2)
+    told = json.loads(capsys.readouterr().out)
+    assert [host["role"] for host in told["hosts"]] == ["chief", "ps"]
+    assert any("does not say which task this is" in text for text in told["warnings"])
+
+
+def test_who_waits_for_a_chief_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from manyhands.strategies.served import LinkLost, post
+
+    monkeypatch.setattr(post, "SOON", 0.2)
+    hosts = cluster(("chief", 1), ("ps", 1), ("worker", 1))
+    place = place_here(environ("worker", **hosts))
+    assert place is not None
+    with pytest.raises(LinkLost, match="did not answer within 1 s"):
+        take_part(place, problem("mlp"), place.fitted(mh.ParameterServer()), Device("cpu"), timeout=1.0)
+    assert f"waiting up to 1 s for the chief at {hosts['chief'][0]}" in capsys.readouterr().err
+
+
+def test_a_run_of_servers_goes_on_elsewhere_without_settings_that_nobody_made(tmp_path: Path) -> None:
+    run = mh.fit(problem("mlp"), mh.ParameterServer(1, 2), on="cpu*2", steps=2, folder=tmp_path, **QUIET)
+    again = mh.fit(problem("mlp"), mh.Single(), on="cpu", resume=run, **QUIET)
+    assert not [entry for entry in events(again, "notice") if "the run goes on with" in entry["text"]]
 
 
 def test_a_role_is_put_into_the_cluster() -> None:

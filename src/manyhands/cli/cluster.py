@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,7 +49,7 @@ def cluster(
     on: On = None,
     meet: Meet = False,
     timeout: Seconds = 30.0,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """Say who is in the cluster, as torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file tells it.
 
@@ -56,8 +59,9 @@ def cluster(
     """
     from ..cluster import described, launched, reach, this_host
 
-    found = described(on)
-    with only_json(json):
+    environ, nobody = _as_somebody(os.environ)
+    found = described(on, environ)
+    with only_json(as_json):
         data = _digest(target, params) if target is not None else ""
     survey = None
     if meet and launched(on, per_host=True) is not None:
@@ -66,12 +70,26 @@ def cluster(
     knocks = (
         [] if found is None or survey is not None else [reach(h.name, h.port or found.port, timeout) for h in hosts]
     )
-    warnings = _warnings(found, knocks, survey, meet)
+    warnings = _warnings(found, knocks, survey, meet) + nobody
     told = _as_dict(found, knocks, survey, warnings, data)
     if survey is None or found is None or found.standing is None or found.standing.rank == 0:
-        print_json(told) if json else _show(found, told, this_host())
+        print_json(told) if as_json else _show(found, told, this_host())
     if [text for text in warnings if "is here too" not in text]:
         raise typer.Exit(1)
+
+
+def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
+    """An environment whose TF_CONFIG says which task this is, so that a cluster can be looked at from outside of it."""
+    try:
+        config = json.loads(environ.get("TF_CONFIG", ""))
+        if "task" in config:
+            return environ, []
+        role = next(name for name in ("chief", "master", "worker", "ps", "evaluator") if config["cluster"].get(name))
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return environ, []
+    config["task"] = {"type": role, "index": 0}
+    says = f"TF_CONFIG does not say which task this is: it is shown as {role} 0 sees it, and nothing can be trained so"
+    return {**environ, "TF_CONFIG": json.dumps(config)}, [says]
 
 
 def _digest(target: str, params: list[str] | None) -> str:

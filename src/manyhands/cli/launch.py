@@ -34,7 +34,9 @@ Role = Annotated[
         show_default=False,
     ),
 ]
-Index = Annotated[int, typer.Option(metavar="N", help="Which one of its role it is, from 0.")]
+Index = Annotated[
+    int | None, typer.Option(metavar="N", help="Which one of its role it is, from 0.", show_default=False)
+]
 
 EXAMPLES = (
     "manyhands launch train.py --on 'cpu*2'",
@@ -58,7 +60,7 @@ def launch(
     join: JoinAt = None,
     token_file: TokenFile = None,
     role: Role = None,
-    index: Index = 0,
+    index: Index = None,
 ) -> None:
     """Run your own script on every device, each as one rank of the same job.
 
@@ -70,7 +72,8 @@ def launch(
     mh.fit with its run. Three times in a row without a new step end it with exit code 70.
 
     With --role the script, whose mh.fit trains with mh.ParameterServer, is run here as one member of the cluster that
-    TF_CONFIG describes; servers and workers end when the chief's fit does.
+    TF_CONFIG describes; servers and workers end when the chief's fit does. All of them need the same secret in
+    MANYHANDS_TOKEN: [bold]manyhands token FILE[/] makes one.
 
     Options that are not ours go to the script; put -- before those that share a name with ours.
     """
@@ -81,8 +84,10 @@ def launch(
     _require_compiles(path)
     from .. import verbs
 
+    if role is None and index is not None:
+        raise SettingsError("--index needs --role", got=f"--index {index} alone", remedy="add --role ps, say")
     if role is not None:
-        os.environ["TF_CONFIG"] = _with_task(os.environ.get("TF_CONFIG", ""), role, index)
+        os.environ["TF_CONFIG"] = _with_task(os.environ.get("TF_CONFIG", ""), role, index or 0)
         run_main(str(path.resolve()), list(args or []))
         return
     rank = functools.partial(run_script, script=str(path.resolve()), args=list(args or []))
@@ -102,6 +107,14 @@ def _with_task(config: str, role: str, index: int) -> str:
             got=repr(config[:80]) if config else "no TF_CONFIG",
             remedy='set it to {"cluster": {"chief": ["HOST:PORT"], "ps": [...], "worker": [...]}}',
         ) from None
+    have = {name: len(hosts) for name, hosts in cluster.items()} if isinstance(cluster, dict) else {}
+    if index not in range(have.get(role, 0)):
+        there = ", ".join(f"{name} 0 to {count - 1}" if count > 1 else f"{name} 0" for name, count in have.items())
+        raise SettingsError(
+            f"--role and --index name one of the cluster in TF_CONFIG: {there}",
+            got=f"--role {role} --index {index}",
+            remedy="name one of these, or add it to TF_CONFIG",
+        )
     return json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
 
 

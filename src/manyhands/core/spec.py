@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -279,10 +280,11 @@ class StrategySpec:
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
+                alike = difflib.get_close_matches(key, [*sorted(known), *ALIASES], 1)
                 raise StrategyError(
-                    f"a strategy has the settings {', '.join(sorted(known))}",
+                    f"a strategy has the settings {', '.join(sorted([*known, 'workers']))}",
                     got=repr(key),
-                    remedy="correct the name",
+                    remedy=f"did you mean {alike[0]}?" if alike else "correct the name",
                 )
         return cls(**values)
 
@@ -290,12 +292,16 @@ class StrategySpec:
     def parse(cls, text: str) -> StrategySpec:
         """Reads `"mirrored"`, `"replicas=4,tensor=2"`, `"dp=4"` or `"mirrored,accumulate=2"`."""
         values: dict[str, Any] = {}
+        named: list[str] = []
         for part in filter(None, (piece.strip() for piece in split_settings(text))):
             key, equals, value = part.partition("=")
             if equals:
                 values.update([_setting(key.strip().lower(), value.strip())])
             else:
                 values.update(_named(part.lower()))
+                named.append(part.lower())
+        if "ps" in named:
+            _require_count("servers", values["servers"])
         return cls.from_dict(values)
 
     def __str__(self) -> str:

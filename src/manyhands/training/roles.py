@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..cluster import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Device, Host, NullWorld, described, resolve_host
-from ..core import SettingsError, StrategySpec, Task
+from ..cluster import (
+    CHIEF,
+    EVALUATOR,
+    SERVER,
+    WORKER,
+    Cluster,
+    Device,
+    DirectLine,
+    Host,
+    NullWorld,
+    described,
+    resolve_host,
+)
+from ..core import Event, SettingsError, StrategySpec, Task
 
 TOKEN = "MANYHANDS_TOKEN"
 SHORTEST = 16
@@ -91,7 +104,7 @@ def token_of(environ: Mapping[str, str]) -> bytes:
         raise SettingsError(
             f"members of a cluster share a secret of at least {SHORTEST} characters in {TOKEN}",
             got="none" if not text else f"one of {len(text)}",
-            remedy=f"make one with `openssl rand -hex 32` and set {TOKEN} to it everywhere",
+            remedy=f"run `manyhands token FILE` once, and `export {TOKEN}=$(head -n1 FILE)` for every member",
         )
     return text.encode()
 
@@ -112,7 +125,13 @@ def take_part(place: Place, task: Task, spec: StrategySpec, device: Device, time
         token=place.token,
         timeout=timeout,
         listens=(resolve_host(place.here.name), place.here.port) if place.role == SERVER else None,
-    ).run(NullWorld(Device("cpu") if place.role == SERVER else device))
+    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectLine(_tell)))
+
+
+def _tell(entry: Event) -> None:
+    """A member has no run and no view of its own; what a person should know goes to its terminal."""
+    if entry["kind"] == "notice":
+        print(entry["text"], file=sys.stderr, flush=True)
 
 
 def _of(cluster: Cluster, role: str) -> list[Host]:

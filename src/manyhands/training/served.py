@@ -154,6 +154,9 @@ class ServedLoop(TrainingLoop):
                 self._begin_again()
                 chief.publish()
 
+    def ease(self, batch_size: int) -> None:
+        """The chief's own hand takes no samples, so it needs no smaller parts of them."""
+
     def prepare(self) -> tuple[Feed, Feed | None]:
         feeds = super().prepare()
         if self.hand.num_steps or self.job.start_from is not None:

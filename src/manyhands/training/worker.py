@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ class Membership:
 
     def run(self, world: World) -> dict[str, Any]:
         """Takes part until the chief says that it is over."""
+        with contextlib.suppress(OSError):
+            # As `ps` and `top` show it.
+            Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         torch.set_num_threads(max(1, cores // max(1, self.spec.replicas or 1)))
         hand = Hand(world, alone(self.spec))
@@ -61,7 +65,17 @@ def serve(member: Membership, hand: Hand) -> dict[str, Any]:
     """Holds one share of the network."""
     shard = served.Shard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
     listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
-    return served.Server(shard, member.spec, member.chief, member.token, member.timeout, listens, leads=leads).run()
+    served_by = served.Server(
+        shard,
+        member.spec,
+        member.chief,
+        member.token,
+        member.timeout,
+        listens,
+        leads=leads,
+        on_wait=hand.notice,
+    )
+    return served_by.run()
 
 
 class _Worker:
@@ -91,7 +105,7 @@ class _Worker:
     def _join(self) -> served.Caller:
         """Reports to the chief, who is waited for as long as the one time limit says."""
         member = self.member
-        chief = served.call_again(self._context, member.token, member.chief, member.timeout)
+        chief = served.call_again(self._context, member.token, member.chief, member.timeout, self.hand.notice)
         chief.send(served.Join("worker", member.number))
         return chief
 

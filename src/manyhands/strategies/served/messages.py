@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-MAX_HEADER = 1 << 20
-"""Bytes of a message without its tensors."""
-MAX_FRAME = 1 << 31
-"""Bytes of one tensor; more closes the connection before anything is allocated."""
+from ...core import RunError
+
+MAX_HEADER = 1 << 24
+"""Bytes of a message without its tensors: enough for what an optimizer remembers of a hundred thousand of them."""
+MAX_FRAME = 1 << 24
+"""Bytes of one frame, in which messages and parts of tensors travel; more closes the connection."""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -293,8 +295,18 @@ AnyMessage = (
     | Lead | Filled | Follow | Followed | Unreached | Beat | Gone
 )  # fmt: skip
 
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes; one that is too long for the other end is an error here."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_HEADER:
+        raise RunError(
+            f"a {type(message).__name__} of {len(data)} bytes is too long, {MAX_HEADER} are allowed; use more servers"
+        )
+    return data
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:

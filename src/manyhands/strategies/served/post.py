@@ -5,13 +5,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ...core import RunError
+from .door import Door, knock
 from .messages import (
     MAX_FRAME,
     AnyMessage,
@@ -28,7 +31,9 @@ from .messages import (
 Frame = Any
 """Anything with a buffer: bytes, an array, a ZeroMQ frame."""
 NONCE = 32
-MAX_STRANGERS = 1024
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+SOON = 3.0
+"""Seconds after which a person hears who is waited for."""
 LAST = 20
 """Milliseconds in which what was sent before a connection was lost still comes."""
 _BIG = 65536
@@ -57,6 +62,8 @@ class Listener:
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
         _settle(self.socket, timeout)
+        self.socket.plain_server = True
+        self._door = Door(context, token)
         where = f"tcp://{host}"
         if port:
             self.socket.bind(f"{where}:{port}")
@@ -64,8 +71,9 @@ class Listener:
             port = self.socket.bind_to_random_port(where)
         self.address = f"{where}:{port}"
         self._token = token
-        self._strangers: dict[bytes, tuple[bytes, bytes]] = {}
-        self._known: set[bytes] = set()
+        self._strangers: dict[str, tuple[bytes, bytes]] = {}
+        self._known: set[str] = set()
+        """Connections that have proved to know the token, by the names that the door knows."""
         self.num_bytes = 0
         """Bytes that came and went, of messages and of tensors, those in shared memory included."""
 
@@ -80,34 +88,33 @@ class Listener:
         try:
             message = decode(frames[0].buffer)
         except (msgspec.DecodeError, IndexError):
-            self._known.discard(name)
             return None
-        if name in self._known:
-            return name, message, [frame.buffer for frame in frames[1:]]
-        self._meet(name, message)
+        connection = str(frames[0].get("User-Id"))
+        if connection in self._known:
+            return name, message, _joined([frame.buffer for frame in frames[1:]])
+        self._meet(name, connection, message)
         return None
 
     def send(self, peer: bytes, message: Message, frames: Sequence[Frame] = ()) -> None:
         """Sends to a peer; one that is gone hears nothing."""
         head = encode(message)
         self.num_bytes += len(head) + sum(memoryview(frame).nbytes for frame in frames)
-        self.socket.send_multipart([peer, head, *frames])
+        self.socket.send_multipart([peer, head, *_cut(frames)])
 
     def close(self) -> None:
         """Stops listening."""
         self.socket.close(linger=200)
+        self._door.close()
 
-    def _meet(self, peer: bytes, message: AnyMessage) -> None:
+    def _meet(self, peer: bytes, connection: str, message: AnyMessage) -> None:
         if isinstance(message, Hello) and len(message.nonce) == NONCE:
             ours = secrets.token_bytes(NONCE)
-            if len(self._strangers) >= MAX_STRANGERS:
-                self._strangers.pop(next(iter(self._strangers)))
-            self._strangers[peer] = message.nonce, ours
+            self._strangers[connection] = message.nonce, ours
             self.send(peer, Challenge(ours, _proof(self._token, b"listener", message.nonce, ours)))
-        elif isinstance(message, Proof) and peer in self._strangers:
-            theirs, ours = self._strangers.pop(peer)
+        elif isinstance(message, Proof) and connection in self._strangers:
+            theirs, ours = self._strangers.pop(connection)
             if hmac.compare_digest(message.proof, _proof(self._token, b"caller", theirs, ours)):
-                self._known.add(peer)
+                self._known.add(connection)
                 self.send(peer, Welcome())
         else:
             self.send(peer, Stranger())
@@ -121,8 +128,9 @@ class Caller:
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         _settle(self.socket, timeout)
-        self.address = address
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        knock(self.socket, token)
+        self.address, self._lost = address, ""
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
         """Becomes readable when the connection is lost; what it held is lost too, so it is not used again."""
         self.socket.connect(address)
         try:
@@ -133,7 +141,7 @@ class Caller:
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
         """Sends a message; a large frame must stay as it is until it is answered."""
-        parts = [encode(message), *frames]
+        parts = [encode(message), *_cut(frames)]
         last = len(parts) - 1
         for index, part in enumerate(parts):
             more = zmq.SNDMORE if index < last else 0
@@ -147,18 +155,24 @@ class Caller:
         message = decode(head.buffer)
         if isinstance(message, Stranger):
             raise LinkLost(f"{self.address} does not know this connection any more")
-        return message, [frame.buffer for frame in frames]
+        return message, _joined([frame.buffer for frame in frames])
 
     def _has_come(self, timeout: float | None) -> bool:
         """Waits for a message; what came before a connection was lost is still read."""
         if self.socket.poll(0):
             return True
+        if self._lost:
+            raise LinkLost(self._lost)
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         ready = dict(poller.poll(None if timeout is None else int(1000 * timeout)))
         if self.monitor in ready and not self.socket.poll(LAST):
-            raise LinkLost(f"the connection to {self.address} was lost")
+            # Read, so that whoever polls the monitor is not woken again.
+            is_refused = recv_monitor_message(self.monitor)["event"] & REFUSED
+            refused = f"whoever listens at {self.address} does not know this job's token"
+            self._lost = refused if is_refused else f"the connection to {self.address} was lost"
+            raise LinkLost(self._lost)
         return bool(self.socket.poll(0))
 
     def expect(self, timeout: float | None) -> tuple[AnyMessage, list[Frame]]:
@@ -191,20 +205,54 @@ class Caller:
             raise LinkLost(f"{self.address} refused this job's token")
 
 
-def call_again(context: zmq.Context[Any], token: bytes, address: str, timeout: float) -> Caller:
-    """A new connection to somebody who may be starting anew: within the time limit it may fail and is tried again."""
-    deadline = time.monotonic() + timeout
+def call_again(
+    context: zmq.Context[Any], token: bytes, address: str, timeout: float, on_wait: Callable[[str], None]
+) -> Caller:
+    """A new connection to somebody who may be starting anew: within the time limit it may fail and is tried again.
+
+    `on_wait` is told once that it takes a while.
+    """
+    began, is_told = time.monotonic(), False
     while True:
+        left = began + timeout - time.monotonic()
         try:
-            return Caller(context, token, address, timeout, max(0.1, deadline - time.monotonic()))
+            return Caller(context, token, address, timeout, max(0.1, min(left, SOON)))
         except LinkLost as lost:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= began + timeout:
                 raise LinkLost(f"{address} did not answer within {timeout:.0f} s: {lost}") from None
+            if not is_told and time.monotonic() - began >= SOON:
+                is_told = True
+                on_wait(f"waiting up to {timeout:.0f} s for the chief at {address.removeprefix('tcp://')}: {lost}")
             time.sleep(0.1)
 
 
 def _proof(token: bytes, role: bytes, caller: bytes, listener: bytes) -> bytes:
     return hmac.digest(token, b"manyhands " + role + caller + listener, "sha256")
+
+
+def _cut(frames: Sequence[Frame]) -> list[Frame]:
+    """Frames in parts that may be sent: one of just the greatest length is gone on with in the next."""
+    parts: list[Frame] = []
+    for frame in frames:
+        whole = memoryview(frame)
+        parts += [whole[at : at + MAX_FRAME] for at in range(0, len(whole) + 1, MAX_FRAME)]
+    return parts
+
+
+def _joined(parts: Sequence[Frame]) -> list[Frame]:
+    """The inverse of `_cut`."""
+    frames: list[Frame] = []
+    start = 0
+    for index, part in enumerate(parts):
+        if len(part) == MAX_FRAME:
+            continue
+        if start == index:
+            frames.append(part)
+        else:
+            pieces = [np.frombuffer(piece, np.uint8) for piece in parts[start : index + 1]]
+            frames.append(memoryview(np.concatenate(pieces)))
+        start = index + 1
+    return frames
 
 
 def _settle(socket: Any, timeout: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,7 @@ from .messages import (
     Unreached,
     Values,
 )
-from .post import Caller, Frame, LinkLost, Listener, call_again
+from .post import Frame, LinkLost, Listener, call_again
 from .shared import SharedSlots
 from .table import Table, group_of, joined, kind_of, settings_of
 from .update import pack_slots, pieces_of, unpack_slots
@@ -246,12 +247,13 @@ class Server:
         listens: tuple[str, int] = ("127.0.0.1", 0),
         *,
         leads: bool = True,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.shard, self.spec, self.leads = shard, spec, leads
+        self.shard, self.spec, self.leads, self.on_wait = shard, spec, leads, on_wait
         self._token, self._timeout, self._chief_address = token, timeout, chief
         self._context: zmq.Context[Any] = zmq.Context()
         self._listener = Listener(self._context, token, timeout, *listens)
-        self._chief = Caller(self._context, token, chief, timeout)
+        self._chief = call_again(self._context, token, chief, timeout, self.on_wait)
         self._slots: dict[int, tuple[bytes, SharedSlots]] = {}
         """By worker: its connection, and what is shared with it."""
         self._waiting: list[tuple[bytes, Pull | PullRows, list[Frame]]] = []
@@ -304,7 +306,7 @@ class Server:
         except LinkLost:
             # What it holds stays good: the chief may come back, or another one that has the last checkpoint.
             self._chief.close()
-            self._chief = call_again(self._context, self._token, self._chief_address, self._timeout)
+            self._chief = call_again(self._context, self._token, self._chief_address, self._timeout, self.on_wait)
             self._join()
             return
         if got is None:

@@ -1,0 +1,61 @@
+"""The door of a listener: connections of whoever does not know the token end before anything they send is read."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from typing import Any
+
+import zmq
+
+WHERE = "inproc://zeromq.zap.01"
+"""Where ZeroMQ asks, for all listeners of a context."""
+
+
+class Door:
+    """Answers ZeroMQ, in a thread, whether a connection may come in.
+
+    A connection has a name of its own, drawn by the caller, and as its password the name sealed with the token. A
+    name opens the door once, so one that was overheard opens nothing.
+    """
+
+    def __init__(self, context: zmq.Context[Any], token: bytes) -> None:
+        self._context, self._token = context, token
+        self._came: set[bytes] = set()
+        socket = context.socket(zmq.REP)
+        socket.bind(WHERE)
+        self._thread = threading.Thread(target=self._watch, args=(socket,), name="door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        bell = self._context.socket(zmq.REQ)
+        bell.connect(WHERE)
+        bell.send(b"")
+        self._thread.join()
+        bell.close(linger=0)
+
+    def _watch(self, socket: Any) -> None:
+        while len(asked := socket.recv_multipart()) > 1:
+            version, number, _, _, _, mechanism, *credentials = asked
+            status = b"200" if mechanism == b"PLAIN" and self._admits(*credentials) else b"400"
+            socket.send_multipart([version, number, status, b"", credentials[0] if status == b"200" else b"", b""])
+        socket.close(linger=0)
+
+    def _admits(self, name: bytes, password: bytes) -> bool:
+        is_right = hmac.compare_digest(password, _sealed(self._token, name))
+        if not is_right or name in self._came:
+            return False
+        self._came.add(name)
+        return True
+
+
+def knock(socket: Any, token: bytes) -> None:
+    """Gives a caller's socket the name and the password of one connection."""
+    name = secrets.token_hex(16).encode()
+    socket.plain_username, socket.plain_password = name, _sealed(token, name)
+
+
+def _sealed(token: bytes, name: bytes) -> bytes:
+    return hmac.new(token, b"manyhands door" + name, "sha256").hexdigest().encode()
