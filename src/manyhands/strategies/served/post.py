@@ -249,8 +249,8 @@ def _joined(parts: Sequence[Frame]) -> list[Frame]:
         if start == index:
             frames.append(part)
         else:
-            pieces = [np.frombuffer(piece, np.uint8) for piece in parts[start : index + 1]]
-            frames.append(memoryview(np.concatenate(pieces)))
+            whole: Any = np.concatenate([np.frombuffer(piece, np.uint8) for piece in parts[start : index + 1]])
+            frames.append(memoryview(whole))
         start = index + 1
     return frames
 
