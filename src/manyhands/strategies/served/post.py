@@ -140,12 +140,18 @@ class Caller:
             raise
 
     def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
-        """Sends a message; a large frame must stay as it is until it is answered."""
+        """Sends a message; a large frame must stay as it is until it is answered.
+
+        Where the connection is lost nobody hears it, and `receive` says so.
+        """
         parts = [encode(message), *_cut(frames)]
         last = len(parts) - 1
         for index, part in enumerate(parts):
-            more = zmq.SNDMORE if index < last else 0
-            self.socket.send(part, more, copy=memoryview(part).nbytes < _BIG)
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
+            try:
+                self.socket.send(part, flags, copy=memoryview(part).nbytes < _BIG)
+            except zmq.Again:
+                return
 
     def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
         """The next message, within so many seconds; None where none came."""
