@@ -36,8 +36,10 @@ class Embedding(nn.Embedding):
     Under `mh.ParameterServer` the rows live on the servers: a worker asks for those that its batch touches and sends
     their gradients back, and a row that nobody touched takes no memory, so a table may be larger than any machine.
 
-    - `optimizer`: what trains the rows on the servers: "sgd", "adagrad" or "adam"; by default the kind that the task's
-      own optimizer is. The learning rate is that of the task's optimizer. Elsewhere the task's optimizer trains it;
+    - `optimizer`: what trains the rows on the servers: "sgd", "adagrad" or "adam" with torch's defaults; without it the
+      task's own optimizer, if it is one of these. The learning rate is that of the task's optimizer. A row changes only
+      when a batch touches it: momentum and weight decay of SGD and Adagrad, which move all rows, are refused, and
+      Adam differs from one device. Elsewhere the task's optimizer trains it;
     - `std`: of the first values, which are normal; `seed`: drawn from torch's generator by default.
 
     >>> table = Embedding(1000, 4, seed=3)
