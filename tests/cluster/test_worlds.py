@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from manyhands.cluster import NullWorld, World
+from manyhands.cluster.torch_world import _is_connection_error
 from manyhands.core import PeerLost, UsageError
 from manyhands.testing import Faults, InjectedFault, WorldContract, run_threads
 
@@ -154,3 +155,9 @@ def test_some_ranks_are_a_world_of_their_own(run_ranks: Callable[..., list[Any]]
         [0, 2, 7.0, 4.0, 3, [2, 3], [20.0, 30.0], [2, 3]],
         [1, 2, 7.0, 4.0, 3, [2, 3], [21.0, 31.0], [2, 3]],
     ]
+
+
+@pytest.mark.parametrize("text", ["Broken pipe", "Connection reset by peer", "Socket Timeout", "NCCL error"])
+def test_what_torch_says_when_a_connection_breaks_is_known(text: str) -> None:
+    assert _is_connection_error(RuntimeError(text))
+    assert not _is_connection_error(RuntimeError("shapes (2, 3) and (4, 5) do not fit"))

@@ -305,7 +305,7 @@ def _brief(error: RuntimeError) -> str:
 
 def _is_connection_error(error: RuntimeError) -> bool:
     text = str(error).lower()
-    return any(word in text for word in ("connection", "socket", "timed out", "timeout", "nccl", "peer"))
+    return any(word in text for word in ("connection", "socket", "broken pipe", "timed out", "timeout", "nccl", "peer"))
 
 
 def _sockets() -> Iterator[socket.socket]:
