@@ -23,7 +23,7 @@ BARS = {
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes need two cores")
 def test_quick_step() -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == "step"
@@ -41,7 +41,7 @@ def test_quick_step() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="workers need two cores")
 def test_quick_feed() -> None:
     command = [sys.executable, "-m", "benchmarks.feed", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     bars = {
@@ -54,7 +54,7 @@ def test_quick_feed() -> None:
 
 def test_quick_memory() -> None:
     command = [sys.executable, "-m", "benchmarks.memory", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     checks = result["checks"]
@@ -70,7 +70,7 @@ def test_quick_memory() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_quick_recovery() -> None:
     command = [sys.executable, "-m", "benchmarks.recovery", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     bars = {"recovered_of_20": {"at_least": 20}, "seconds_to_step": {"at_most": 10.0}, "steps_lost": {"at_most": 1.0}}
@@ -85,19 +85,21 @@ def test_quick_plan_accuracy() -> None:
     assert done.returncode == 0, done.stderr
     checks = json.loads(done.stdout.splitlines()[-1])["checks"]
     assert {name: check["at_most"] for name, check in checks.items()} == {
+        "profile_overhead": 1.02,
         "published_speedup_error": 0.10,
         "vtrain_median_error": 0.08,
         "vtrain_regret_top1": 0.06,
         "vtrain_regret_top3": 0.02,
         "vtrain_regret_top5": 0.01,
     }
-    # No time is measured for these, so they must hold wherever this runs.
+    # No time is measured for the others, so they must hold wherever this runs.
+    del checks["profile_overhead"]
     assert all(check["value"] <= check["at_most"] for check in checks.values())
 
 
 def test_stacked_has_its_form_on_a_cpu() -> None:
     command = [sys.executable, "-m", "benchmarks.stacked", "--cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     bars = {name: {k: v for k, v in check.items() if k != "value"} for name, check in result["checks"].items()}
