@@ -239,6 +239,22 @@ def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, star
     assert current(server) == 1
 
 
+def test_a_hiccup_does_not_send_a_version_back_and_slowness_does(adder: Path, tmp_path: Path, start: Start) -> None:
+    for number in (1, 2):
+        publish(adder, tmp_path / "adder", number)
+    server = start(tmp_path, versions="latest:2", poll=60)
+    model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
+    rule = Probation(seconds=600)
+    for number in (1, 2):
+        for _ in range(40):
+            model.versions[number].figures.count("OK", 0.001)
+    model.versions[2].figures.count("OK", 1.0)
+    assert model.verdict(rule) == ""
+    for _ in range(10):
+        model.versions[2].figures.count("OK", 0.1)
+    assert "p90 is" in model.verdict(rule)
+
+
 def test_overload_is_refused_early_and_the_rest_is_served(start: Start) -> None:
     server = start({"moody": Moody()}, batch=BatchSettings(max_rows=1, queue_rows=2))
     answers: list[httpx.Response] = []

@@ -158,7 +158,7 @@ def compare(world: World) -> list[str]:
 
 
 def test_without_a_majority_all_replicas_are_named() -> None:
-    assert run_threads(compare, 2)[0] == ["spoilt (among ranks 0, 1, of which no most agree)"]
+    assert run_threads(compare, 2)[0] == ["spoilt (ranks 0, 1: no majority agrees)"]
     assert run_threads(compare, 3)[0] == ["spoilt (on rank 1)"]
 
 

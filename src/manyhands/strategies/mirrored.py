@@ -156,7 +156,7 @@ def odd_ones(world: World, named: Mapping[str, Tensor]) -> list[str]:
         usual, count = Counter(hashes).most_common(1)[0]
         odd = [str(rank) for rank, value in enumerate(hashes) if value != usual]
         if 2 * count <= world.size:
-            found.append(f"{name} (among ranks {', '.join(map(str, range(world.size)))}, of which no most agree)")
+            found.append(f"{name} (ranks {', '.join(map(str, range(world.size)))}: no majority agrees)")
         elif odd:
             found.append(f"{name} (on rank {', '.join(odd)})")
     return found
