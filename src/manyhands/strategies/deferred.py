@@ -103,13 +103,11 @@ class Deferred:
         _require_no_others(model, noting)
         _empty(model)
 
-    def fill(self, take: Take, *, known: Iterable[str] = ()) -> None:
-        """Makes the values and gives them away one by one; those named in `known` come from elsewhere."""
-        others = set(known)
-        wanted = {key: [n for n in names if n[0] not in others] for key, names in self._names.items()}
-        wanted = {key: names for key, names in wanted.items() if names}
+    def fill(self, take: Take) -> None:
+        """Makes the values and gives them away one by one."""
+        wanted = dict(self._names)
         for key, tensor in self._brought.items():
-            for name, ref in wanted.pop(key, []):
+            for name, ref in wanted.pop(key):
                 take(name, _seen(tensor, ref))
         restore_random_state(self._states, CPU)
         with torch.no_grad():

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..cluster import World
-from ..core import MESH_ORDER, StrategySpec, mix, restore_random_state, seed_all
+from ..core import MESH_ORDER, StrategySpec
 from ..data import Cursor
 from ..store import Checkpoint, load_optimizer_state, optimizer_state
-from .snapshot import exchange
+from .snapshot import exchange, stand_where
 
 if TYPE_CHECKING:
     from .hand import Hand
@@ -106,18 +106,7 @@ def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
             for name, values in saved["state"].items()
         }
         load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
-    notice = replica.load_policy_state(part.policy)
-    if notice:
-        hand.notice(notice)
-    hand.num_steps = part.step
-    hand.cursors = [Cursor.from_dict(values) for values in part.state["cursors"]]
-    prefix = f"rank{hand.world.rank}."
-    states = {name.removeprefix(prefix): t for name, t in part.random.items() if name.startswith(prefix)}
-    if states and part.state["size"] == hand.size:
-        restore_random_state(states, hand.device)
-    else:
-        seed_all(mix(part.step, hand.rank))
-    return dict(part.state["state"])
+    return stand_where(hand, part, draws_on=part.state["size"] == hand.size)
 
 
 def joined(parts: Sequence[Checkpoint]) -> Checkpoint:

@@ -160,19 +160,26 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
             for name, values in saved["state"].items()
         }
         load_optimizer_state(optimizer, replica.names, {**saved, "state": slots})
-    notice = replica.load_policy_state(checkpoint.policy)
+    return stand_where(hand, checkpoint, draws_on=_axes(checkpoint.state["spec"]) == _axes(hand.spec.to_dict()))
+
+
+def stand_where(hand: Hand, checkpoint: Checkpoint, *, draws_on: bool) -> dict[str, Any]:
+    """Puts a hand at a checkpoint's place in the run; `draws_on`: its random numbers go on too, where it has them.
+
+    Returns the loop's own state.
+    """
+    notice = hand.replica.load_policy_state(checkpoint.policy)
     if notice:
         hand.notice(notice)
     hand.num_steps = checkpoint.step
     hand.cursors = [Cursor.from_dict(values) for values in checkpoint.state["cursors"]]
     prefix = f"rank{hand.world.rank}."
     states = {name.removeprefix(prefix): t for name, t in checkpoint.random.items() if name.startswith(prefix)}
-    if states and _axes(checkpoint.state["spec"]) == _axes(hand.spec.to_dict()):
+    if states and draws_on:
         restore_random_state(states, hand.device)
     else:
         seed_all(mix(checkpoint.step, hand.rank))
-    state: dict[str, Any] = checkpoint.state["state"]
-    return state
+    return dict(checkpoint.state["state"])
 
 
 def _axes(spec: dict[str, Any]) -> list[int]:
