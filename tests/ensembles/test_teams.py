@@ -74,6 +74,8 @@ def test_the_mean_is_of_probabilities_in_the_members_own_form(runs: list[mh.Run]
     team = mh.ensemble(runs)
     wanted = by_hand(runs).softmax(-1).mean(0)
     torch.testing.assert_close(team(INPUTS).softmax(-1), wanted, rtol=1e-6, atol=1e-6)
+    assert repr(team).startswith("Team of 4 (00000, ")
+    assert repr(team).endswith("), combined by mean")
 
 
 def test_votes_are_counted(runs: list[mh.Run]) -> None:

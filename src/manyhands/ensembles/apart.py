@@ -127,6 +127,9 @@ class TeamApart(Predictor):
         said = {**rule.signature(signature).outputs, ANSWERED: TensorSpec("bool", (None, len(seats)))}
         self.signature = Signature(signature.inputs, said)
 
+    def __repr__(self) -> str:
+        return f"TeamApart of {len(self._seats)}, {self.quorum} of which must answer within {self.deadline:g} s"
+
     @property
     def seats(self) -> list[Seat]:
         """Where the members sit."""

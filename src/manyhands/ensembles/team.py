@@ -101,6 +101,10 @@ class Team(Predictor):
         self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
         """Whether all members are computed as one stacked program, which is so where that is faster."""
 
+    def __repr__(self) -> str:
+        names = ", ".join(member.name for member in self.members)
+        return f"Team of {len(self.members)} ({names}), combined by {self.combine}"
+
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
             return self.rule.combined(self._program.answer(*self._ordered(inputs)))
