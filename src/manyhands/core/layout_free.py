@@ -417,7 +417,8 @@ def _places(inner: Shape, device: torch.device) -> Tensor:
 def _scramble(places: Tensor, keys: Tensor) -> Tensor:
     """The hash of every (key, place), as rows of int32: a 32-bit finaliser that two halves of the key enter."""
     keys = keys.bitwise_xor(keys >> 32)
-    first, second = keys.view(torch.int32).view(-1, 2, 1).unbind(1)
+    # Not a view of halves, for which torch 2.11 has no rule in stacked networks.
+    first, second = (half.to(torch.int32).unsqueeze(-1) for half in (keys, keys >> 32))
     x = places ^ first
     x ^= x >> 16
     x *= 0x7FEB352D

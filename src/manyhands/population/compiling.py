@@ -6,7 +6,7 @@ any way that a recording allows too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .program import Program
 from .stack import Stack
 
 BACKEND = "inductor"
-Step = Callable[[list[Tensor], list[Any], Tensor, Tensor], Tensor]
+Step = Callable[[list[Tensor], list[Any], Tensor], Tensor]
 
 
 class CannotCompile(Exception):
@@ -43,15 +43,17 @@ class Compiled:
         """Lets compiled steps go, because what is built into them has changed."""
         self._made.clear()
 
-    def step(self, stack: Stack, batch: Any, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
+    def step(
+        self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
+    ) -> Tensor:
         """What `Program.step` does, from a compiled step; the first one makes it and changes nothing if that fails."""
-        leaves, shape = pytree.tree_flatten(batch)
+        leaves, shape = pytree.tree_flatten((batch, list(factors)))
         key = (ids.shape, shared, self._program.unfolds)
         tensors = list(stack.tensors.values())
         if key not in self._made:
-            self._made[key] = self._compile(stack, leaves, shape, ids, factor, shared)
+            self._made[key] = self._compile(stack, leaves, shape, ids, shared)
         try:
-            return self._made[key](tensors, leaves, ids, factor)
+            return self._made[key](tensors, leaves, ids)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -60,18 +62,19 @@ class Compiled:
             del self._made[key]
             raise CannotCompile(_said(error)) from error
 
-    def _compile(self, stack: Stack, leaves: list[Any], shape: Any, ids: Tensor, factor: Tensor, shared: bool) -> Step:
+    def _compile(self, stack: Stack, leaves: list[Any], shape: Any, ids: Tensor, shared: bool) -> Step:
         names = list(stack.tensors)
 
-        def run(tensors: list[Tensor], leaves: list[Any], ids: Tensor, factor: Tensor) -> Tensor:
+        def run(tensors: list[Tensor], leaves: list[Any], ids: Tensor) -> Tensor:
             held = Stack(dict(zip(names, tensors, strict=True)))
-            return self._program.step(held, pytree.tree_unflatten(leaves, shape), ids, factor, shared=shared)
+            batch, factors = pytree.tree_unflatten(leaves, shape)
+            return self._program.step(held, batch, ids, factors, shared=shared)
 
         # The trace computes a step, so it gets copies to change.
         copies = [tensor.clone() for tensor in stack.tensors.values()]
         try:
             with torch.autograd.set_multithreading_enabled(False):
-                traced = make_fx(run)(copies, leaves, ids, factor)
+                traced = make_fx(run)(copies, leaves, ids)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

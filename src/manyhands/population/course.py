@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,8 @@ from .member import Member
 MAX_ROUNDS = 64
 MAX_IDS = 1 << 22
 """Samples that are named at a time."""
+Passes = tuple[tuple[int, int], ...]
+"""Seeds and epochs."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,26 @@ class Block:
     @property
     def num_rounds(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Samples by round, member and place: of which passes, and from where on."""
+
+    passes: Passes
+    starts: tuple[int, ...]
+    size: int
+    ids: Tensor
+
+    def without(self, num_rounds: int) -> _Named | None:
+        """What is left when some rounds are taken."""
+        if num_rounds == len(self.ids):
+            return None
+        starts = tuple(start + num_rounds * self.size for start in self.starts)
+        return dataclasses.replace(self, starts=starts, ids=self.ids[num_rounds:])
+
+
+_NOBODY = torch.empty(0, dtype=torch.int64)
 
 
 def most_rounds(num_ids: int) -> int:
@@ -49,7 +73,9 @@ class Course:
         whole, rest = divmod(self._size, self.batch_size)
         self.num_steps = whole + bool(rest and not self._drops)
         """Batches of a pass."""
-        self._known: tuple[tuple[tuple[int, int], ...], Orders] | None = None
+        self._known: tuple[Passes, Orders] | None = None
+        self._ahead: _Named | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def next_size(self, cursor: Cursor) -> int:
         """Samples of the batch that comes next."""
@@ -61,29 +87,59 @@ class Course:
 
     def block(self, members: Sequence[Member], most: int) -> Block:
         """The next rounds of members whose next batches have the same size; at most so many."""
+        wanted, most = self._wanted(members, most)
+        named = self._ahead
+        if named is None or (named.passes, named.starts, named.size) != (wanted.passes, wanted.starts, wanted.size):
+            named = self._name(wanted, most)
+        ids = named.ids[:most]
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_stream(self._stream)
+            ids.record_stream(here)
+        self._ahead = named.without(len(ids))
+        return Block(ids.expand(-1, len(members), -1).contiguous(), shared=ids.shape[1] < len(members))
+
+    def prepare(self, members: Sequence[Member]) -> None:
+        """Names the samples of rounds to come while a GPU is busy with others; there it takes longer than a round."""
+        if self._stream is None or len({self.next_size(member.cursor) for member in members}) > 1:
+            return
+        wanted, most = self._wanted(members, MAX_ROUNDS)
+        if self._ahead is None or (self._ahead.passes, self._ahead.starts) != (wanted.passes, wanted.starts):
+            self._ahead = self._name(wanted, most)
+
+    def _wanted(self, members: Sequence[Member], most: int) -> tuple[_Named, int]:
+        """Where the samples of the next rounds lie, still without their names, and how many rounds these are."""
         size = self.next_size(members[0].cursor)
         most = min(most, most_rounds(size * len(members)))
         num_rounds = min(most, *(self.rounds_of_one_size(member.cursor) for member in members))
-        passes = [(member.task.seed if self._shuffle else 0, member.cursor.epoch) for member in members]
-        starts = [member.cursor.position for member in members]
+        passes = tuple((member.task.seed if self._shuffle else 0, member.cursor.epoch) for member in members)
+        starts = tuple(member.cursor.position for member in members)
         keys = [(*key, start) for key, start in zip(passes, starts, strict=True)]
-        shared = len({key if self._shuffle else key[2] for key in keys}) == 1
-        if shared:
+        if len({key if self._shuffle else key[2] for key in keys}) == 1:
             passes, starts = passes[:1], starts[:1]
-        orders = self._orders_of(tuple(passes))
-        first = torch.tensor(starts, dtype=torch.int64).to(self._device).unsqueeze(1)
-        ids = orders[first + torch.arange(num_rounds * size, device=self._device)]
-        ids = ids.view(len(starts), num_rounds, size).transpose(0, 1)
-        return Block(ids.expand(num_rounds, len(members), size).contiguous(), shared)
+        return _Named(passes, starts, size, _NOBODY), num_rounds
 
-    def _orders_of(self, passes: tuple[tuple[int, int], ...]) -> Orders:
+    def _name(self, wanted: _Named, num_rounds: int) -> _Named:
+        # Orders depend on nothing that is computed elsewhere, so their stream need not wait for any other.
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            orders = self._orders_of(wanted.passes)
+            first = torch.tensor(wanted.starts, dtype=torch.int64).to(self._device).unsqueeze(1)
+            ids = orders[first + torch.arange(num_rounds * wanted.size, device=self._device)]
+        ids = ids.view(len(wanted.starts), num_rounds, wanted.size).transpose(0, 1)
+        return dataclasses.replace(wanted, ids=ids)
+
+    def _orders_of(self, passes: Passes) -> Orders:
         """Kept from one block to the next: their tables take longer to make than samples to be named by them."""
         if self._known is None or self._known[0] != passes:
             self._known = passes, Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
         return self._known[1]
 
-    def after(self, cursor: Cursor, num_rounds: int) -> Cursor:
-        """Where a member stands after so many rounds of one block; at the end of a pass the next one begins."""
+    def advance(self, members: Sequence[Member], num_rounds: int) -> None:
+        """Puts members where they stand after so many rounds of one block; at a pass's end the next one begins."""
+        for member in members:
+            member.cursor = self._after(member.cursor, num_rounds)
+
+    def _after(self, cursor: Cursor, num_rounds: int) -> Cursor:
         position = min(self._size, cursor.position + num_rounds * self.batch_size)
         left = self._size - position
         is_over = left == 0 or (self._drops and left < self.batch_size)

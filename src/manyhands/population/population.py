@@ -236,11 +236,13 @@ class Population:
         self._lay_out(active)
         sizes = {number: self._course.next_size(self.members[number].cursor) for number in active}
         if len(set(sizes.values())) == 1:
-            laid = [number for number in self._rows if number is not None]
-            block = self._course.block([self.members[number] for number in laid], most)
+            laid = [self.members[number] for number in self._rows if number is not None]
+            block = self._course.block(laid, most)
             left = max(self.total - self.members[number].step for number in active)
             factors = self._factors(self._rows, block.num_rounds)
             losses = self._rounds.take(self._stack, self._spread(block), factors, left)
+            self._course.advance(laid, block.num_rounds)
+            self._course.prepare(laid)
             by_row = losses.T.tolist()
             taken = {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
         else:
@@ -248,15 +250,13 @@ class Population:
             taken = {}
             for size in set(sizes.values()):
                 some = [number for number in active if sizes[number] == size]
-                rows = [self._rows.index(number) for number in some]
-                block = self._course.block([self.members[number] for number in some], 1)
+                rows, members = [self._rows.index(number) for number in some], [self.members[number] for number in some]
+                block = self._course.block(members, 1)
                 part = self._stack.pick(rows)
                 losses = self._rounds.take_plainly(part, block, self._factors(some, 1))
                 self._stack.put_back(rows, part)
+                self._course.advance(members, 1)
                 taken |= dict(zip(some, losses.T.tolist(), strict=True))
-        for number, own in taken.items():
-            member = self.members[number]
-            member.cursor = self._course.after(member.cursor, len(own))
         return taken
 
     def _lay_out(self, active: Sequence[int]) -> None:

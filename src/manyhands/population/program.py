@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core import LayoutFree, Mean, StrategySpec, Task, TaskError, stacked_keys
 from ..training import answers as predicted
 from ..training import evaluating
+from .attention import Folded
 from .build import Built
 from .chances import given_chances
 from .convolutions import Unfolded
@@ -65,11 +65,28 @@ class Program:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, stack: Stack, batch: Any, ids: Tensor, factor: Tensor, *, shared: bool) -> Tensor:
+    def factors(self, stack: Stack, factor: Tensor) -> list[dict[str, Tensor]]:
+        """What the next update multiplies tensors by, for every parameter group, and for averages at the end.
+
+        `factor` is what schedules make of each member's learning rate.
+        """
+        found = []
+        for index, (names, update) in enumerate(zip(self.built.groups, self.built.updates, strict=True)):
+            numbers = {name: stack[name, str(index)] for name in update.numbers}
+            made = update.factors({**numbers, "count": stack[COUNT], "lr": numbers["lr"] * factor})
+            dtypes = {stack[PARAMETERS, name].dtype for name in names}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+            found.append({name: value.to(dtype) for name, value in made.items()})
+        found.append({"rest": 1 - stack[DECAY]} if stack.named(AVERAGES) else {})
+        return found
+
+    def step(
+        self, stack: Stack, batch: Any, ids: Tensor, factors: Sequence[dict[str, Tensor]], *, shared: bool
+    ) -> Tensor:
         """Takes a step of all members in place; returns their losses.
 
-        Row i of `batch` and of `ids` are the samples of member i, `factor` is what its schedule makes of its learning
-        rate. Where `shared`, all have the same samples, and `batch` holds them once.
+        Row i of `batch` and of `ids` are the samples of member i; `factors` are what the method of that name gives.
+        Where `shared`, all have the same samples, and `batch` holds them once.
         """
         # Whatever fails before the update leaves the stack as it was, so that the step can be taken again.
         buffers = {name: buffer.clone() for name, buffer in stack.named(BUFFERS).items()}
@@ -88,7 +105,7 @@ class Program:
         gradients = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
         with torch.no_grad():
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()} if self.skips else {}
-            self._update(stack, gradients, buffers, factor)
+            self._update(stack, gradients, buffers, factors)
             if self.skips:
                 _keep_where(_finite(gradients, total), stack, before)
             stack[STEP].add_(1)
@@ -136,9 +153,10 @@ class Program:
     def scope(self) -> Iterator[None]:
         """Where networks are computed: the precision, and kernels that know of stacks."""
         with contextlib.ExitStack() as held:
-            if self.device.type == "cpu":
-                # The CPU's own attention would be called once for every member.
-                held.enter_context(sdpa_kernel(SDPBackend.MATH))
+            held.enter_context(Folded())
+            if self.device.type == "cuda" and not self._spec.deterministic:
+                # Convolutions of many groups have many ways to be computed, of which a library's guess is a bad one.
+                held.enter_context(_trying_kernels())
             if self.unfolds:
                 held.enter_context(Unfolded())
             if self._spec.precision == "bf16":
@@ -146,24 +164,28 @@ class Program:
                 held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))
             yield
 
-    def _update(self, stack: Stack, gradients: dict[str, Tensor], buffers: dict[str, Tensor], factor: Tensor) -> None:
+    def _update(
+        self,
+        stack: Stack,
+        gradients: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        factors: Sequence[dict[str, Tensor]],
+    ) -> None:
         for name, buffer in stack.named(BUFFERS).items():
             buffer.copy_(buffers[name])
         if self.clips:
             gradients = _clipped(gradients, stack[CLIP])
-        for index, (names, update) in enumerate(zip(self.built.groups, self.built.updates, strict=True)):
+        for names, update, own in zip(self.built.groups, self.built.updates, factors, strict=False):
             used = [name for name in names if name in gradients]
             if not used:
                 continue
-            numbers = {name: stack[name, str(index)] for name in update.numbers}
-            numbers |= {"count": stack[COUNT], "lr": numbers["lr"] * factor}
             slots = {slot: [stack[slot, name] for name in used] for slot in update.slots}
             parameters = [stack[PARAMETERS, name] for name in used]
-            update.apply(parameters, [gradients[name] for name in used], slots, numbers, self.decays)
+            update.apply(parameters, [gradients[name] for name in used], slots, own, self.decays)
         stack[COUNT].add_(1)
         live = {**stack.named(BUFFERS), **stack.named(PARAMETERS)}
         for name, average in stack.named(AVERAGES).items():
-            average.lerp_(live[name].to(average.dtype), along(1 - stack[DECAY], average))
+            average.lerp_(live[name].to(average.dtype), along(factors[-1]["rest"], average))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -201,6 +223,16 @@ class Whole(nn.Module):
         loss = self.task.loss(self.model, batch)
         # Some layers change their buffers, others put new ones in their place.
         return (loss.total, loss.count) if isinstance(loss, Mean) else loss, dict(self.model.named_buffers())
+
+
+@contextlib.contextmanager
+def _trying_kernels() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:

@@ -56,6 +56,7 @@ class Rounds:
         self._plain_seconds = 0.0
         self._has_convolutions, self._is_settled = has_convolutions(program.model), deterministic
         self._compiled = Compiled(program)
+        self._largest = 0
         self.chunk: int | None = None
         """Members that are computed at a time; None for all of them."""
 
@@ -147,14 +148,16 @@ class Rounds:
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _step(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
-        batch = self._data.fetch(ids[0] if shared else ids)
-        if self._compiles and not self._is_plain:
+        batch, factors = self._data.fetch(ids[0] if shared else ids), self._program.factors(stack, factor)
+        # The last batch of a pass, where it is smaller, comes too rarely to be worth a minute of the compiler.
+        self._largest = max(self._largest, ids.shape[1])
+        if self._compiles and not self._is_plain and ids.shape[1] == self._largest:
             try:
-                return self._compiled.step(stack, batch, ids, factor, shared=shared)
+                return self._compiled.step(stack, batch, ids, factors, shared=shared)
             except CannotCompile as error:
                 self._compiles = False
                 self._notice(f"steps are not compiled: {error}")
-        return self._program.step(stack, batch, ids, factor, shared=shared)
+        return self._program.step(stack, batch, ids, factors, shared=shared)
 
     def _halve(self, size: int, error: torch.OutOfMemoryError) -> None:
         if size == 1:

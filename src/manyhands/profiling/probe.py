@@ -15,7 +15,7 @@ from torch.distributed import Work
 
 from ..cluster import World
 from ..core import StrategySpec, Task
-from ..training import Breakdown, Hand, Sample, Steps, time_steps
+from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .ceiling import ceiling
 from .memory import Memory, MemoryWatch
 from .operations import Operations, watch
@@ -92,6 +92,11 @@ class RankProfile:
 
 def probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfile:
     """Takes steps on this rank and looks at them; all ranks do the same in one order."""
+    with own_stream(world.device):
+        return _probe(world, task, spec, steps)
+
+
+def _probe(world: World, task: Task, spec: StrategySpec, steps: int) -> RankProfile:
     taken = Steps(world, task, spec)
     try:
         found = _Probe(taken).run(steps)

@@ -201,7 +201,8 @@ def average(world: World, tensors: Iterable[Tensor]) -> None:
     """Replaces tensors of real numbers by their means over the replicas, in one collective for each type."""
     for dtype, some in _by_dtype(tensors).items():
         if dtype.is_floating_point:
-            flat = torch.cat([tensor.reshape(-1) for tensor in some]).to(wide(dtype))
+            # An optimizer on a GPU may keep its counters with the processor.
+            flat = torch.cat([tensor.reshape(-1).to(world.device) for tensor in some]).to(wide(dtype))
             world.all_reduce(flat, "avg")
             for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))

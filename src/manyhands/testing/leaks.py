@@ -39,7 +39,12 @@ class Footprint:
             threads=frozenset(thread.name for thread in threading.enumerate() if not thread.daemon),
             ports=frozenset(c.laddr.port for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN),
             files=frozenset(file.path for file in me.open_files()),
-            environment=frozenset((key, value) for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"),
+            environment=frozenset(
+                (key, value)
+                for key, value in os.environ.items()
+                # The first is the test's own name; torch.compile sets the others for its own workers.
+                if key != "PYTEST_CURRENT_TEST" and not key.startswith("TRITON_")
+            ),
             shared_memory=frozenset(path.name for path in SHARED.glob("*")),
             hosts=frozenset(path.name for path in NAMESPACES.glob(f"mh{os.getpid()}-*")),
         )

@@ -8,7 +8,7 @@ from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
 from .fitting import fit_in
 from .hand import Hand, hand, holding, joined_world
-from .loop import CHECKPOINTS, Job, Outcome, check_schedule, train
+from .loop import CHECKPOINTS, Job, Outcome, check_schedule, own_stream, train
 from .memory import Account, account, host_bytes, limited, parse_bytes
 from .metrics import Meter, check_metrics, parted
 from .patience import Patience, as_patience, check_patience
@@ -42,6 +42,7 @@ __all__ = [
     "check_schedule",
     "time_steps",
     "Steps",
+    "own_stream",
     "stop_compilers",
     "gradient_squares",
     "evaluate",

@@ -18,14 +18,22 @@ class Lion(Update):
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def apply(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
-    ) -> None:
+    def factors(self, numbers: Numbers) -> dict[str, Tensor]:
         rate = numbers["lr"]
+        return {
+            "kept": 1 - rate * numbers["weight_decay"],
+            "size": -rate,
+            "rest1": 1 - numbers["beta1"],
+            "rest2": 1 - numbers["beta2"],
+        }
+
+    def apply(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, factors: Numbers, decays: bool
+    ) -> None:
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             momentum, way = slots["exp_avg"][index], self.uphill(gradient)
             if decays:
-                parameter.mul_(along(1 - rate * numbers["weight_decay"], parameter))
-            sign = momentum.lerp(way, along(1 - numbers["beta1"], way)).sign_()
-            parameter.addcmul_(sign, along(-rate, way))
-            momentum.lerp_(way, along(1 - numbers["beta2"], way))
+                parameter.mul_(along(factors["kept"], parameter))
+            sign = momentum.lerp(way, along(factors["rest1"], way)).sign_()
+            parameter.addcmul_(sign, along(factors["size"], way))
+            momentum.lerp_(way, along(factors["rest2"], way))

@@ -20,23 +20,30 @@ class RmsProp(Update):
         momentum = ("momentum_buffer",) if self.set["momentum"] else ()
         return ("square_avg", *momentum, *(("grad_avg",) if self.set["centered"] else ()))
 
+    def factors(self, numbers: Numbers) -> dict[str, Tensor]:
+        names = {"alpha": "alpha", "eps": "eps", "momentum": "momentum", "decay": "weight_decay"}
+        return {
+            **{mine: numbers[name] for mine, name in names.items()},
+            "rest": 1 - numbers["alpha"],
+            "size": -numbers["lr"],
+        }
+
     def apply(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, factors: Numbers, decays: bool
     ) -> None:
-        rest = 1 - numbers["alpha"]
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             way = self.uphill(gradient)
             if decays:
-                way = decayed(parameter, way, numbers["weight_decay"])
+                way = decayed(parameter, way, factors["decay"])
             square = slots["square_avg"][index]
-            square.mul_(along(numbers["alpha"], way)).addcmul_(way * along(rest, way), way)
+            square.mul_(along(factors["alpha"], way)).addcmul_(way * along(factors["rest"], way), way)
             if self.set["centered"]:
-                mean = slots["grad_avg"][index].lerp_(way, along(rest, way))
+                mean = slots["grad_avg"][index].lerp_(way, along(factors["rest"], way))
                 square = square.addcmul(mean, mean, value=-1)
-            scale = square.sqrt().add_(along(numbers["eps"], way))
+            scale = square.sqrt().add_(along(factors["eps"], way))
             if self.set["momentum"]:
                 buffer = slots["momentum_buffer"][index]
-                buffer.mul_(along(numbers["momentum"], way)).addcdiv_(way, scale)
-                parameter.addcmul_(buffer, along(-numbers["lr"], way))
+                buffer.mul_(along(factors["momentum"], way)).addcdiv_(way, scale)
+                parameter.addcmul_(buffer, along(factors["size"], way))
             else:
-                parameter.addcdiv_(way * along(-numbers["lr"], way), scale)
+                parameter.addcdiv_(way * along(factors["size"], way), scale)

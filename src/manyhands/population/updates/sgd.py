@@ -20,17 +20,24 @@ class Sgd(Update):
     def slots(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.set["momentum"] else ()
 
+    def factors(self, numbers: Numbers) -> dict[str, Tensor]:
+        return {
+            "momentum": numbers["momentum"],
+            "decay": numbers["weight_decay"],
+            # The first gradient is taken whole.
+            "taken": torch.where(numbers["count"] == 0, 1.0, 1.0 - numbers["dampening"]),
+            "size": -numbers["lr"],
+        }
+
     def apply(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, factors: Numbers, decays: bool
     ) -> None:
-        # The first gradient is taken whole.
-        taken = torch.where(numbers["count"] == 0, 1.0, 1.0 - numbers["dampening"])
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             way = self.uphill(gradient)
             if decays:
-                way = decayed(parameter, way, numbers["weight_decay"])
+                way = decayed(parameter, way, factors["decay"])
             if self.set["momentum"]:
-                buffer, momentum = slots["momentum_buffer"][index], along(numbers["momentum"], parameter)
-                buffer.mul_(momentum).addcmul_(way, along(taken, way))
+                buffer, momentum = slots["momentum_buffer"][index], along(factors["momentum"], parameter)
+                buffer.mul_(momentum).addcmul_(way, along(factors["taken"], way))
                 way = torch.addcmul(way, buffer, momentum) if self.set["nesterov"] else buffer
-            parameter.addcmul_(way, along(-numbers["lr"], way))
+            parameter.addcmul_(way, along(factors["size"], way))

@@ -36,10 +36,17 @@ class Update(ABC):
         """The state that it keeps of every parameter, by torch's own names."""
 
     @abstractmethod
+    def factors(self, numbers: Numbers) -> dict[str, Tensor]:
+        """What tensors are multiplied by in this update, from the numbers and the count of updates."""
+
+    @abstractmethod
     def apply(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, numbers: Numbers, decays: bool
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], slots: Slots, factors: Numbers, decays: bool
     ) -> None:
-        """Changes parameters and slots in place; gradients stay. `decays`: some member's weights do."""
+        """Changes parameters and slots in place; gradients stay. `decays`: some member's weights do.
+
+        Factors are made before, and not element by element: a compiler would put their powers into the same loop.
+        """
 
     @classmethod
     def numbers_of(cls, group: Mapping[str, Any]) -> dict[str, float]:
