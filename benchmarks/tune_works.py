@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 NUM_ROWS, NUM_VALID, NUM_INPUTS, NUM_CLASSES = 1024, 256, 64, 10
 BATCH = 64
-SMALL, LARGE = 32, 768
+NARROW, SMALL, LARGE = 8, 32, 768
 LOW, HIGH = 1e-4, 1e-1
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data(num_rows: int = NUM_ROWS, num_valid: int = NUM_VALID, noise: float = 2.5) -> tuple[Tensor, Tensor]:
     """Classes around random centres, which a small network learns but not at once."""
     random = torch.Generator().manual_seed(0)
-    labels = torch.randint(NUM_CLASSES, (NUM_ROWS + NUM_VALID,), generator=random)
+    labels = torch.randint(NUM_CLASSES, (num_rows + num_valid,), generator=random)
     centres = torch.randn(NUM_CLASSES, NUM_INPUTS, generator=random)
-    return centres[labels] + 2.5 * torch.randn(len(labels), NUM_INPUTS, generator=random), labels
+    return centres[labels] + noise * torch.randn(len(labels), NUM_INPUTS, generator=random), labels
 
 
 def network(width: int) -> nn.Module:
