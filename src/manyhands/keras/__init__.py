@@ -1,0 +1,67 @@
+"""Keras 3 on its PyTorch backend: scripts written for tf.distribute, with the import changed.
+
+import manyhands.keras as mhk
+strategy = mhk.MirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([...])
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+model.fit(dataset, epochs=10)
+"""
+
+from .backend import require_torch_backend
+
+require_torch_backend()
+
+from .hooks import install  # noqa: E402
+from .inputs import DistributedInput, InputContext  # noqa: E402
+from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
+from .resolvers import (  # noqa: E402
+    ClusterResolver,
+    ClusterSpec,
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+    TPUStrategy,
+)
+from .strategy import (  # noqa: E402
+    ReduceOp,
+    ReplicaContext,
+    Strategy,
+    compute_average_loss,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    scale_regularization_loss,
+)
+
+install()
+
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "TPUStrategy",
+    "Strategy",
+    "get_strategy",
+    "has_strategy",
+    "get_replica_context",
+    "in_cross_replica_context",
+    "ReplicaContext",
+    "ReduceOp",
+    "compute_average_loss",
+    "scale_regularization_loss",
+    "DistributedInput",
+    "InputContext",
+    "ClusterResolver",
+    "ClusterSpec",
+    "TFConfigClusterResolver",
+    "SlurmClusterResolver",
+    "KubernetesClusterResolver",
+    "SimpleClusterResolver",
+    "GCEClusterResolver",
+    "TPUClusterResolver",
+]

@@ -1,0 +1,33 @@
+"""Keras on its PyTorch backend, or a clear word about why not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+from ..core import SettingsError
+
+BACKEND = "torch"
+
+
+def require_torch_backend() -> ModuleType:
+    """Imports Keras; whoever has not chosen a backend gets PyTorch."""
+    if "keras" not in sys.modules:
+        os.environ.setdefault("KERAS_BACKEND", BACKEND)
+    try:
+        import keras
+    except ImportError as error:
+        if error.name != "keras":
+            raise
+        raise SettingsError(
+            "manyhands.keras needs Keras 3", got="none installed", remedy="pip install 'manyhands[keras]'"
+        ) from None
+    active = keras.config.backend()
+    if active != BACKEND:
+        raise SettingsError(
+            "manyhands.keras works with Keras on its PyTorch backend",
+            got=f"the backend {active!r}",
+            remedy="set KERAS_BACKEND=torch in the environment, or import manyhands.keras before keras",
+        )
+    return keras  # type: ignore[no-any-return]

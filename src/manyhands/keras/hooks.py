@@ -1,0 +1,109 @@
+"""Where Keras looks whether a strategy is at work: a few of its functions, wrapped once when this room is entered.
+
+Each of them does what it always did for models of no strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from keras import Model
+from keras.layers import BatchNormalization
+from keras.src.backend.torch import random as keras_random
+from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.losses import loss as keras_loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from ..core import mix
+from . import losses, statistics, trainer
+from .step import current_step
+from .strategy import remember, strategy_of
+
+_ONCE = ("save", "save_weights", "export", "summary")
+
+
+def install() -> None:
+    """Wraps them."""
+    if getattr(TorchTrainer, "knows_manyhands", False):
+        return
+    TorchTrainer.knows_manyhands = True
+    for owner, name, wrap in (
+        (TorchTrainer, "__init__", _remembering),
+        (TorchTrainer, "compile", _remembering),
+        (BatchNormalization, "_moments", statistics.over_replicas),
+        (keras_loss, "reduce_weighted_values", losses.over_replicas),
+        (keras_random, "torch_seed_generator", _own_seed),
+        (BaseOptimizer, "apply", _summing),
+        (LossScaleOptimizer, "apply", _summing),
+        *((Model, name, _by_the_first) for name in _ONCE),
+    ):
+        setattr(owner, name, wrap(getattr(owner, name)))
+    for name, over in (
+        ("fit", trainer.fit),
+        ("evaluate", trainer.evaluate),
+        ("predict", trainer.predict),
+        ("train_on_batch", trainer.on_batch),
+        ("test_on_batch", trainer.on_batch),
+        ("predict_on_batch", trainer.on_batch),
+    ):
+        setattr(TorchTrainer, name, over(getattr(TorchTrainer, name), strategy_of))
+    for kind in ("train", "test", "predict"):
+        name = f"make_{kind}_function"
+        setattr(TorchTrainer, name, trainer.make_function(getattr(TorchTrainer, name), strategy_of, kind))
+
+
+def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model belongs to the strategy in whose scope it was made or compiled."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        remember(self)
+        return result
+
+    return wrapped
+
+
+def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer gets the gradients of all replicas."""
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        step = current_step()
+        if step is None or step.is_applying:
+            return original(self, grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        summed = step.gather_gradients(self, list(grads), variables)
+        if summed is None:
+            return None
+        with step.applying():
+            return original(self, summed, trainable_variables)
+
+    return apply
+
+
+def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Generators of layers count alike on all replicas, and each draws numbers of its own."""
+
+    @functools.wraps(original)
+    def torch_seed_generator(seed: Any) -> Any:
+        generator, step = original(seed), current_step()
+        if step is not None and generator is not None and step.hand.rank:
+            generator.manual_seed(mix(generator.initial_seed(), step.hand.rank))
+        return generator
+
+    return torch_seed_generator
+
+
+def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Files are written, and summaries shown, once."""
+
+    @functools.wraps(original)
+    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        return original(self, *args, **kwargs) if strategy is None or strategy.hand.is_first else None
+
+    return once

@@ -1,0 +1,195 @@
+"""Inputs: whatever Keras takes, of which every replica gets its rows of each global batch.
+
+All replicas walk the same global batches in the same order. Where a DataLoader indexes its samples, and Keras makes
+one of arrays, a replica reads only its own; of what can only be iterated every replica reads all and keeps its rows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from keras import tree
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from ..core import DataError
+from ..training import Hand
+from .share import Rows, Share, hand_out, num_rows
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+
+class DistributedInput(DataAdapter):  # type: ignore[misc]
+    """A replica's part of an input: iterate over it, or pass it to fit, evaluate or predict."""
+
+    def __init__(self, adapter: Any, strategy: Strategy, micros: int = 1) -> None:
+        self._adapter, self._strategy, self._micros = adapter, strategy, micros
+
+    def __iter__(self) -> Iterator[Any]:
+        hand = self._strategy.hand
+        share_randomness(hand)
+        loader = self._adapter.get_torch_dataloader()
+        # Begun at once, as Keras' own are: what is drawn for an order must not depend on when it is first asked for.
+        return self._noting(_indexed(loader, self._share) if _is_indexed(loader) else self._cut(iter(loader)))
+
+    def _noting(self, batches: Iterator[tuple[Share, Any]]) -> Iterator[Any]:
+        for share, own in batches:
+            hand_out(share)
+            yield own
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("the number of batches is not known")
+        return int(self.num_batches)
+
+    def _share(self, total: int) -> Share:
+        hand = self._strategy.hand
+        return Share.of(total, rank=hand.rank, size=hand.size, micros=self._micros)
+
+    def _cut(self, batches: Any) -> Iterator[tuple[Share, Any]]:
+        for batch in batches:
+            share = self._share(num_rows(batch))
+            yield share, share.taken(batch)
+
+    def get_torch_dataloader(self) -> DistributedInput:
+        return self
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._adapter.num_batches  # type: ignore[no-any-return]
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._adapter.batch_size  # type: ignore[no-any-return]
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return self._adapter.has_partial_batch  # type: ignore[no-any-return]
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return self._adapter.partial_batch_size  # type: ignore[no-any-return]
+
+    def on_epoch_begin(self) -> None:
+        self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._adapter.on_epoch_end()
+
+
+def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1, **kwargs: Any) -> Any:
+    """What Keras would make of an input, cut for the replicas; None stays None."""
+    if x is None or isinstance(x, DistributedInput):
+        return x
+    return DistributedInput(data_adapters.get_data_adapter(x, *args, **kwargs), strategy, micros)
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes each replica's own input is told."""
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """A replica's part of a global batch.
+
+        >>> InputContext(2, 0, 2).get_per_replica_batch_size(64)
+        32
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise DataError(
+                "a global batch must be divisible by the replicas where each makes its own",
+                got=f"{global_batch_size} for {self.num_replicas_in_sync}",
+                remedy="use experimental_distribute_dataset, which cuts any batch",
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+class OwnInput(DistributedInput):
+    """Batches that every replica makes for itself; whoever runs out first borrows until all have."""
+
+    def __iter__(self) -> Iterator[Any]:
+        hand, last = self._strategy.hand, None
+        batches = iter(self._adapter.get_torch_dataloader())
+        while True:
+            own = next(batches, None)
+            counts = torch.tensor([0 if own is None else num_rows(own)], dtype=torch.int64, device=hand.device)
+            every = hand.replicas.all_gather(counts).flatten().tolist()
+            if not any(every):
+                return
+            last = own if own is not None else last
+            if last is None:
+                raise DataError(
+                    "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
+                )
+            hand_out(Share((Rows(sum(every[: hand.rank]), every[hand.rank], sum(every)),)))
+            yield own if own is not None else tree.map_structure(lambda leaf: leaf[:1], last)
+
+
+def share_randomness(hand: Hand) -> None:
+    """Lets all replicas draw the first one's numbers: for first weights, orders and whatever decides on data."""
+    if hand.size == 1:
+        return
+    own = (random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy())
+    python, numpy, state = hand.world.gather_objects(own if hand.is_first else None)[0]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.default_generator.set_state(torch.from_numpy(state.copy()))
+
+
+def _is_indexed(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+class _OwnSamples(Sampler[list[Any]]):
+    """The samples of a batch sampler's batches that are a replica's; notes the shares as they come."""
+
+    def __init__(self, batches: Any, share: Callable[[int], Share]) -> None:
+        self._batches, self._share = batches, share
+        self.shares: deque[Share] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self._batches:
+            ids = list(batch)
+            share = self._share(len(ids))
+            self.shares.append(share)
+            yield share.ids(ids)
+
+
+def _indexed(loader: DataLoader[Any], share: Callable[[int], Share]) -> Iterator[tuple[Share, Any]]:
+    """A DataLoader that reads a replica's own samples only."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):
+        raise DataError(
+            "a DataLoader must give whole global batches, which are cut for the replicas",
+            got="a DistributedSampler",
+            remedy="leave it out: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+        )
+    samples = _OwnSamples(loader.batch_sampler, share)
+    own: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_sampler=samples,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    return ((samples.shares.popleft(), batch) for batch in iter(own))

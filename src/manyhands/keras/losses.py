@@ -1,0 +1,58 @@
+"""Losses that count: masks, weights and sums must be divided by what all replicas counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from keras import ops
+from keras.src.losses import loss as keras_loss
+from torch import Tensor
+
+from ..core import StrategyError
+from .step import Step, current_step
+
+
+def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`reduce_weighted_values` within a step."""
+
+    def reduce_weighted_values(
+        values: Tensor,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Tensor:
+        loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        step = current_step()
+        if step is None or reduction in (None, "none"):
+            return loss
+        if reduction == "sum":
+            return step.part(loss)
+        if mask is None and (reduction != "mean_with_sample_weight" or sample_weight is None):
+            return step.part(loss * step.rows.weight) if step.is_plain_sum else loss
+        return step.part(loss * _fraction(step, _counted(values, sample_weight, mask, reduction)))
+
+    return reduce_weighted_values
+
+
+def _counted(values: Tensor, sample_weight: Any, mask: Any, reduction: str | None) -> Tensor:
+    """What this replica's loss was divided by."""
+    if reduction != "mean_with_sample_weight":
+        return torch.as_tensor(ops.sum(ops.cast(mask, "float64")))
+    weights = keras_loss.apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)
+    return torch.as_tensor(ops.sum(ops.cast(weights, "float64")))
+
+
+def _fraction(step: Step, count: Tensor) -> Tensor:
+    if not step.rows.last or step.sums.held:
+        raise StrategyError(
+            "a loss that is divided by what it counts, by a mask or by weights, needs its whole batch at once",
+            got="accumulate",
+            remedy="leave accumulate away, or use a mean over samples",
+        )
+    own = (count * (0.0 if step.rows.is_ghost else 1.0)).detach().clone()
+    total = own.clone()
+    step.hand.replicas.all_reduce(total)
+    return torch.where(total > 0, own / total, torch.zeros_like(own)).to(torch.float32)

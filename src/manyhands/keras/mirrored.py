@@ -1,0 +1,44 @@
+"""The strategies by their known names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..cluster import Device, NullWorld
+from ..core import StrategySpec
+from ..training import Hand
+from .placing import hand_of_all
+from .resolvers import TFConfigClusterResolver
+from .strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """A replica on every device. Under plain `python script.py` the script is started again on all of them.
+
+    - `devices`: names as TensorFlow has them, or as manyhands has: ["gpu:0", "gpu:1"], "cpu*2"; by default all;
+    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`;
+    - `cross_device_ops`: taken and not needed: gloo or nccl is chosen by what the devices are.
+    """
+
+    def __init__(self, devices: Sequence[str] | str | None = None, cross_device_ops: Any = None, **chosen: Any) -> None:
+        super().__init__(hand_of_all(devices, type(self).__name__, over_hosts=False), **chosen)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """A replica on every device of every worker that TF_CONFIG, a scheduler or `manyhands launch` has put together."""
+
+    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None, **chosen: Any) -> None:
+        super().__init__(hand_of_all(None, type(self).__name__, over_hosts=True), **chosen)
+        self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device."""
+
+    def __init__(self, device: str = "cpu", **chosen: Any) -> None:
+        from .placing import named
+
+        spec = StrategySpec(**chosen)
+        kind, _, number = (named([device]) or "cpu").replace("*1", "").partition(":")
+        super().__init__(Hand(NullWorld(Device(kind, int(number or 0))), spec))

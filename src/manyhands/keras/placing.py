@@ -1,0 +1,65 @@
+"""Where a script's replicas are: its launch, its cluster, or all devices here, for which it is started once more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cluster import current_world, resolve, whole_host
+from ..core import DeviceError
+from ..training import Hand, hand, joined_world
+
+
+def hand_of_all(devices: Sequence[str] | str | None, name: str, *, over_hosts: bool) -> Hand:
+    """This process's hand among all replicas; a plain program with several devices is started again on all of them."""
+    if current_world() is None and not (over_hosts and whole_host() is None and joined_world() is not None):
+        on = named(devices)
+        if over_hosts and whole_host(on) is not None:
+            _start_again(on, name, "every device of this host")
+        found = [] if on is None and os.environ.get("MANYHANDS_STARTED_BY") else resolve(on)[0]
+        if len(found) > 1:
+            _start_again(on, name, ", ".join(map(str, found)))
+    return hand()
+
+
+def named(devices: Sequence[str] | str | None) -> str | None:
+    """Devices as TensorFlow names them, as manyhands does; by default what MANYHANDS_ON says.
+
+    >>> named(["/gpu:0", "GPU:1"]), named(["cpu:0", "cpu:1"]), named("cpu*2")
+    ('cuda:0,1', 'cpu*2', 'cpu*2')
+    """
+    if devices is None:
+        return os.environ.get("MANYHANDS_ON") or None
+    if isinstance(devices, str):
+        return devices
+    kinds, numbers = zip(*(_kind_and_number(text) for text in devices), strict=True) if devices else ((), ())
+    if len(set(kinds)) != 1:
+        raise DeviceError(
+            "a strategy's devices are of one kind", got=repr(list(devices)), remedy='write ["gpu:0", "gpu:1"]'
+        )
+    return f"cpu*{len(devices)}" if kinds[0] == "cpu" else f"{kinds[0]}:{','.join(numbers)}"
+
+
+def _kind_and_number(text: str) -> tuple[str, str]:
+    last = text.lower().removeprefix("/").replace("device:", "").rpartition("/")[2]
+    kind, _, number = last.partition(":")
+    return {"gpu": "cuda"}.get(kind, kind), number or "0"
+
+
+def _start_again(on: str | None, name: str, where: str) -> None:
+    """Puts `manyhands launch SCRIPT` in this process's place."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None or getattr(sys.modules["__main__"], "__spec__", None) is not None:
+        print(
+            f"{name}: this is no script that could be started again on {where}, so there is one replica; "
+            "put it in a file, or use manyhands launch",
+            file=sys.stderr,
+        )
+        return
+    print(f"{name}: starting {Path(script).name} again, a replica on each of {where}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    chosen = [] if on is None else ["--on", on]
+    command = [sys.executable, "-m", "manyhands", "launch", *chosen, script, "--", *sys.argv[1:]]
+    os.execv(sys.executable, command)

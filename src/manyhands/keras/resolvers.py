@@ -1,0 +1,137 @@
+"""Cluster resolvers by their known names: who is in the cluster, as manyhands understands it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ..cluster import Cluster, described
+from ..core import DeviceError, SettingsError
+
+
+class ClusterResolver:
+    """The cluster that this process is in."""
+
+    source = "TF_CONFIG, a scheduler or torchrun"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._cluster: Cluster | None = described()
+
+    @property
+    def task_type(self) -> str | None:
+        """This process's part: chief, worker, ps or evaluator; None in a program of its own."""
+        return None if self._cluster is None else self._cluster.host.role
+
+    @property
+    def task_id(self) -> int | None:
+        """Which one of its part it is."""
+        if self._cluster is None:
+            return None
+        alike = [index for index, host in enumerate(self._cluster.hosts) if host.role == self.task_type]
+        return alike.index(self._cluster.here)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Addresses by part."""
+        jobs: dict[str, list[str]] = {}
+        for host in () if self._cluster is None else self._cluster.hosts:
+            jobs.setdefault(host.role, []).append(f"{host.name}:{host.port}" if host.port else host.name)
+        return ClusterSpec(jobs)
+
+    def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """Accelerators here, by kind."""
+        import torch
+
+        return {"GPU": torch.cuda.device_count()} if torch.cuda.is_available() else {}
+
+    def master(self, *args: Any, **kwargs: Any) -> str:
+        """Where the ranks meet."""
+        return "" if self._cluster is None else f"{self._cluster.address}:{self._cluster.port}"
+
+
+class ClusterSpec:
+    """Addresses by part.
+
+    >>> ClusterSpec({"worker": ["a:1", "b:1"]}).num_tasks("worker")
+    2
+    """
+
+    def __init__(self, jobs: Mapping[str, list[str]]) -> None:
+        self._jobs = {name: list(addresses) for name, addresses in jobs.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        """The parts that there are."""
+        return sorted(self._jobs)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Addresses by part."""
+        return dict(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many have a part."""
+        return len(self._jobs[job_name])
+
+    def job_tasks(self, job_name: str) -> list[str]:
+        """The addresses of a part."""
+        return list(self._jobs[job_name])
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """By TF_CONFIG; where there is none, by whatever else laid the cluster out."""
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """By SLURM's environment."""
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """By what Kubeflow or a headless service sets in a pod."""
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """By what it is given; ranks themselves still find each other by TF_CONFIG, so that must say the same."""
+
+    def __init__(self, cluster_spec: ClusterSpec | Mapping[str, list[str]], **kwargs: Any) -> None:
+        super().__init__()
+        given = cluster_spec.as_dict() if isinstance(cluster_spec, ClusterSpec) else dict(cluster_spec)
+        if self._cluster is not None and self.cluster_spec().as_dict() != given:
+            raise SettingsError(
+                f"a cluster that is given says what {self._cluster.source} says",
+                got=f"{given} beside {self.cluster_spec().as_dict()}",
+                remedy="leave one of them away",
+            )
+        self._given = given
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(self._given) if hasattr(self, "_given") else super().cluster_spec()
+
+
+class GCEClusterResolver(ClusterResolver):
+    """Not there: manyhands asks no cloud who is in a group of machines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise SettingsError(
+            "machines of a group join each other",
+            got="GCEClusterResolver",
+            remedy="start manyhands launch script.py --hosts N --join FIRST:PORT on each, or set TF_CONFIG",
+        )
+
+
+class TPUClusterResolver(ClusterResolver):
+    """Not there: PyTorch's TPU devices are no devices of manyhands."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _no_tpu("TPUClusterResolver")
+
+
+def TPUStrategy(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not there either."""
+    _no_tpu("TPUStrategy")
+
+
+def _no_tpu(what: str) -> NoReturn:
+    raise DeviceError(
+        "TPUs are not supported",
+        got=what,
+        remedy="use MirroredStrategy or MultiWorkerMirroredStrategy on GPUs or CPUs, or Keras with JAX for TPUs",
+    )

@@ -1,0 +1,113 @@
+"""Share: which rows of a global batch are this replica's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from keras import tree
+
+from ..core import StrategyError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one micro-batch that this replica computes."""
+
+    start: int
+    size: int
+    total: int
+    """Rows of the whole step, over all replicas and micro-batches."""
+    last: bool = True
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether there is none for this replica, so that it borrows one to take part in the collectives."""
+        return self.size == 0
+
+    @property
+    def weight(self) -> float:
+        """How much of the step they are."""
+        return self.size / self.total
+
+
+@dataclass(frozen=True)
+class Share:
+    """A replica's rows of a global batch: micro-batches first, then replicas, as everywhere in manyhands.
+
+    >>> [(rows.start, rows.size) for rows in Share.of(7, rank=1, size=2).rows]
+    [(3, 4)]
+    >>> Share.of(7, rank=1, size=2, micros=2).ids([10, 11, 12, 13, 14, 15, 16])
+    [11, 12, 15, 16]
+    """
+
+    rows: tuple[Rows, ...]
+
+    @classmethod
+    def of(cls, total: int, *, rank: int, size: int, micros: int = 1) -> Share:
+        """The share of one of so many replicas; a batch of fewer rows than micro-batches has fewer of these."""
+        rows = []
+        num_micros = max(1, min(micros, total))
+        for micro in range(num_micros):
+            first, end = total * micro // num_micros, total * (micro + 1) // num_micros
+            start, stop = (first + (end - first) * r // size for r in (rank, rank + 1))
+            rows.append(Rows(start, stop - start, total, last=micro == num_micros - 1))
+        return cls(tuple(rows))
+
+    @property
+    def total(self) -> int:
+        """Rows of the whole batch."""
+        return self.rows[0].total
+
+    def ids(self, ids: list[Any]) -> list[Any]:
+        """This replica's of the batch's samples, with borrowed ones where a micro-batch has none for it."""
+        return [sample for rows in self.rows for sample in ids[rows.start : rows.start + rows.size] or ids[:1]]
+
+    def taken(self, batch: Any) -> Any:
+        """This replica's rows of a whole batch."""
+        return _mapped(lambda leaf: leaf[self.ids(list(range(self.total)))], batch)
+
+    def micros(self, own: Any) -> Iterator[tuple[Rows, Any]]:
+        """This replica's rows, micro-batch by micro-batch."""
+        if len(self.rows) == 1:
+            yield self.rows[0], own
+            return
+        start = 0
+        for rows in self.rows:
+            stop = start + max(1, rows.size)
+            yield rows, _mapped(lambda leaf, start=start, stop=stop: leaf[start:stop], own)  # type: ignore[misc]
+            start = stop
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of a batch of arrays, in any structure."""
+    return int(next(leaf for leaf in tree.flatten(batch) if leaf is not None).shape[0])
+
+
+def _mapped(cut: Callable[[Any], Any], batch: Any) -> Any:
+    return tree.map_structure(lambda leaf: None if leaf is None else cut(leaf), batch)
+
+
+_handed_out: list[Share] = []
+
+
+def hand_out(share: Share) -> None:
+    """Notes which rows this process was given last; what is computed next is computed of them."""
+    _handed_out[:] = [share]
+
+
+def last_share() -> Share | None:
+    """The share that was handed out last."""
+    return _handed_out[0] if _handed_out else None
+
+
+def take_share(own: Any) -> Share:
+    """The share that rows at hand are, once."""
+    if not _handed_out:
+        raise StrategyError(
+            "a step of a distributed model is taken on its part of a batch",
+            got=f"{num_rows(own)} rows that nobody has cut",
+            remedy="use fit, evaluate, predict or train_on_batch, or strategy.run in a loop of your own",
+        )
+    return _handed_out.pop()

@@ -1,0 +1,68 @@
+"""Batch statistics over all replicas: BatchNormalization sees the global batch, as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from keras import backend, ops
+from torch import Tensor
+
+from ..cluster import World
+from .step import Step, current_step
+
+
+def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`BatchNormalization._moments` within a step."""
+
+    def _moments(self: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        step = current_step()
+        if step is not None:
+            return _of_all(step, inputs, mask, self._reduction_axes)
+        if self.synchronized and mask is None:
+            # Keras refuses synchronized=True on this backend; of one replica they are its own.
+            return ops.moments(inputs, axes=self._reduction_axes)  # type: ignore[no-any-return]
+        return original(self, inputs, mask)
+
+    return _moments
+
+
+def _of_all(step: Step, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
+    share = 0.0 if step.rows.is_ghost else 1.0
+    if mask is None:
+        var, mean = (moment.double() for moment in torch.var_mean(inputs, axes, correction=0))
+        count = torch.full_like(mean, share * inputs.numel() / mean.numel())
+        sums, slack = torch.stack([mean, var + mean.square(), torch.ones_like(mean)]) * count, 0.0
+    else:
+        counted = torch.broadcast_to(mask.bool().unsqueeze(-1), inputs.shape).double()
+        wide = inputs.double() * counted
+        sums = share * torch.stack([each.sum(axes) for each in (wide, wide.square(), counted)])
+        slack = backend.epsilon()
+    total, squares, number = _sum(sums, step.hand.replicas, step.weight)
+    mean = total / (number + slack)
+    # Of all rows, whatever the divisor: the squares of what each is away from this mean.
+    var = (squares - 2 * mean * total + number * mean.square()) / (number + slack)
+    return mean.to(inputs.dtype), var.clamp(min=0).to(inputs.dtype)
+
+
+def _sum(*args: Any) -> Tensor:
+    return _Sum.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over the replicas through which gradients flow: each replica's loss counts by its share of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, world: World, weight: float) -> Tensor:
+        ctx.world, ctx.weight = world, weight
+        summed = values.clone()
+        world.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        summed = gradient * ctx.weight
+        ctx.world.all_reduce(summed)
+        # Gradients are weighed once more when the optimizer gets them.
+        return summed / ctx.weight if ctx.weight else torch.zeros_like(summed), None, None

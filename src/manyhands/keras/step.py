@@ -1,0 +1,167 @@
+"""Step: what a replica is doing at the moment, so that Keras' own functions can ask.
+
+A loss that Keras gives is a mean over this replica's rows. What all replicas learn from is the mean over the global
+batch, so a gradient counts by its share of the rows when the optimizer gets it. In `strategy.run` it is as in
+tf.distribute: gradients are summed as they are, and losses of Keras are this replica's part of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import mix
+from ..training import Hand
+from .share import Rows
+
+BUCKET = 1 << 23
+"""Elements of gradients that travel together; one bucket is filled while the one before is under way."""
+
+
+@dataclass
+class Sums:
+    """Gradients of micro-batches of one step, by optimizer."""
+
+    held: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+    def add(self, key: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sum with what came before."""
+        before = self.held.get(key, [None] * len(gradients))
+        self.held[key] = [
+            new if old is None else old if new is None else old + new
+            for old, new in zip(before, gradients, strict=True)
+        ]
+        return self.held[key]
+
+
+@dataclass
+class Step:
+    """A micro-batch that is being computed."""
+
+    hand: Hand
+    rows: Rows
+    sums: Sums
+    is_plain_sum: bool = False
+    """Whether gradients are summed as they are, because losses are parts of the whole already."""
+    is_applying: bool = False
+
+    @property
+    def weight(self) -> float:
+        """What a gradient of this replica's counts by."""
+        return 1.0 if self.is_plain_sum else self.rows.weight
+
+    def part(self, contribution: Tensor) -> Tensor:
+        """A loss of which this is the part in the whole, as backward must start from it here."""
+        return contribution if self.is_plain_sum else contribution * (self.rows.total / max(1, self.rows.size))
+
+    def gather_gradients(
+        self, optimizer: Any, gradients: Sequence[Tensor | None], variables: Sequence[Any]
+    ) -> list[Tensor | None] | None:
+        """The gradients over all replicas; None while more micro-batches of the step are to come."""
+        if self.weight != 1.0:
+            gradients = [None if g is None else g * self.weight for g in gradients]
+        added = self.sums.add(id(optimizer), gradients)
+        if not self.rows.last:
+            return None
+        del self.sums.held[id(optimizer)]
+        return sum_gradients(self.hand, added, variables)
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """While an optimizer that wraps another one calls that."""
+        self.is_applying = True
+        try:
+            yield
+        finally:
+            self.is_applying = False
+
+
+def sum_gradients(hand: Hand, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> list[Tensor | None]:
+    """Sums over the replicas; what no replica used has no gradient, as on one device."""
+    if hand.size == 1 or not gradients:
+        return list(gradients)
+    values = [getattr(variable, "value", variable) for variable in variables]
+    whole = [torch.zeros_like(v) if g is None else g.detach() for g, v in zip(gradients, values, strict=True)]
+    used = torch.tensor([g is not None for g in gradients], dtype=torch.float32, device=whole[0].device)
+    pending = [hand.replicas.start_all_reduce(used)]
+    flats = []
+    for bucket in _buckets(whole):
+        flat = torch.cat([whole[index].reshape(-1) for index in bucket])
+        flats.append((bucket, flat))
+        pending.append(hand.replicas.start_all_reduce(flat))
+    for each in pending:
+        each.wait()
+    summed: list[Tensor | None] = [None] * len(whole)
+    is_used = used.tolist()
+    for bucket, flat in flats:
+        for index, part in zip(bucket, flat.split([whole[i].numel() for i in bucket]), strict=True):
+            summed[index] = part.view_as(whole[index]) if is_used[index] else None
+    return summed
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Numbers of tensors that travel together: neighbours of one dtype."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, tensor in enumerate(tensors):
+        joins = buckets and filled + tensor.numel() <= BUCKET and tensors[buckets[-1][0]].dtype == tensor.dtype
+        if not joins:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += tensor.numel()
+    return buckets
+
+
+_steps: list[Step] = []
+
+
+def current_step() -> Step | None:
+    """The step that is being computed, where there are several replicas."""
+    return _steps[-1] if _steps else None
+
+
+@contextlib.contextmanager
+def taking(step: Step) -> Iterator[None]:
+    """Makes it the current step; what is drawn inside comes from the replica's own numbers."""
+    _steps.append(step)
+    try:
+        with own_numbers(step.hand.rank):
+            yield
+    finally:
+        _steps.pop()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What runs inside is no part of a step."""
+    held, _steps[:] = _steps[:], []
+    try:
+        yield
+    finally:
+        _steps[:] = held
+
+
+_states: dict[int, Tensor] = {}
+"""The CPU generator's state of what a replica computes; what it reads draws from one that all share."""
+
+
+@contextlib.contextmanager
+def own_numbers(rank: int) -> Iterator[None]:
+    """Draws for computing, which differ by replica, leave the numbers alone that decide the order of the data."""
+    generator = torch.default_generator
+    shared = generator.get_state()
+    if rank not in _states:
+        generator.manual_seed(mix(generator.initial_seed(), rank + 1))
+    else:
+        generator.set_state(_states[rank])
+    try:
+        yield
+    finally:
+        _states[rank] = generator.get_state()
+        generator.set_state(shared)

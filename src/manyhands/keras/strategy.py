@@ -1,0 +1,265 @@
+"""Strategy: what tf.distribute calls one, on manyhands' replicas: a process per device, each with the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import torch
+from keras import tree
+from torch import Tensor
+
+from ..cluster import NullWorld
+from ..core import StrategySpec
+from ..training import Hand
+from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
+from .share import Share, last_share
+from .step import Step, Sums, apart, current_step, taking
+
+
+class ReduceOp(Enum):
+    """How values of replicas become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class Strategy:
+    """A replica's view of all replicas. `hand` is what it stands on: rank, size, device, collectives."""
+
+    def __init__(self, hand: Hand, **chosen: Any) -> None:
+        if chosen:
+            hand.spec = dataclasses.replace(hand.spec, **chosen)
+        self.hand = hand
+        self._num_alone = 0
+        if hand.device.type != "cpu" or hand.size > 1:
+            keras.src.backend.common.global_state.set_global_attribute("torch_device", str(hand.device))
+        share_randomness(hand)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas over which gradients are summed."""
+        return self.hand.size
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is something to join: several replicas, several micro-batches, another precision."""
+        spec = self.hand.spec
+        return not self._num_alone and (self.hand.size > 1 or spec.accumulate > 1 or spec.precision != "fp32")
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Models that are made or compiled inside are trained by this strategy; first weights are equal on all."""
+        share_randomness(self.hand)
+        _scopes.append(self)
+        try:
+            with keras.RematScope() if self.hand.spec.recompute else contextlib.nullcontext():
+                yield self
+        finally:
+            _scopes.pop()
+
+    # -- loops of one's own ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Calls a function on this replica's part; optimizers inside get gradients that are summed over replicas.
+
+        As in tf.distribute, a loss inside is the replica's part of the whole: Keras' own losses are, and
+        `compute_average_loss` makes one of values per sample.
+        """
+        if self.hand.size == 1:
+            return fn(*args, **(kwargs or {}))
+        share = self._share_of(args)
+        with taking(Step(self.hand, share.rows[0], Sums(), is_plain_sum=True)):
+            return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """The sum or mean of what the replicas hold; with an axis over that axis of all of them too."""
+        op = ReduceOp(reduce_op if isinstance(reduce_op, ReduceOp) else str(reduce_op).rpartition(".")[2].upper())
+        return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
+
+    def _reduced(self, op: ReduceOp, value: Tensor, axis: int | None) -> Tensor:
+        if axis is None:
+            return self.hand.sum(value) if op is ReduceOp.SUM else self.hand.mean(value)
+        total = self.hand.sum(value.sum(axis))
+        return total if op is ReduceOp.SUM else total / self.hand.sum(float(value.shape[axis]))
+
+    def gather(self, value: Any, axis: int = 0) -> Tensor:
+        """The values of all replicas, one after another along an axis."""
+        moved = torch.as_tensor(value).movedim(axis, 0).contiguous()
+        return self.hand.gather(moved).movedim(0, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """What the replicas of this process hold: one."""
+        return (value,)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """This replica's rows of every global batch of a dataset: a DataLoader, a PyDataset, arrays, a tf.data one."""
+        return distributed(self, dataset)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> DistributedInput:
+        """Input that every replica makes for itself; the function is told which one it is for."""
+        from keras.src.trainers import data_adapters
+
+        context = InputContext(self.hand.size, self.hand.rank, self.hand.size)
+        return OwnInput(data_adapters.get_data_adapter(dataset_fn(context)), self)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        """A value of each replica's own."""
+        return value_fn(ReplicaContext(self))
+
+    def barrier(self) -> None:
+        """Returns when every replica has come here."""
+        self.hand.barrier()
+
+    # -- what training needs --------------------------------------------------------------------------------------
+
+    def _share_of(self, args: Sequence[Any]) -> Share:
+        """The share of the batch that the loop has taken last; even parts where the rows did not come from us."""
+        share = last_share()
+        if share is not None:
+            return share
+        arrays = [leaf for leaf in tree.flatten(list(args)) if getattr(leaf, "shape", ())]
+        rows = int(arrays[0].shape[0]) if arrays else 1
+        return Share.of(rows * self.hand.size, rank=self.hand.rank, size=self.hand.size)
+
+    def mirror(self, model: Any) -> None:
+        """Gives every replica the first one's weights and optimizer state."""
+        for variable in _state_of(model):
+            self.hand.replicas.broadcast(variable._value.data)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """What runs inside is this replica's own affair."""
+        self._num_alone += 1
+        try:
+            with apart():
+                yield
+        finally:
+            self._num_alone -= 1
+
+    def versions(self, model: Any) -> list[int]:
+        """How often each variable was changed, as torch counts it."""
+        return [variable._value._version for variable in _state_of(model)]
+
+    def follow_first(self, model: Any, before: list[int]) -> None:
+        """Gives every replica what the first one's callbacks have changed."""
+        if self.hand.size == 1:
+            return
+        now = self.versions(model)
+        known = [*before, *[-1] * (len(now) - len(before))]
+        own = {
+            "changed": [index for index, (old, new) in enumerate(zip(known, now, strict=True)) if old != new],
+            **{name: getattr(model, name, None) for name in _FLAGS},
+        }
+        told = self.hand.world.gather_objects(own if self.hand.is_first else None)[0]
+        for name in _FLAGS:
+            if getattr(model, name, None) != told[name]:
+                setattr(model, name, told[name])
+        state = _state_of(model)
+        for index in told["changed"]:
+            self.hand.replicas.broadcast(state[index]._value.data)
+
+
+_FLAGS = ("stop_training", "stop_evaluating", "stop_predicting", "_initial_epoch")
+
+
+def _state_of(model: Any) -> list[Any]:
+    """What must be equal on all replicas, in one order on all of them; what is not built yet is left out."""
+    optimizer = getattr(model, "optimizer", None)
+    found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    return [variable for variable in found if variable._value is not None]
+
+
+class ReplicaContext:
+    """What code inside `strategy.run` may ask."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.replica_id_in_sync_group = strategy.hand.rank
+        self.num_replicas_in_sync = strategy.hand.size
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """The sum or mean over the replicas, on all of them."""
+        return self.strategy.reduce(reduce_op, value)
+
+    def all_gather(self, value: Any, axis: int = 0) -> Tensor:
+        """The values of all replicas, on all of them."""
+        return self.strategy.gather(value, axis)
+
+
+_scopes: list[Strategy] = []
+_strategies: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
+"""By model the strategy in whose scope it was made."""
+
+
+def remember(model: Any) -> None:
+    """A model that is made or compiled in a scope is its strategy's."""
+    if _scopes:
+        _strategies[model] = _scopes[-1]
+
+
+def strategy_of(model: Any) -> Strategy | None:
+    """The strategy that joins what this model computes; None where it computes alone."""
+    strategy = _strategies.get(model)
+    return strategy if strategy is not None and strategy.is_active else None
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the innermost scope; one replica where there is none.
+
+    >>> get_strategy().num_replicas_in_sync
+    1
+    """
+    return _scopes[-1] if _scopes else Strategy(Hand(NullWorld(), StrategySpec()))
+
+
+def has_strategy() -> bool:
+    """Whether this is inside a scope."""
+    return bool(_scopes)
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this is not inside `strategy.run`, nor a step of `fit`."""
+    return current_step() is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """This replica, inside `strategy.run`; None outside."""
+    step = current_step()
+    return None if step is None else ReplicaContext(get_strategy() if _scopes else Strategy(step.hand))
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Tensor:
+    """This replica's part of the mean over the global batch, in a loop of one's own.
+
+    >>> compute_average_loss(torch.tensor([1.0, 3.0]), global_batch_size=4)
+    tensor(1.)
+    """
+    losses = torch.as_tensor(per_example_loss)
+    if sample_weight is not None:
+        losses = losses * torch.as_tensor(sample_weight)
+    step = current_step()
+    known = step.rows.total if step is not None else len(losses)
+    share = 0.0 if step is not None and step.rows.is_ghost else 1.0
+    return losses.sum() * share / (global_batch_size or known)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Tensor:
+    """This replica's part of a loss that is the same on all of them."""
+    step = current_step()
+    return torch.as_tensor(regularization_loss) / (1 if step is None else step.hand.size)

@@ -1,0 +1,219 @@
+"""Keras' own fit, evaluate and predict, for models that were made in a strategy's scope.
+
+The loop stays Keras': it gets this replica's rows as its input, callbacks that run once, and step functions that
+join what the replicas computed. A model of no strategy, or of one replica, runs as if none of this were here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from keras import tree
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+
+from ..training import Hand
+from .callbacks import OnceForAll
+from .inputs import distributed
+from .measures import Measures
+from .share import Share, hand_out, num_rows, take_share
+from .step import Step, Sums, taking
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+StrategyOf = Callable[[Any], "Strategy | None"]
+
+
+def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
+    """`Model.fit` over the replicas."""
+
+    @functools.wraps(original)
+    def fit(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(
+                self, x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
+                class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size,
+                validation_freq,
+            )  # fmt: skip
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        strategy.mirror(self)
+        trained_on = distributed(
+            strategy, x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight,
+            micros=strategy.hand.spec.accumulate,
+        )  # fmt: skip
+        if validation_data is not None:
+            held = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
+            validation_data = distributed(strategy, *held, validation_batch_size or batch_size, validation_steps)
+        once = OnceForAll(
+            strategy, self, callbacks, verbose,
+            add_history=True, epochs=epochs, steps=steps_per_epoch or trained_on.num_batches,
+        )  # fmt: skip
+        return original(
+            self,
+            trained_on,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=once,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_freq=validation_freq,
+        )
+
+    return fit
+
+
+def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
+    """`Model.evaluate` over the replicas."""
+
+    @functools.wraps(original)
+    def evaluate(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None or kwargs.get("_use_cached_eval_dataset"):
+            return original(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict, **kwargs)
+        strategy.mirror(self)
+        held = distributed(strategy, x, y, sample_weight, batch_size, steps)
+        once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
+        return original(self, held, verbose=verbose, steps=steps, callbacks=once, return_dict=return_dict, **kwargs)
+
+    return evaluate
+
+
+def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
+    """`Model.predict` over the replicas: all of them get all rows."""
+
+    @functools.wraps(original)
+    def predict(
+        self: Any,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, x, batch_size, verbose, steps, callbacks)
+        strategy.mirror(self)
+        held = distributed(strategy, x, None, None, batch_size, steps)
+        once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
+        return original(self, held, verbose=verbose, steps=steps, callbacks=once)
+
+    return predict
+
+
+def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., Any]:
+    """`train_on_batch` and its like: every replica is given the whole batch and computes its rows."""
+
+    @functools.wraps(original)
+    def on_batch(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, x, *args, **kwargs)
+        strategy.mirror(self)
+        hand = strategy.hand
+        share = Share.of(num_rows(x), rank=hand.rank, size=hand.size)
+        hand_out(share)
+        cut = functools.partial(_own_rows, share)
+        return original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+
+    return on_batch
+
+
+def _own_rows(share: Share, value: Any) -> Any:
+    has_rows = all(getattr(leaf, "shape", ()) for leaf in tree.flatten(value) if leaf is not None)
+    return share.taken(value) if has_rows and tree.flatten(value) else value
+
+
+def make_function(original: Callable[..., Any], strategy_of: StrategyOf, kind: str) -> Callable[..., Any]:
+    """`make_train_function` and its like: the function that Keras makes, joined over the replicas."""
+
+    @functools.wraps(original)
+    def make(self: Any, force: bool = False) -> Any:
+        original(self, force=force)
+        name = f"{kind}_function"
+        plain = getattr(self, name)
+        if not getattr(plain, "is_joined", False):
+            joined = _joined(self, plain, strategy_of, kind)
+            joined.is_joined = True  # type: ignore[attr-defined]
+            setattr(self, name, joined)
+        return getattr(self, name)
+
+    return make
+
+
+def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind: str) -> Callable[..., Any]:
+    def function(data: list[Any]) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None:
+            return plain(data)
+        share = take_share(data[0])
+        with _narrow(strategy.hand):
+            if kind == "predict":
+                return _predicted(strategy.hand, plain, share, data[0])
+            return _stepped(model, strategy.hand, plain, share, data[0])
+
+    return function
+
+
+def _stepped(model: Any, hand: Hand, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+    """One step on this replica's rows, micro-batch by micro-batch."""
+    measures, sums, logs = Measures(model, hand), Sums(), None
+    for rows, part in share.micros(own):
+        with taking(Step(hand, rows, sums)):
+            logs = plain([part])
+        measures.take(logs, rows)
+    return measures.joined(logs)
+
+
+def _predicted(hand: Hand, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+    """The answers to all rows."""
+    (rows,) = share.rows
+    outputs = plain([own])
+    return tree.map_structure(lambda output: hand.gather(output[: rows.size].contiguous()), outputs)
+
+
+def _narrow(hand: Hand) -> contextlib.AbstractContextManager[Any]:
+    """The precision that was asked for: `--strategy mirrored,precision=bf16`."""
+    if hand.spec.precision != "bf16":
+        return contextlib.nullcontext()
+    return torch.autocast(hand.device.type, dtype=torch.bfloat16)

@@ -1,0 +1,278 @@
+"""What people do with Keras, each as a function of a folder: run alone and by two replicas, the results must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands.keras as mhk
+
+rng = np.random.default_rng(0)
+INPUTS = rng.normal(size=(101, 8))
+LABELS = rng.integers(0, 3, size=101)
+TARGETS = rng.normal(size=(101, 2))
+TOKENS = rng.integers(1, 12, size=(50, 6)) * (np.arange(6) < rng.integers(1, 7, size=(50, 1)))
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {}
+
+
+def scenario(fn: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    """Registers one; it begins with the same seed everywhere and computes in float64."""
+
+    def seeded(folder: Path) -> dict[str, Any]:
+        keras.utils.set_random_seed(7)
+        keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
+        try:
+            return fn(folder)
+        finally:
+            keras.config.set_floatx("float32")
+            keras.config.set_dtype_policy("float32")
+
+    SCENARIOS[fn.__name__] = seeded
+    return seeded
+
+
+def results(model: Any, history: Any = None, **more: Any) -> dict[str, Any]:
+    """What is compared: losses and metrics by epoch, and every weight."""
+    return {
+        "history": {} if history is None else history.history,
+        "weights": [np.asarray(weight) for weight in model.get_weights()],
+        **more,
+    }
+
+
+def classifier(**compiled: Any) -> Any:
+    with mhk.MirroredStrategy().scope():
+        model = keras.Sequential(
+            [layers.Dense(16, activation="relu"), layers.BatchNormalization(), layers.Dense(3, kernel_regularizer="l2")]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            **{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": loss, "metrics": ["accuracy"], **compiled}
+        )
+    return model
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(20 * index, 20 * index + 20)
+        return (
+            INPUTS[rows],
+            {"a": TARGETS[rows, :1], "b": LABELS[rows]},
+            {
+                "a": np.linspace(0, 2, len(INPUTS[rows])),
+                "b": np.ones(len(INPUTS[rows])),
+            },
+        )
+
+
+class OwnStep(keras.Model):
+    """A subclassed model with a train_step of its own, as the Keras guide writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(16, activation="tanh"), layers.Dense(2)
+        self.unused = layers.Dense(3)
+        self.tracker, self.error = keras.metrics.Mean(name="loss"), keras.metrics.MeanAbsoluteError(name="mae")
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker, self.error]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = keras.ops.mean(keras.losses.mean_squared_error(y, y_pred))
+        loss.backward()
+        weights = [w for w in self.trainable_weights if w.value.grad is not None]
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        self.tracker.update_state(loss, sample_weight=len(x))
+        self.error.update_state(y, y_pred)
+        return {"loss": self.tracker.result(), "mae": self.error.result(), "last": loss.detach()}
+
+
+@scenario
+def sequential_with_arrays(folder: Path) -> dict[str, Any]:
+    """Shuffled arrays, a last batch of one row, batch statistics, class weights, validation."""
+    model = classifier()
+    history = model.fit(
+        INPUTS, LABELS, batch_size=20, epochs=3, verbose=0, validation_split=0.3, class_weight={0: 1.0, 1: 2.0, 2: 0.5}
+    )
+    values = model.evaluate(INPUTS, LABELS, verbose=0, batch_size=50, return_dict=True)
+    return results(model, history, values=values, answers=model.predict(INPUTS, verbose=0, batch_size=50))
+
+
+@scenario
+def functional_with_a_pydataset(folder: Path) -> dict[str, Any]:
+    """Two outputs, loss weights, sample weights, an activity regulariser, shuffled batches."""
+    with mhk.MirroredStrategy().scope():
+        inputs = keras.Input((8,))
+        hidden = layers.Dense(12, activation="relu", activity_regularizer="l2")(inputs)
+        model = keras.Model(inputs, {"a": layers.Dense(1, name="a")(hidden), "b": layers.Dense(3, name="b")(hidden)})
+        model.compile(
+            optimizer=keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5, use_ema=True),
+            loss={"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+            loss_weights={"a": 0.3, "b": 1.0},
+            weighted_metrics={"a": "mae", "b": "accuracy"},
+        )
+    history = model.fit(Batches(), epochs=2, verbose=0, validation_data=Batches())
+    return results(model, history)
+
+
+@scenario
+def subclassed_with_its_own_step(folder: Path) -> dict[str, Any]:
+    """A shuffled DataLoader, a parameter that nothing uses, a value in the logs that is no metric."""
+    with mhk.MirroredStrategy().scope():
+        model = OwnStep()
+        model.compile(optimizer="rmsprop")
+        model.unused.build((None, 2))
+    data = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(TARGETS))
+    history = model.fit(DataLoader(data, batch_size=16, shuffle=True), epochs=3, verbose=0)
+    return results(model, history)
+
+
+@scenario
+def a_loss_that_is_a_number(folder: Path) -> dict[str, Any]:
+    """A function that gives the mean itself; rows that do not divide evenly."""
+    with mhk.MirroredStrategy().scope():
+        model = keras.Sequential([layers.Dense(9, activation="tanh"), layers.Dense(2)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss=lambda y, p: torch.mean((y - p) ** 2))
+    return results(model, model.fit(INPUTS, TARGETS, batch_size=9, epochs=2, verbose=0))
+
+
+@scenario
+def masked_tokens(folder: Path) -> dict[str, Any]:
+    """Padded texts: a loss over the words that are there, batch statistics over them too."""
+    with mhk.MirroredStrategy().scope():
+        model = keras.Sequential(
+            [
+                layers.Embedding(12, 6, mask_zero=True),
+                layers.SimpleRNN(8, return_sequences=True),
+                layers.BatchNormalization(),
+                layers.Dense(12),
+            ]
+        )
+        model.compile(
+            optimizer=keras.optimizers.AdamW(epsilon=1e-3),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    return results(model, model.fit(TOKENS, TOKENS, batch_size=7, epochs=2, verbose=0))
+
+
+@scenario
+def sums_and_accumulators(folder: Path) -> dict[str, Any]:
+    """A loss that is a sum, gradients that Keras' own optimizer accumulates, a schedule of the learning rate."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(1e-3, 2, 0.9)
+    model = classifier(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
+        optimizer=keras.optimizers.Adam(schedule, epsilon=1e-3, gradient_accumulation_steps=2),
+    )
+    return results(model, model.fit(INPUTS, LABELS, batch_size=30, epochs=2, verbose=0, shuffle="batch"))
+
+
+@scenario
+def a_loop_of_ones_own(folder: Path) -> dict[str, Any]:
+    """strategy.run and strategy.reduce over a distributed dataset, with losses of Keras and of one's own."""
+    strategy = mhk.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((8,)), layers.Dense(16, use_bias=False), layers.BatchNormalization(), layers.Dense(2)]
+        )
+        optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3)
+    data = DataLoader(TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(TARGETS)), batch_size=33)
+    mean_error = keras.losses.MeanAbsoluteError()
+
+    def step(x: Any, y: Any) -> Any:
+        model.zero_grad()
+        predicted = model(x, training=True)
+        squares = keras.losses.mean_squared_error(y, predicted)
+        loss = mhk.compute_average_loss(squares) + mean_error(y, predicted)
+        loss = loss + mhk.scale_regularization_loss(keras.ops.sum(model.layers[0].kernel ** 2)) * 0.01
+        loss.backward()
+        optimizer.apply([w.value.grad for w in model.trainable_weights], model.trainable_weights)
+        return loss.detach()
+
+    losses = []
+    for batch in strategy.experimental_distribute_dataset(data):
+        losses.append(float(strategy.reduce(mhk.ReduceOp.SUM, strategy.run(step, args=tuple(batch)))))
+    return results(model, losses=losses)
+
+
+@scenario
+def a_distributed_dataset_in_fit(folder: Path) -> dict[str, Any]:
+    """The issue's own script."""
+    strategy = mhk.MirroredStrategy()
+    model = classifier()
+    data = DataLoader(TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(LABELS)), batch_size=25, shuffle=True)
+    return results(model, model.fit(strategy.experimental_distribute_dataset(data), epochs=2, verbose=0))
+
+
+@scenario
+def batch_by_batch(folder: Path) -> dict[str, Any]:
+    """train_on_batch and its like, of batches that do not divide evenly."""
+    model = classifier()
+    told = [model.train_on_batch(INPUTS[i : i + 15], LABELS[i : i + 15]) for i in range(0, 45, 15)]
+    told.append(model.test_on_batch(INPUTS[:9], LABELS[:9]))
+    answers = model.predict_on_batch(INPUTS[:9])
+    return results(model, losses=np.asarray(told, dtype=float), answers=answers)
+
+
+@scenario
+def a_generator(folder: Path) -> dict[str, Any]:
+    """Whole batches that can only be iterated, with steps per epoch."""
+    model = classifier()
+
+    def batches() -> Any:
+        while True:
+            for start in range(0, 100, 25):
+                yield INPUTS[start : start + 25], LABELS[start : start + 25]
+
+    return results(model, model.fit(batches(), epochs=2, steps_per_epoch=3, verbose=0))
+
+
+@scenario
+def state_of_a_layer(folder: Path) -> dict[str, Any]:
+    """A layer that moves a value by what it sees gets what all replicas saw."""
+
+    class Running(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+            return x - keras.ops.stop_gradient(self.mean.value.clone())
+
+    with mhk.MirroredStrategy().scope():
+        model = keras.Sequential([Running(), layers.Dense(2)])
+        model.compile(optimizer="sgd", loss="mse")
+    # The next value is of the last one, and that is of all rows, only after a step: rows divide evenly here.
+    model.fit(INPUTS[:80], TARGETS[:80], batch_size=20, epochs=1, verbose=0, shuffle=False)
+    return {"weights": [np.asarray(model.layers[0].mean)], "history": {}}
+
+
+@scenario
+def recomputed(folder: Path) -> dict[str, Any]:
+    """Backward computes activations again."""
+    with mhk.MirroredStrategy(recompute="blocks").scope():
+        model = keras.Sequential(
+            [layers.Dense(16, activation="gelu"), layers.Dense(16, activation="gelu"), layers.Dense(2)]
+        )
+        model.compile(optimizer="sgd", loss="mse")
+    return results(model, model.fit(INPUTS, TARGETS, batch_size=32, epochs=2, verbose=0))
