@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import manyhands as mh
 from manyhands.graph import CannotRecord, Phase
 from manyhands.population import Gain, Population, compiling, gain, rounds
-from manyhands.population.convolutions import Unfolded
+from manyhands.population.convolutions import ALL, GROUPED, THIN, Unfolded
 
 from .test_equality import alone
 from .works import adamw, task
@@ -35,8 +35,8 @@ def test_unfolded_convolutions_are_convolutions(settings: dict[str, object]) -> 
     torch.testing.assert_close(*slopes)
 
 
-@pytest.mark.parametrize("way", [(True, None), (False, 1), (False, 2)])
-def test_every_way_gives_the_same_curve(way: tuple[bool, int | None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [(ALL, None), (THIN, None), (GROUPED, 1), (GROUPED, 2)])
+def test_every_way_gives_the_same_curve(way: tuple[int, int | None], tmp_path: Path) -> None:
     tasks = [task("cnn", adamw(1e-2), seed=seed) for seed in range(3)]
     population = Population(tasks, mh.Single(precision="fp64", deterministic=True), device="cpu", epochs=2)
     population._rounds._set(way)

@@ -1,4 +1,8 @@
-"""Convolutions of a stack: grouped, as vmap makes them, or unfolded into one product of matrices for each member."""
+"""Convolutions of a stack: grouped, as vmap makes them, or unfolded into one product of matrices for each member.
+
+Unfolding repeats every input as often as the kernel is large. That pays most where inputs have few channels, as
+pictures have: kernels of libraries are bad at these.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+GROUPED, THIN, ALL = 0, 64, 1 << 30
+"""Which convolutions are unfolded: those whose outputs are computed from so many inputs at the most."""
+
 
 class Unfolded(TorchFunctionMode):
-    """Computes plain convolutions of pictures by unfolding them; others stay as they are.
+    """Computes plain convolutions by unfolding them, of outputs that have `most` inputs each; others stay as they are.
 
     >>> pictures, kernels = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
     >>> with Unfolded():
@@ -21,15 +28,20 @@ class Unfolded(TorchFunctionMode):
     True
     """
 
+    def __init__(self, most: int = ALL) -> None:
+        super().__init__()
+        self._most = most
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.conv2d:
-            return _convolved(*args, **(kwargs or {}))
+            return _convolved(self._most, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _convolved(
+    most: int,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -38,7 +50,7 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    if groups != 1 or isinstance(padding, str) or input.dim() != 4:
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4 or weight[0].numel() > most:
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     size = weight.shape[-2:]
     columns = F.unfold(input, size, dilation, padding, stride)

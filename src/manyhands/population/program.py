@@ -17,7 +17,7 @@ from ..training import evaluating
 from .attention import Folded
 from .build import Built
 from .chances import given_chances
-from .convolutions import Unfolded
+from .convolutions import GROUPED, Unfolded
 from .stack import (
     AVERAGES,
     BUFFERS,
@@ -55,8 +55,8 @@ class Program:
         """Whether random numbers are drawn; where none are, nothing needs to watch for them."""
         self.own_chances = False
         """Whether members have probabilities of dropout of their own."""
-        self.unfolds = False
-        """Whether convolutions are unfolded; vmap makes grouped ones of them."""
+        self.unfolds = GROUPED
+        """Which convolutions are unfolded; vmap makes grouped ones of the others."""
 
     @property
     def model(self) -> nn.Module:
@@ -158,7 +158,7 @@ class Program:
                 # Convolutions of many groups have many ways to be computed, of which a library's guess is a bad one.
                 held.enter_context(_trying_kernels())
             if self.unfolds:
-                held.enter_context(Unfolded())
+                held.enter_context(Unfolded(self.unfolds))
             if self._spec.precision == "bf16":
                 # What a cache keeps would be lost to a recording.
                 held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))

@@ -15,6 +15,7 @@ from ..core import OutOfMemory, StrategySpec
 from ..data import Resident
 from ..graph import CannotRecord, Phase, Recording, has_convolutions, rehearsing
 from .compiling import CannotCompile, Compiled
+from .convolutions import ALL, GROUPED, THIN
 from .course import Block, most_rounds
 from .program import Program
 from .stack import Stack
@@ -25,8 +26,8 @@ WORTH_SECONDS = 240.0
 """The time that training must have before it for a trial of compiled steps, which take a minute or so to make."""
 BETTER = 0.97
 """How much of a recorded round's time a compiled one may take at most, to be kept."""
-Way = tuple[bool, int | None]
-"""Whether convolutions are unfolded, and how many members are computed at a time."""
+Way = tuple[int, int | None]
+"""Which convolutions are unfolded, and how many members are computed at a time."""
 
 
 @dataclass
@@ -173,9 +174,10 @@ class Rounds:
     # -- ways -----------------------------------------------------------------------------------------------------
 
     def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
-        """Tries how convolutions are computed fastest: grouped, unfolded, or on a CPU one member after another."""
+        """Tries how convolutions are computed fastest: grouped, some or all unfolded, or on a CPU one by one."""
         self._is_settled = True
-        ways = [(False, None), (True, None), *([(False, 1)] if self._program.device.type == "cpu" else [])]
+        one_by_one = [(GROUPED, 1)] if self._program.device.type == "cpu" else []
+        ways: list[Way] = [(GROUPED, None), (THIN, None), (ALL, None), *one_by_one]
         seconds: dict[Way, float] = {}
         for way in ways:
             taken = self._timed(way, stack, block, factors)
