@@ -69,6 +69,8 @@ class Job:
     resume: bool = False
     save_every: int | None = None
     """Steps between two checkpoints, besides the one after each epoch."""
+    save_seconds: float = 0.0
+    """Seconds since the last checkpoint before there is another after an epoch; the end has one in any case."""
     keep: int = 2
     copy_every: int = COPY_EVERY
     """Steps between two copies of parts that only one rank has, in the memory of another."""
@@ -154,6 +156,7 @@ class TrainingLoop:
         self.stopped = False
         self.watch = Watch(job.stop)
         self.out_of_patience = ""
+        self.saved_at = time.monotonic()
         self.measured_at = 0
         self.measured: dict[str, float] = {}
         """What was measured of the network as it is now: mean losses and metrics; nothing once a step is taken."""
@@ -505,7 +508,8 @@ class TrainingLoop:
         for callback in self.job.callbacks:
             callback.on_epoch(hand, self.metrics)
         self.stopped = self.stopped or any(hand.world.gather_objects(hand.world.line.stopping))
-        self.save()
+        if not self.job.save_seconds or hand.world.gather_objects(self.seconds_unsaved >= self.job.save_seconds)[0]:
+            self.save()
         self.marker.mark()
         self.ending = None
         self.keep_agreed()
@@ -523,7 +527,13 @@ class TrainingLoop:
             if self.out_of_patience:
                 self.hand.notice(f"out of patience at step {self.hand.num_steps}: {self.out_of_patience}")
 
+    @property
+    def seconds_unsaved(self) -> float:
+        """Since the last checkpoint, or since this began."""
+        return time.monotonic() - self.saved_at
+
     def save(self) -> None:
+        self.saved_at = time.monotonic()
         self.hand.agree()
         self.reporter.read()
         self.reporter.flush()

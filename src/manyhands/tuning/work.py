@@ -28,6 +28,8 @@ from ..core import (
 from ..training import EVENTS, RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 
+SAVE_SECONDS = 2.0
+"""What of a trial may be lost with its process: checkpoints of every short epoch would take a part of each core."""
 Tunable = Callable[..., Any]
 """A function of hyper-parameters that makes a Task, or that returns what it measured: a number, or a dict of them."""
 
@@ -151,6 +153,7 @@ class Workshop:
                 epochs=self.epochs,
                 resume=True,
                 keep=1,
+                save_seconds=SAVE_SECONDS,
                 callbacks=(_Until(work.until),),
             )
             end = train(world, job)
