@@ -17,6 +17,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import CheckpointError, RunError, WorkerFailed
+from manyhands.store import CheckpointStore
 from manyhands.tuning import JOURNAL, work
 
 from . import networks
@@ -95,6 +96,9 @@ def test_a_driver_killed_at_random_twenty_times(tmp_path: Path, engine: LocalEng
     assert over == set(range(TRIALS))
 
 
+RATES = [0.01, 0.02]
+
+
 def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
     """Its process is killed once, when the third epoch of a trial is measured; the first one takes long."""
 
@@ -104,6 +108,10 @@ def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
         if len(counter.read_text()) == 1:
             time.sleep(work.SAVE_SECONDS)
         if len(counter.read_text()) == 6:
+            run = next(Path(folder).glob(f"s/*/trials/{RATES.index(lr):05d}"))
+            end = time.monotonic() + 60
+            while not CheckpointStore(run / "checkpoints").steps() and time.monotonic() < end:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return (outputs.argmax(1) == batch[1]).float().mean()
 
@@ -111,10 +119,9 @@ def dying(folder: str = "", lr: float = 1e-2) -> mh.Task:
 
 
 def test_a_killed_worker_costs_its_trial_what_was_not_saved(tmp_path: Path) -> None:
-    rates = [0.01, 0.02]
     study = mh.tune(
         dying,
-        {"lr": rates},
+        {"lr": RATES},
         params={"folder": str(tmp_path)},
         search="grid",
         epochs=5,
