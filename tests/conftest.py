@@ -29,7 +29,7 @@ BUDGETS = {
     "cli": 1.5,
     "tuning": 1.7,
     "ensembles": 1.0,
-    "serving": 1.2,
+    "serving": 2.2,
     "population": 1.0,
     "keras": 1.0,
     "test_examples.py": 3.0,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .teams import apart, ensemble
     from .training import Callback, Hand, Patience, Run, Sink, hand
     from .tuning import ASHA, Hyperband, Median, Study, Trial, choice, integers, loguniform, uniform
-    from .verbs import check, evaluate, explain, fit, launch, predict, replay, serve
+    from .verbs import check, evaluate, explain, fit, launch, predict, replay, route, serve
 
 __version__ = "0.1.0"
 
@@ -72,6 +72,7 @@ __all__ = [
     "explain",
     "predict",
     "serve",
+    "route",
     "Client",
     "replay",
     "load",
@@ -128,7 +129,7 @@ _HOMES = {
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],
     "serving": ["Client"],
-    "verbs": ["check", "evaluate", "explain", "fit", "launch", "predict", "replay", "serve"],
+    "verbs": ["check", "evaluate", "explain", "fit", "launch", "predict", "replay", "route", "serve"],
 }
 _ROOMS = ("sync",)
 """Rooms whose names people write themselves: mh.sync.TopK(0.01)."""

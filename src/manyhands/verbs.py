@@ -82,7 +82,7 @@ from .training import (
 )
 
 if TYPE_CHECKING:
-    from .serving import Server
+    from .serving import Router, Server
     from .strategies import Layout
 
 TaskLike = Task | Callable[..., Task]
@@ -367,7 +367,11 @@ def serve(
     http: int = 8501,
     grpc: int = 8500,
     manage: int = 8502,
+    manage_host: str = "127.0.0.1",
     token: str | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    client_ca: str | Path | None = None,
     versions: str = "latest",
     max_rows: int = 64,
     sizes: Sequence[int] = (),
@@ -381,6 +385,8 @@ def serve(
     - `models`: a folder that is watched for new versions, a Predictor (served as `name`), or a dict of them;
     - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device;
     - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
+    - `manage_host`: where management listens, for a router on another host;
+    - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
     - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
@@ -389,14 +395,16 @@ def serve(
         server = mh.serve("models")
         server.wait()            # until Ctrl-C; server.stop() lets every request finish
     """
-    from .serving import BatchSettings, Probation, Server, ServeSettings
+    from .serving import BatchSettings, Probation, Server, ServeSettings, Tls
 
     settings = ServeSettings(
         host=host,
         http=http,
         grpc=grpc,
         manage=manage,
+        manage_host=manage_host,
         token=token,
+        tls=Tls.of(cert, key, client_ca),
         versions=versions,
         timeout=timeout,
         batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
@@ -406,6 +414,51 @@ def serve(
     served = {name: models} if isinstance(models, Predictor) else models
     devices, _ = resolve(on)
     return Server(Path(served) if isinstance(served, str) else served, _engine, devices, settings).start()
+
+
+def route(
+    backends: str | Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    http: int = 8501,
+    grpc: int = 8500,
+    manage: int = 8502,
+    manage_host: str = "127.0.0.1",
+    token: str | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    client_ca: str | Path | None = None,
+    backend_ca: str | Path | None = None,
+    timeout: float = 30.0,
+    log: str | Path | None = None,
+) -> Router:
+    """Puts one address in front of several servers; returns when it listens.
+
+    - `backends`: "a:8500,b:8500", the port of each one's gRPC, HTTP and management on the next two ("a:8500/8601/8602"
+      where they are others); a name may stand for several hosts, which are looked up again and again;
+    - `backend_ca`: who signed the backends' certificates, where they have some; the router shows its own;
+    - the others as for `mh.serve`. The same `token` opens the router and the backends.
+
+        router = mh.route("a:8500,b:8500", token=token)
+        router.wait()
+    """
+    from .serving import Router, RouteSettings, Tls
+
+    tls = Tls.of(cert, key, client_ca)
+    settings = RouteSettings(
+        backends=tuple(part.strip() for part in backends.split(",")) if isinstance(backends, str) else tuple(backends),
+        host=host,
+        http=http,
+        grpc=grpc,
+        manage=manage,
+        manage_host=manage_host,
+        token=token,
+        tls=tls,
+        backend_tls=Tls.of(cert, key, backend_ca) if backend_ca is not None else None,
+        timeout=timeout,
+        log=Path(log) if log is not None else None,
+    )
+    return Router(settings).start()
 
 
 def explain(

@@ -24,6 +24,11 @@ Words = Annotated[
 Server = Annotated[
     str | None, typer.Option(help="Where the server is managed; http://127.0.0.1:8502 by default.", show_default=False)
 ]
+Ca = Annotated[str | None, typer.Option(metavar="FILE", help="Who signed the server's certificate (PEM).")]
+Cert = Annotated[
+    str | None, typer.Option(metavar="FILE", help="One's own certificate (PEM), where the server wants one.")
+]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="That certificate's key (PEM).")]
 
 EXAMPLES = (
     "manyhands models list",
@@ -40,8 +45,16 @@ def add(app: typer.Typer) -> None:
     add_verb(app, models, EXAMPLES)
 
 
-def models(act: Act = "list", words: Words = None, server: Server = None, json: Json = False) -> None:
-    """Look at the models of a running server and change what they answer with.
+def models(
+    act: Act = "list",
+    words: Words = None,
+    server: Server = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Look at the models of a running server, or of all behind a router, and change what they answer with.
 
     A label names a version for clients; a split shares requests out by weight, between versions or between models;
     rollback lets the version before answer again. A token is taken from MANYHANDS_TOKEN.
@@ -51,7 +64,8 @@ def models(act: Act = "list", words: Words = None, server: Server = None, json: 
     if act not in _ACTS:
         raise SettingsError(f"models can {', '.join(_ACTS)}", got=repr(act), remedy="write for instance models list")
     address = server or "http://127.0.0.1:8502"
-    client = Client(address, manage=address, token=os.environ.get("MANYHANDS_TOKEN"), timeout=60.0)
+    token = os.environ.get("MANYHANDS_TOKEN")
+    client = Client(address, manage=address, token=token, timeout=60.0, ca=ca, cert=cert, key=key)
     answer = _ACTS[act](client, words or [])
     if json or act != "list":
         print_json(answer)

@@ -23,7 +23,7 @@ from .target import load_module, split_target
 from .wording import in_options
 
 if TYPE_CHECKING:
-    from ..serving import Server
+    from ..serving import Router, Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,11 @@ class ServeOptions:
     http: int = 8501
     grpc: int = 8500
     manage: int = 8502
+    manage_host: str = "127.0.0.1"
     token: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
     versions: str = "latest"
     max_rows: int = 64
     sizes: str = ""
@@ -45,14 +49,49 @@ class ServeOptions:
     log: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions:
+    """The same of a router."""
+
+    backends: str = ""
+    host: str = "127.0.0.1"
+    http: int = 8501
+    grpc: int = 8500
+    manage: int = 8502
+    manage_host: str = "127.0.0.1"
+    token: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
+    backend_ca: str | None = None
+    timeout: float = 30.0
+    log: str | None = None
+
+
 Models = Annotated[
-    str,
+    str | None,
     typer.Argument(metavar="FOLDER|FILE.py:name", help="A folder of exported models, or a Predictor in a Python file."),
 ]
+Routing = Annotated[bool, typer.Option("--router", help="Serve nothing here: hand requests on to --backends.")]
+Backends = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A:8500,B:8500", help="Servers behind a router, by gRPC's port; the next two are HTTP and management."
+    ),
+]
+BackendCa = Annotated[str | None, typer.Option(metavar="FILE", help="Who signed the backends' certificates (PEM).")]
 Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 by default. Others need a token.")]
 Http = Annotated[int | None, typer.Option(help="The port for requests; 8501 by default, 0 takes any.")]
 Grpc = Annotated[int | None, typer.Option(help="The port for gRPC; 8500 by default, 0 takes any.")]
-Manage = Annotated[int | None, typer.Option(help="The port for management, on this machine only; 8502 by default.")]
+Manage = Annotated[int | None, typer.Option(help="The port for management; 8502 by default.")]
+ManageHost = Annotated[
+    str | None, typer.Option(help="The address for management: this machine only, unless a router is to reach it.")
+]
+Cert = Annotated[str | None, typer.Option(metavar="FILE", help="A certificate (PEM) for TLS on all ports.")]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's key (PEM).")]
+ClientCa = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Clients must show a certificate that this one (PEM) signed.")
+]
 Versions = Annotated[
     str | None, typer.Option(help="Which versions: latest (the default), latest:2, all, or numbers such as 1,3.")
 ]
@@ -72,6 +111,7 @@ EXAMPLES = (
     "manyhands serve models/",
     "manyhands serve models/ --on 'cpu*2' --versions latest:2",
     "manyhands serve digits.py:predictor --http 9000",
+    "manyhands serve --router --backends a:8500,b:8500",
 )
 
 
@@ -81,12 +121,19 @@ def add(app: typer.Typer) -> None:
 
 
 def serve(
-    models: Models,
+    models: Models = None,
+    router: Routing = False,
+    backends: Backends = None,
     on: On = None,
     host: Host = None,
     http: Http = None,
     grpc: Grpc = None,
     manage: Manage = None,
+    manage_host: ManageHost = None,
+    cert: Cert = None,
+    key: Key = None,
+    client_ca: ClientCa = None,
+    backend_ca: BackendCa = None,
     versions: Versions = None,
     max_rows: MaxRows = None,
     sizes: Sizes = None,
@@ -100,23 +147,51 @@ def serve(
     """Serve models: clients of TensorFlow Serving, Triton and KServe ask over HTTP or gRPC and stay as they are.
 
     New versions in the folder are loaded aside and take over without a lost request. Ctrl-C or a SIGTERM ends the
-    server after the requests that it has. Every option can also stand in the file of --config or in the environment
-    (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
+    server after the requests that it has. With --router it stands before other servers: the less loaded of two is
+    asked, another one where one is lost, and manyhands models changes all of them together. Every option can also
+    stand in the file of --config or in the environment (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
     """
-    given = {
-        "on": on, "host": host, "http": http, "grpc": grpc, "manage": manage, "versions": versions,
-        "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows, "timeout": timeout,
-        "probation": probation, "log": log,
-    }  # fmt: skip
-    settings = resolve_settings(ServeOptions, given, file=config).values
     from .. import verbs
 
+    shared = {
+        "host": host, "http": http, "grpc": grpc, "manage": manage, "manage_host": manage_host, "timeout": timeout,
+        "cert": cert, "key": key, "client_ca": client_ca, "log": log,
+    }  # fmt: skip
+    if router:
+        _require_none(models, on=on, versions=versions, max_rows=max_rows, sizes=sizes, queue_rows=queue_rows)
+        given = {**shared, "backends": backends, "backend_ca": backend_ca}
+        options = resolve_settings(RouteOptions, given, file=config).values
+        with _ending() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
+            _show(running, ending, quiet)
+        return
+    if models is None:
+        raise SettingsError("there must be something to serve", got="none", remedy="write manyhands serve models/")
+    own = {
+        "on": on, "versions": versions, "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows,
+        "probation": probation,
+    }  # fmt: skip
+    settings = resolve_settings(ServeOptions, {**shared, **own}, file=config).values
     target = _target(models)
     with _ending() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
-        if not quiet:
-            note(f"serving on {server.url} (gRPC on {server.grpc}), managed on {server.manage_url}")
-            server.on_event = _tell
-        _watch(server, ending, quiet)
+        _show(server, ending, quiet)
+
+
+def _require_none(models: str | None, **options: Any) -> None:
+    """A router computes nothing, so it takes nothing that says how."""
+    wrong = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if models is not None or wrong:
+        raise SettingsError(
+            "a router serves nothing itself",
+            got=", ".join([*([models] if models else []), *wrong]),
+            remedy="leave it out, and give it to the backends",
+        )
+
+
+def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
+    if not quiet:
+        note(f"serving on {server.url} (gRPC on {server.grpc}), managed on {server.manage_url}")
+        server.on_event = _tell
+    _watch(server, ending, quiet)
 
 
 @contextlib.contextmanager
@@ -168,7 +243,7 @@ def _tell(entry: Mapping[str, Any]) -> None:
     note(" ".join([str(entry["kind"]).replace("_", " "), *(f"{key}={value}" for key, value in values.items())]))
 
 
-def _watch(server: Server, ending: threading.Event, quiet: bool) -> None:
+def _watch(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
     """Shows what happens where somebody looks, until it is time to end."""
     if quiet or not sys.stderr.isatty():
         ending.wait()

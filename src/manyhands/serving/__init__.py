@@ -9,13 +9,33 @@ from .batcher import BatchSettings
 from .client import Client
 from .limits import Limits
 from .metrics import BOUNDS, Histogram
+from .security import Tls
 
 if TYPE_CHECKING:
     from .model import Probation
+    from .routing import Router, RouteSettings
     from .server import Server, ServeSettings
 
-__all__ = ["Server", "ServeSettings", "BatchSettings", "Limits", "Probation", "Client", "Histogram", "BOUNDS"]
-_HOME = {"Server": "server", "ServeSettings": "server", "Probation": "model"}
+__all__ = [
+    "Server",
+    "ServeSettings",
+    "Router",
+    "RouteSettings",
+    "Tls",
+    "BatchSettings",
+    "Limits",
+    "Probation",
+    "Client",
+    "Histogram",
+    "BOUNDS",
+]
+_HOME = {
+    "Server": "server",
+    "ServeSettings": "server",
+    "Router": "routing",
+    "RouteSettings": "routing",
+    "Probation": "model",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSpec
 from .kinds import BY_OPEN, BY_TORCH, Array
+from .security import Tls
 
 _CODES = {
     400: "INVALID_ARGUMENT",
@@ -34,7 +37,8 @@ class Client:
 
     - `url`: where requests go; any server of the Open Inference Protocol with binary tensors will do;
     - `manage`: where a manyhands server is managed: `models`, `load`, `label`, `split`, `rollback`;
-    - `timeout`: seconds for an answer, within which a server that is overloaded or gone is asked again.
+    - `timeout`: seconds for an answer, within which a server that is overloaded or gone is asked again;
+    - `ca`: who signed the server's certificate, where the system does not know; `cert`, `key`: one's own certificate.
 
         client = mh.Client("http://127.0.0.1:8501")
         client("digits", images)
@@ -47,9 +51,13 @@ class Client:
         manage: str = "http://127.0.0.1:8502",
         token: str | None = None,
         timeout: float = 30.0,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
     ) -> None:
-        self._wire = _Wire(url, token, timeout)
-        self._manage = _Wire(manage, token, timeout)
+        tls = Tls.of(cert, key, ca) or Tls()
+        self._wire = _Wire(url, token, timeout, tls)
+        self._manage = _Wire(manage, token, timeout, tls)
 
     def __call__(self, model: str, inputs: Any, *, version: int | None = None, key: str | None = None) -> Any:
         """Answers with an array, or a dict of them where there are several outputs.
@@ -133,11 +141,11 @@ class Client:
 class _Wire:
     """Connections to one address, one for each thread."""
 
-    def __init__(self, url: str, token: str | None, timeout: float) -> None:
+    def __init__(self, url: str, token: str | None, timeout: float, tls: Tls) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError("a server's address is http://host:port", got=repr(url), remedy="write it so")
-        self._parts, self._timeout = parts, timeout
+        self._parts, self._timeout, self._tls = parts, timeout, tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._local = threading.local()
         self._kept: dict[str, Any] = {}
@@ -161,6 +169,12 @@ class _Wire:
             except RequestRefused as refusal:
                 if refusal.code != "UNAVAILABLE" or time.monotonic() + wait > end:
                     raise
+            except ssl.SSLCertVerificationError as error:
+                raise SettingsError(
+                    "the server's certificate must be signed by somebody who is known",
+                    got=error.verify_message,
+                    remedy='pass ca="ca.pem" with the certificate of whoever signed it',
+                ) from None
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if time.monotonic() + wait > end:
@@ -191,8 +205,12 @@ class _Wire:
     def _connection(self) -> http.client.HTTPConnection:
         connection = getattr(self._local, "connection", None)
         if connection is None:
-            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-            connection = kind(str(self._parts.hostname), self._parts.port, timeout=self._timeout)
+            where, port = str(self._parts.hostname), self._parts.port
+            if self._parts.scheme == "https":
+                context = self._tls.for_client
+                connection = http.client.HTTPSConnection(where, port, timeout=self._timeout, context=context)
+            else:
+                connection = http.client.HTTPConnection(where, port, timeout=self._timeout)
             self._local.connection = connection
         return connection
 

@@ -17,6 +17,7 @@ from typing import Any
 import httptools
 
 from .limits import Limits
+from .security import Tls
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
@@ -99,8 +100,9 @@ Handler = Callable[[Request], None]
 class Listener:
     """The connections of one address, and what they may do."""
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: Handler, limits: Limits, tls: Tls | None = None) -> None:
         self.handler, self.limits = handler, limits
+        self._tls = tls
         self.connections: set[Connection] = set()
         self.is_closing = False
         """Whether every answer ends its connection, so that clients go elsewhere."""
@@ -109,10 +111,13 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def open(self, host: str, port: int, ssl: Any = None) -> int:
+    async def open(self, host: str, port: int) -> int:
         """Listens; the port that it got."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), host, port, ssl=ssl, backlog=1024)
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": self._tls.for_server, "ssl_handshake_timeout": self.limits.receive}
+        self._server = await loop.create_server(lambda: Connection(self), host, port, backlog=1024, **secured)
         self._sweeper = asyncio.ensure_future(self._sweep())
         return int(self._server.sockets[0].getsockname()[1])
 

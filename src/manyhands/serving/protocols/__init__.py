@@ -1,6 +1,6 @@
 """What clients speak, one file each."""
 
-from .grpc_service import GrpcListener, GrpcService
+from .grpc_service import GrpcListener, GrpcService, Method
 from .health_grpc import Health
 from .management import Management
 from .open_inference_grpc import OpenInferenceGrpc
@@ -18,6 +18,7 @@ __all__ = [
     "RestProtocol",
     "GrpcService",
     "GrpcListener",
+    "Method",
     "Desk",
     "TensorflowRest",
     "OpenInferenceRest",

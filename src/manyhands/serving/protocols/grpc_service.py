@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ import grpc.aio
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..http import BadRequest
+from ..security import Tls, Token
 from ..version import Version
 from .protocol import KEY, Desk
 
@@ -69,8 +69,10 @@ def key_of(context: Any) -> bytes:
 class GrpcListener:
     """A gRPC server for some services."""
 
-    def __init__(self, services: Sequence[GrpcService], token: str | None, limit: int) -> None:
-        self._services, self._bearer, self._limit = services, f"Bearer {token}" if token else "", limit
+    def __init__(self, services: Sequence[GrpcService], token: str | None, limit: int, tls: Tls | None = None) -> None:
+        self._services, self._token, self._limit, self._tls = services, Token(token), limit, tls
+        self.others: Any = None
+        """A handler of every method that no service has."""
         self._server: Any = None
 
     async def open(self, host: str, port: int) -> int:
@@ -89,8 +91,14 @@ class GrpcListener:
                 for name, (method, asked, _) in service.methods().items()
             }
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
+        if self.others is not None:
+            self.others.guard = self._guarded
+            self._server.add_generic_rpc_handlers((self.others,))
         try:
-            found = int(self._server.add_insecure_port(f"{host}:{port}"))
+            if self._tls is None:
+                found = int(self._server.add_insecure_port(f"{host}:{port}"))
+            else:
+                found = int(self._server.add_secure_port(f"{host}:{port}", self._tls.grpc_server()))
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
@@ -119,10 +127,9 @@ class GrpcListener:
         return run
 
     def _require_token(self, context: Any) -> None:
-        if self._bearer:
-            said = dict(context.invocation_metadata() or ()).get("authorization", "")
-            if not hmac.compare_digest(str(said).encode(), self._bearer.encode()):
-                raise RequestRefused("UNAUTHENTICATED", "this server wants a token")
+        said = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not self._token.is_said(str(said).encode()):
+            raise RequestRefused("UNAUTHENTICATED", "this server wants a token")
 
 
 def _serialised(message: Any) -> bytes:

@@ -80,7 +80,19 @@ class Desk:
         return cancel
 
 
-class RestProtocol(ABC):
+class RestHandler(ABC):
+    """What answers requests over HTTP."""
+
+    @abstractmethod
+    def handle(self, request: Request) -> None:
+        """Answers a request, now or later; may raise BadRequest or RequestRefused."""
+
+    def refuse(self, request: Request, refusal: RequestRefused, status: int | None = None) -> None:
+        """Says why there is no answer."""
+        answer_refusal(request, status or STATUS.get(refusal.code, 500), refusal.reason, refusal.retry_after)
+
+
+class RestProtocol(RestHandler):
     """A protocol over HTTP: the paths that it answers, and how."""
 
     prefix: str
@@ -88,14 +100,6 @@ class RestProtocol(ABC):
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-
-    @abstractmethod
-    def handle(self, request: Request) -> None:
-        """Answers a request, now or later; may raise BadRequest or RequestRefused."""
-
-    def refuse(self, request: Request, refusal: RequestRefused) -> None:
-        """Says why there is no answer."""
-        answer_refusal(request, STATUS.get(refusal.code, 500), refusal.reason, refusal.retry_after)
 
 
 def answer_refusal(request: Request, status: int, reason: str, retry_after: float | None = None) -> None:

@@ -1,0 +1,49 @@
+"""One listener's requests: the token, the protocol, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from ..core import RequestRefused
+from .exposition import KIND
+from .http import BadRequest, Request
+from .protocols.protocol import RestHandler, answer_refusal
+from .security import Token
+
+METRICS = ("/metrics", "/monitoring/prometheus/metrics")
+HEALTH = ("/v2/health/live", "/v2/health/ready")
+"""What a probe may ask without a token."""
+
+
+class App:
+    """Hands every request to whoever answers its path."""
+
+    def __init__(self, handlers: Mapping[str, RestHandler], metrics: Callable[[], bytes], token: str | None) -> None:
+        self._handlers, self._metrics, self._token = handlers, metrics, Token(token)
+
+    def __call__(self, request: Request) -> None:
+        path = request.path
+        try:
+            if path not in HEALTH and not self._token.is_said(request.headers.get(b"authorization", b"")):
+                raise BadRequest(401, "this server wants a token")
+            end = path.find("/", 1)
+            handler = self._handlers.get(path[:end] if end > 0 else path)
+            if handler is not None:
+                self._handle(handler, request)
+            elif path in METRICS:
+                request.answer(200, self._metrics(), KIND)
+            else:
+                raise BadRequest(404, "Not Found")
+        except BadRequest as error:
+            answer_refusal(request, error.status, error.reason)
+        except Exception as error:
+            # What went wrong here is ours to know; a stranger learns that it did.
+            asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
+            answer_refusal(request, 500, "internal error")
+
+    def _handle(self, handler: RestHandler, request: Request) -> None:
+        try:
+            handler.handle(request)
+        except RequestRefused as refusal:
+            handler.refuse(request, refusal)

@@ -1,0 +1,179 @@
+"""Something that listens on a loop of its own, in a thread, until it is stopped: a server, a router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..core import SettingsError, event
+from .http import Listener
+from .limits import Limits
+from .logs import Logs
+from .protocols import GrpcListener
+from .security import Tls, is_loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenSettings:
+    """Where to listen, and to whom."""
+
+    host: str = "127.0.0.1"
+    http: int = 8501
+    """The port of both REST protocols; 0 takes any."""
+    grpc: int = 8500
+    """The port of both gRPC protocols."""
+    manage: int = 8502
+    """The port for management."""
+    manage_host: str = "127.0.0.1"
+    """Where management listens: on this machine only, unless a router elsewhere is to manage it."""
+    token: str | None = None
+    """What clients must send as `Authorization: Bearer ...`; needed where others can reach the server."""
+    tls: Tls | None = None
+    """A certificate for all listeners."""
+    timeout: float = 30.0
+    """Seconds for a request at most."""
+    patience: float = 25.0
+    """Seconds for requests to finish when a version, or the server, goes."""
+    limits: Limits = field(default_factory=Limits)
+    log: Path | None = None
+    """A folder for events.jsonl and access.jsonl."""
+
+    def __post_init__(self) -> None:
+        for host in (self.host, self.manage_host):
+            if not is_loopback(host) and not self.token:
+                raise SettingsError(
+                    "a server that others can reach needs a token",
+                    got=f"host={host}",
+                    remedy="set MANYHANDS_TOKEN, or listen on 127.0.0.1",
+                )
+        if self.tls is not None:
+            self.tls.for_server  # noqa: B018 - a certificate that cannot be read is told at once
+        for name, port in (("http", self.http), ("grpc", self.grpc), ("manage", self.manage)):
+            if not 0 <= port < 65536:
+                raise SettingsError(f"{name} must be a port", got=port, remedy=f"pass {name}=8501")
+        if self.timeout <= 0:
+            raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass seconds")
+
+
+class Background(ABC):
+    """Starts, waits and stops; `serve` is what it does meanwhile."""
+
+    def __init__(self, settings: ListenSettings) -> None:
+        self.http = self.grpc = self.manage = 0
+        """The ports that it got."""
+        self._listening = settings
+        self.on_event: Callable[[dict[str, Any]], None] = lambda entry: None
+        self._log = Logs(settings.log)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._over = threading.Event()
+
+    @abstractmethod
+    async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
+        """Works until it is told to stop; calls `is_up` once it answers."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Everything that is served, with figures."""
+
+    @property
+    def url(self) -> str:
+        """Where requests go."""
+        return f"{self._scheme}://{self._listening.host}:{self.http}"
+
+    @property
+    def manage_url(self) -> str:
+        """Where management goes."""
+        return f"{self._scheme}://{self._listening.manage_host}:{self.manage}"
+
+    def start(self) -> Self:
+        """Returns when it answers; raises what kept it from that."""
+        started: Future[None] = Future()
+        threading.Thread(target=self._run, args=(started,), name="manyhands-server", daemon=True).start()
+        started.result()
+        return self
+
+    def stop(self) -> None:
+        """Not ready, finish, unload: no request in flight is lost."""
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._over.wait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until it has ended; whether it has. Ctrl-C stops it as `stop` does."""
+        try:
+            return self._over.wait(seconds)
+        except KeyboardInterrupt:
+            self.stop()
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _run(self, started: Future[None]) -> None:
+        import uvloop
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._work(started))
+        except BaseException as error:
+            if not started.done():
+                started.set_exception(error)
+        finally:
+            self._log.close()
+            self._over.set()
+
+    async def _work(self, started: Future[None]) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        await self.serve(self._stopping, lambda: started.set_result(None))
+
+    def _say(self, kind: str, **values: Any) -> None:
+        entry = event(kind, **values)
+        self._log.event(entry)
+        self.on_event(entry)
+
+    async def _listen(self, public: Listener, remote: GrpcListener, private: Listener) -> None:
+        settings = self._listening
+        public.on_answer = self._log.access if settings.log is not None else None
+        self.http = await _opened(public, settings.host, settings.http)
+        self.grpc = await _opened(remote, settings.host, settings.grpc)
+        self.manage = await _opened(private, settings.manage_host, settings.manage)
+
+    async def _drain(self, public: Listener, remote: GrpcListener) -> None:
+        """Takes nothing new, and lets what is there finish."""
+        public.stop_listening()
+        until = time.monotonic() + self._listening.patience
+        await remote.close(self._listening.patience)
+        while public.num_busy and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._listening.tls is None else "https"
+
+
+async def _opened(listener: Listener | GrpcListener, host: str, port: int) -> int:
+    """Listens; the port that it got."""
+    try:
+        return await listener.open(host, port)
+    except OSError as error:
+        raise SettingsError(
+            "the port must be free",
+            got=f"{host}:{port} ({error.strerror or error})",
+            remedy="pass another, or 0 for any",
+        ) from None

@@ -1,0 +1,46 @@
+"""The event log and the access log of a server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..core import EventLog
+from .http import Request
+
+
+class Logs:
+    """Both logs, where they are wished for."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._events = EventLog(folder / "events.jsonl") if folder is not None else None
+        self._access = (folder / "access.jsonl").open("ab", buffering=1 << 16) if folder is not None else None
+
+    def event(self, entry: dict[str, Any]) -> None:
+        """Writes an event."""
+        if self._events is not None:
+            self._events.write(entry)
+
+    def access(self, request: Request, status: int, size: int) -> None:
+        """Writes a line about an answered request; lines are gathered, so a crash may cost the last ones."""
+        if self._access is not None:
+            line = {
+                "t": round(time.time(), 6),
+                "method": request.method,
+                "path": request.path[:200],
+                "status": status,
+                "in": len(request.body),
+                "out": size,
+                "ms": round(1000 * (time.perf_counter() - request.arrived), 3),
+            }
+            self._access.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+    def close(self) -> None:
+        """Writes what was gathered."""
+        if self._events is not None:
+            self._events.close()
+        if self._access is not None:
+            self._access.close()

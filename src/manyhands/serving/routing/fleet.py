@@ -1,0 +1,192 @@
+"""The servers behind a router: who is there, who is well, and who is asked next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from ...core import RequestRefused
+from ..security import Tls
+from .backend import Address, Backend, Lost, Refused
+
+CHECK_SECONDS = 0.5
+"""Between two looks at a backend."""
+SILENCE_SECONDS = 3.0
+"""A backend that does not say within these that it is ready is given up."""
+GRACE_SECONDS = 2.0
+"""That a request whose backend was lost waits for another one, where there is none."""
+LOOKUP_SECONDS = 2.0
+"""Between two looks at what a name stands for."""
+READY = b"GET /v2/health/ready HTTP/1.1\r\nHost: manyhands\r\n\r\n"
+
+Answered = TypeVar("Answered")
+
+
+class Fleet:
+    """Backends, by what was written or by the addresses that a name stands for.
+
+    `admit` is called with a backend that is well again, before it is asked anything.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        tls: Tls | None,
+        limit: int,
+        say: Callable[..., None],
+        admit: Callable[[Backend], Awaitable[None]],
+    ) -> None:
+        self.backends: dict[Address, Backend] = {}
+        self._written = list(addresses)
+        self._tls, self._limit, self._say, self._admit = tls, limit, say, admit
+        self._tasks: dict[Address, asyncio.Task[None]] = {}
+        self._lookup: asyncio.Task[None] | None = None
+        self._told: set[Backend] = set()
+        """Backends of which was said that they are up."""
+
+    @property
+    def up(self) -> list[Backend]:
+        """Backends that are asked."""
+        return [backend for backend in self.backends.values() if backend.is_up]
+
+    async def start(self) -> None:
+        """Looks at all of them once, and then again and again."""
+        await self.look_up()
+        await asyncio.gather(*(self._check(backend) for backend in self.backends.values()))
+        self._lookup = asyncio.ensure_future(self._keep_looking_up())
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        tasks = [*self._tasks.values(), *([self._lookup] if self._lookup is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(backend.close() for backend in self.backends.values()))
+
+    def add(self, address: Address) -> None:
+        """Another one; it is asked as soon as it is ready."""
+        if address not in self._written:
+            self._written.append(address)
+
+    def remove(self, address: Address) -> None:
+        """Asks one no more; what it has it finishes."""
+        if address not in self._written:
+            raise RequestRefused("NOT_FOUND", f"there is no backend {address}")
+        self._written.remove(address)
+
+    async def look_up(self) -> None:
+        """Brings the backends in line with what was written and with what names stand for now."""
+        wanted: dict[Address, str] = {}
+        for written in self._written:
+            hosts = await _hosts_of(written.host)
+            for host in hosts or [each.host for each in self.backends if each.at(written.host) == written]:
+                wanted[written.at(host)] = written.host
+        for address, name in wanted.items():
+            if address not in self.backends:
+                backend = self.backends[address] = Backend(address, name, self._tls, self._limit)
+                self._tasks[address] = asyncio.ensure_future(self._watch(backend))
+        for address in [address for address in self.backends if address not in wanted]:
+            backend = self.backends.pop(address)
+            backend.is_up = False
+            self._tasks.pop(address).cancel()
+            self._say("backend_removed", backend=str(address))
+
+    async def ask(
+        self, send: Callable[[Backend, float], Coroutine[Any, Any, Answered]], seconds: float
+    ) -> tuple[Answered, Backend]:
+        """An answer from one of them. Who is lost is replaced within the time; who is busy only by one who is not."""
+        until = time.monotonic() + seconds
+        tried: set[Backend] = set()
+        refused: Refused | None = None
+        lost, wait = 0.0, 0.02
+        while True:
+            now = time.monotonic()
+            if now >= until:
+                raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed")
+            backend = self.pick(tried)
+            if backend is None:
+                # Who was lost with a backend is not sent away because the others are busy, or away for a moment.
+                if refused is not None and not lost:
+                    raise refused
+                if not self.up and now > lost + GRACE_SECONDS:
+                    raise RequestRefused("UNAVAILABLE", "no backend is ready", 1.0)
+                await asyncio.sleep(min(wait, until - now))
+                wait = min(2 * wait, 0.5)
+                tried.clear()
+                continue
+            tried.add(backend)
+            try:
+                return await send(backend, until - now), backend
+            except Lost:
+                lost = lost or now
+            except Refused as refusal:
+                refused = refusal
+            except TimeoutError:
+                raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed") from None
+
+    def pick(self, tried: Collection[Backend]) -> Backend | None:
+        """The less loaded of two that were not tried."""
+        free = [backend for backend in self.backends.values() if backend.is_up and backend not in tried]
+        if len(free) > 2:
+            free = random.sample(free, 2)
+        random.shuffle(free)
+        return min(free, key=lambda backend: backend.num_busy, default=None)
+
+    async def _keep_looking_up(self) -> None:
+        while True:
+            await asyncio.sleep(LOOKUP_SECONDS)
+            await self.look_up()
+
+    async def _watch(self, backend: Backend) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            await self._check(backend)
+
+    async def _check(self, backend: Backend) -> None:
+        try:
+            answer = await backend.fetch(READY, b"", SILENCE_SECONDS)
+        except TimeoutError:
+            backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
+        except (Lost, Refused):
+            backend.is_up = False
+        else:
+            if answer.status != 200:
+                # It finishes what it has and wants no more.
+                backend.is_up, backend.reason = False, "not ready"
+            elif not backend.is_up:
+                await self._try_to_admit(backend)
+        if backend.is_up != (backend in self._told):
+            self._tell(backend)
+
+    async def _try_to_admit(self, backend: Backend) -> None:
+        try:
+            await self._admit(backend)
+        except RequestRefused as refusal:
+            if backend.reason != refusal.reason:
+                self._say("backend_differs", backend=str(backend.address), reason=refusal.reason)
+            backend.reason = refusal.reason
+        else:
+            backend.is_up, backend.reason = True, ""
+
+    def _tell(self, backend: Backend) -> None:
+        if backend.is_up:
+            self._told.add(backend)
+            self._say("backend_up", backend=str(backend.address))
+        else:
+            self._told.discard(backend)
+            self._say("backend_down", backend=str(backend.address), reason=backend.reason)
+
+
+async def _hosts_of(name: str) -> list[str]:
+    """The addresses that a name stands for; none where nobody can say just now."""
+    with contextlib.suppress(OSError):
+        found = await asyncio.get_running_loop().getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+        hosts = {(f"[{entry[4][0]}]" if entry[0] == socket.AF_INET6 else str(entry[4][0])) for entry in found}
+        # A name such as localhost stands for one host in two families.
+        return sorted(host for host in hosts if not host.startswith("[")) or sorted(hosts)
+    return []

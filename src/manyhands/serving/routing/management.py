@@ -1,0 +1,214 @@
+"""Management of all servers behind a router: one call changes all of them, or says who stood in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from ...core import RequestRefused, SettingsError
+from ..http import BadRequest, Request
+from ..limits import Limits
+from ..protocols.management import PATH
+from ..protocols.protocol import RestHandler, dump_json, parse_json, require_method
+from .backend import Address, Answer, Backend, Lost, Refused
+from .fleet import Fleet
+
+MANAGE_SECONDS = 120.0
+"""For what a backend is told: loading takes its time."""
+CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 401: "UNAUTHENTICATED"}
+
+
+class RouterManagement(RestHandler):
+    """`/manage/models…` as a server has it, over all of them, and `/manage/backends`."""
+
+    prefix = "/manage"
+
+    def __init__(self, limits: Limits, token: str | None) -> None:
+        self.fleet: Fleet | None = None
+        self._limits, self._token = limits, token
+        self._settled: dict[tuple[str, ...], tuple[str, str, Mapping[str, Any]]] = {}
+        """What holds for all of them: the last word about each label and split."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+
+    def handle(self, request: Request) -> None:
+        task = asyncio.ensure_future(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def admit(self, backend: Backend) -> None:
+        """Tells a backend that has come what was settled before."""
+        for model, act, value in list(self._settled.values()):
+            await self._tell(backend, model, act, value)
+
+    async def state(self) -> dict[str, Any]:
+        """What all of them serve together, as one server would tell it, and who they are."""
+        assert self.fleet is not None
+        asked = list(self.fleet.up)
+        states = await asyncio.gather(*(self._state_of(backend) for backend in asked), return_exceptions=True)
+        told = [state for state in states if isinstance(state, dict)]
+        return {
+            "ready": bool(self.fleet.up),
+            **merged(told),
+            "backends": [
+                {
+                    "address": str(backend.address),
+                    "up": backend.is_up,
+                    "reason": backend.reason,
+                    "busy": backend.num_busy,
+                    "answered": backend.num_answered,
+                    "lost": backend.num_lost,
+                }
+                for backend in self.fleet.backends.values()
+            ],
+        }
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            request.answer(200, dump_json(await self._act(request)))
+        except BadRequest as error:
+            self.refuse(request, RequestRefused("INVALID_ARGUMENT", error.reason), error.status)
+        except RequestRefused as refusal:
+            self.refuse(request, refusal)
+
+    async def _act(self, request: Request) -> dict[str, Any]:
+        if request.path == "/manage/models":
+            require_method(request, "GET", "HEAD")
+            return await self.state()
+        match = PATH.fullmatch(request.path)
+        if match is None and request.path != "/manage/backends":
+            raise BadRequest(404, "Not Found")
+        require_method(request, "POST")
+        body = request.content(self._limits.head)
+        value = parse_json(body, self._limits.head) if body else {}
+        if not isinstance(value, dict):
+            raise BadRequest(400, "the body must be an object")
+        async with self._turn:
+            return await (self._change(match["name"], match["act"], value) if match else self._backends(value))
+
+    async def _backends(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """`{"add": "c:8500"}` or `{"remove": "c:8500"}`."""
+        assert self.fleet is not None
+        for act, change in (("add", self.fleet.add), ("remove", self.fleet.remove)):
+            if act in value:
+                try:
+                    change(Address.parse(str(value[act])))
+                except SettingsError as error:
+                    raise RequestRefused("INVALID_ARGUMENT", error.rule) from None
+        await self.fleet.look_up()
+        return {"backends": [str(address) for address in self.fleet.backends]}
+
+    async def _change(self, model: str, act: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.fleet is not None
+        backends = self.fleet.up
+        if not backends:
+            raise RequestRefused("UNAVAILABLE", "no backend is ready", 1.0)
+        before = await asyncio.gather(*(self._state_of(backend) for backend in backends))
+        if act == "label":
+            for backend, state in zip(backends, before, strict=True):
+                require_version(backend, state, model, value.get("version"))
+        answers = await asyncio.gather(
+            *(self._tell(backend, model, act, value) for backend in backends), return_exceptions=True
+        )
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            await self._put_back(backends, before, model, act, value)
+            raise failures[0]
+        if act in ("label", "split"):
+            key = (act, model, str(value.get("label"))) if act == "label" else (act, model)
+            self._settled[key] = (model, act, value)
+        return {**dict(answers[0]), "backends": len(backends)}  # type: ignore[arg-type]
+
+    async def _put_back(
+        self,
+        backends: Sequence[Backend],
+        before: Sequence[Mapping[str, Any]],
+        model: str,
+        act: str,
+        value: Mapping[str, Any],
+    ) -> None:
+        """Where not all could follow, none does: labels and splits are what they were."""
+        for backend, state in zip(backends, before, strict=True):
+            labels: dict[str, int] = next((each["labels"] for each in state["models"] if each["name"] == model), {})
+            old: dict[str, Any]
+            if act == "label" and value.get("label") in labels:
+                old = {"label": value["label"], "version": labels[value["label"]]}
+            elif act == "split":
+                old = {"shares": state["splits"].get(model, [])}
+            else:
+                continue
+            await asyncio.gather(self._tell(backend, model, act, old), return_exceptions=True)
+
+    async def _tell(self, backend: Backend, model: str, act: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        path = f"/manage/models/{quote(model, safe='')}/{act}"
+        return await self._ask(backend, "POST", path, orjson.dumps(value))
+
+    async def _state_of(self, backend: Backend) -> dict[str, Any]:
+        return await self._ask(backend, "GET", "/manage/models", b"")
+
+    async def _ask(self, backend: Backend, method: str, path: str, body: bytes) -> dict[str, Any]:
+        token = f"Authorization: Bearer {self._token}\r\n" if self._token else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: manyhands\r\n{token}Content-Length: {len(body)}\r\n\r\n".encode()
+        try:
+            answer = await backend.fetch(head, body, MANAGE_SECONDS, manage=True)
+        except (Lost, Refused, TimeoutError):
+            raise RequestRefused(
+                "UNAVAILABLE", f"{backend.address} cannot be managed on port {backend.address.manage}", 1.0
+            ) from None
+        if answer.status != 200:
+            code = CODES.get(answer.status, "FAILED_PRECONDITION")
+            raise RequestRefused(code, f"{backend.address}: {_error(answer)}")
+        told: dict[str, Any] = orjson.loads(answer.body)
+        return told
+
+
+def require_version(backend: Backend, state: Mapping[str, Any], model: str, version: Any) -> None:
+    """Refuses a label before any server has it, where one of them does not serve the version."""
+    for each in state["models"]:
+        if each["name"] == model and any(
+            one["version"] == version and one["state"] == "AVAILABLE" for one in each["versions"]
+        ):
+            return
+    raise RequestRefused("FAILED_PRECONDITION", f"{backend.address} does not serve version {version} of {model}")
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of several servers as that of one: figures are added up."""
+    models: dict[str, dict[str, Any]] = {}
+    splits: dict[str, Any] = {}
+    for state in states:
+        splits.update(state["splits"])
+        for model in state["models"]:
+            into = models.setdefault(model["name"], {**model, "versions": {}})
+            into["current"] = model["current"] if into["current"] is None else into["current"]
+            for version in model["versions"]:
+                number = version["version"]
+                known = into["versions"].get(number)
+                into["versions"][number] = version if known is None else _added(known, version)
+    listed = [
+        {**model, "versions": [model["versions"][n] for n in sorted(model["versions"])]} for model in models.values()
+    ]
+    return {"models": listed, "splits": splits}
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "version": one["version"],
+        "state": one["state"] if one["state"] != "AVAILABLE" else other["state"],
+        "error": one["error"] or other["error"],
+        "requests": dict(Counter(one["requests"]) + Counter(other["requests"])),
+        "latency": [a + b for a, b in zip(one["latency"], other["latency"], strict=True)],
+        **{name: one[name] + other[name] for name in ("batches", "rows", "compute", "queue", "replicas")},
+    }
+
+
+def _error(answer: Answer) -> str:
+    try:
+        return str(orjson.loads(answer.body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status}"

@@ -1,0 +1,246 @@
+"""The router: one address for several servers. It asks the less loaded of two, and another one where one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ...core import RequestRefused, SettingsError
+from ..app import App
+from ..background import Background, ListenSettings
+from ..http import BadRequest, Listener, Request
+from ..protocols import GrpcListener, GrpcService, Method
+from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
+from ..protocols.protocol import RestHandler
+from ..security import Tls
+from .backend import Address, Answer, Backend, Refused
+from .fleet import Fleet
+from .management import RouterManagement
+
+_OWN = {
+    b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host", b"expect", b"upgrade", b"te",
+    b"trailer", b"proxy-authorization", b"proxy-connection",
+}  # fmt: skip
+"""Headers that speak of one connection only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSettings(ListenSettings):
+    """Which servers stand behind a router, and how it listens."""
+
+    backends: tuple[str, ...] = ()
+    """`host:port` of each one's gRPC, HTTP and management on the next two ports; a name may stand for several hosts."""
+    backend_tls: Tls | None = None
+    """How to speak to them, where they have certificates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.backends:
+            raise SettingsError("a router has backends", got="none", remedy='pass backends="a:8500,b:8500"')
+        self.addresses()
+        if self.backend_tls is not None:
+            self.backend_tls.for_client  # noqa: B018 - an authority that cannot be read is told at once
+
+    def addresses(self) -> list[Address]:
+        """The backends, understood."""
+        return [Address.parse(text) for text in self.backends]
+
+
+class Router(Background):
+    """A running router. `stop()` lets every request finish; a `with` block does so at its end."""
+
+    def __init__(self, settings: RouteSettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
+        self._management = RouterManagement(settings.limits, settings.token)
+
+    def state(self) -> dict[str, Any]:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._management.state(), self._loop).result()
+
+    async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
+        settings, management = self.settings, self._management
+        fleet = Fleet(settings.addresses(), settings.backend_tls, 2 * settings.limits.body, self._say, management.admit)
+        management.fleet = fleet
+        forward = Forward(fleet, settings.timeout)
+        handlers = {"/v1": forward, "/v2": forward}
+        public = Listener(App(handlers, lambda: exposition(fleet), settings.token), settings.limits, settings.tls)
+        private = Listener(
+            App({**handlers, "/manage": management}, lambda: exposition(fleet), settings.token),
+            settings.limits,
+            settings.tls,
+        )
+        remote = GrpcListener([RouterHealth(fleet)], settings.token, settings.limits.body, settings.tls)
+        remote.others = ForwardGrpc(fleet, settings.timeout)
+        try:
+            await self._listen(public, remote, private)
+            await fleet.start()
+            backends = [str(address) for address in fleet.backends]
+            self._say("routing", http=self.http, grpc=self.grpc, manage=self.manage, backends=backends)
+            is_up()
+            await stopping.wait()
+            self._say("stopping")
+            forward.is_ready = False
+            await self._drain(public, remote)
+        finally:
+            await remote.close(0)
+            public.close()
+            private.close()
+            await fleet.stop()
+            await asyncio.sleep(0)
+            self._say("stopped")
+
+
+class Forward(RestHandler):
+    """Requests over HTTP, handed on as they came."""
+
+    def __init__(self, fleet: Fleet, timeout: float) -> None:
+        self.is_ready = True
+        self._fleet, self._timeout = fleet, timeout
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, request: Request) -> None:
+        if request.path == "/v2/health/live":
+            request.answer(200, b"")
+        elif request.path == "/v2/health/ready":
+            request.answer(200 if self.is_ready and self._fleet.up else 400, b"")
+        elif request.path.startswith("/v2/repository/models/"):
+            raise BadRequest(404, "Not Found")
+        else:
+            task = asyncio.ensure_future(self._forward(request))
+            request.cancel = lambda: _cancel(task)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _forward(self, request: Request) -> None:
+        head = head_of(request)
+
+        def send(backend: Backend, seconds: float) -> Any:
+            return backend.fetch(head, request.body, seconds)
+
+        try:
+            answer, _ = await self._fleet.ask(send, self._timeout)
+        except Refused as refused:
+            answer = refused.answer
+        except RequestRefused as refusal:
+            self.refuse(request, refusal)
+            return
+        give(request, answer)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def head_of(request: Request) -> bytes:
+    """The head of a request for a backend; a body always comes with its length."""
+    method = "GET" if request.method == "HEAD" else request.method
+    lines = [f"{method} {request.path} HTTP/1.1\r\nHost: manyhands\r\n".encode("latin1")]
+    lines += [b"%b: %b\r\n" % (name, value) for name, value in request.headers.items() if name not in _OWN]
+    lines.append(b"Content-Length: %d\r\n\r\n" % len(request.body))
+    return b"".join(lines)
+
+
+def give(request: Request, answer: Answer) -> None:
+    """A backend's answer to whoever asked."""
+    headers = answer.headers
+    extra = b"".join(
+        b"%b: %b\r\n" % (name, value) for name, value in headers.items() if name not in _OWN and name != b"content-type"
+    )
+    request.answer(answer.status, answer.body, headers.get(b"content-type", b"application/json"), extra)
+
+
+class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Calls over gRPC, handed on as bytes whatever they are."""
+
+    def __init__(self, fleet: Fleet, timeout: float) -> None:
+        self._fleet, self._timeout = fleet, timeout
+        self.guard: Callable[[Method], Method] = lambda method: method
+
+    def service(self, details: Any) -> Any:
+        method = details.method
+
+        async def run(request: bytes, context: Any) -> bytes:
+            return await self._forward(method, request, context)
+
+        return grpc.unary_unary_rpc_method_handler(self.guard(run))
+
+    async def _forward(self, method: str, request: bytes, context: Any) -> bytes:
+        left = context.time_remaining()
+        metadata = [
+            (key, value)
+            for key, value in context.invocation_metadata() or ()
+            if not key.startswith((":", "grpc-")) and key not in ("user-agent", "content-type", "te")
+        ]
+        seconds = self._timeout if left is None else min(left, self._timeout)
+        try:
+            if method in EVERYWHERE:
+                return await self._everywhere(method, request, seconds, metadata)
+            (answer, trailing), _ = await self._fleet.ask(
+                lambda backend, seconds: backend.call(method, request, seconds, metadata), seconds
+            )
+        except Refused as refused:
+            return await _abort(context, refused.answer)
+        except grpc.aio.AioRpcError as error:
+            return await _abort(context, error)
+        context.set_trailing_metadata(tuple(trailing or ()))
+        return answer
+
+    async def _everywhere(self, method: str, request: bytes, seconds: float, metadata: Any) -> bytes:
+        backends = self._fleet.up
+        if not backends:
+            raise RequestRefused("UNAVAILABLE", "no backend is ready", 1.0)
+        answers = await asyncio.gather(
+            *(backend.call(method, request, seconds, metadata) for backend in backends), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, (Refused, grpc.aio.AioRpcError)):
+                raise answer
+            if isinstance(answer, BaseException):
+                raise RequestRefused("UNAVAILABLE", "a backend was lost while all were told")
+        return answers[0][0]  # type: ignore[index]
+
+
+EVERYWHERE = {"/tensorflow.serving.ModelService/HandleReloadConfigRequest"}
+"""What changes a server, and so all of them."""
+
+
+async def _abort(context: Any, error: grpc.aio.AioRpcError) -> bytes:
+    trailing = tuple(error.trailing_metadata() or ())
+    await context.abort(error.code(), error.details() or "", trailing)
+    raise AssertionError("abort raises")
+
+
+class RouterHealth(GrpcService):
+    """`grpc.health.v1.Health/Check` of the router itself."""
+
+    name = "grpc.health.v1.Health"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def methods(self) -> dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any]]:
+        return {"Check": (self._check, MESSAGES["HealthCheckRequest"], MESSAGES["HealthCheckResponse"])}
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        return MESSAGES["HealthCheckResponse"](status=SERVING if self._fleet.up else NOT_SERVING)
+
+
+def exposition(fleet: Fleet) -> bytes:
+    """The router's own figures as Prometheus reads them."""
+    figures: Sequence[tuple[str, str, Callable[[Backend], int]]] = (
+        ("manyhands_backend_up", "gauge", lambda backend: int(backend.is_up)),
+        ("manyhands_backend_busy", "gauge", lambda backend: backend.num_busy),
+        ("manyhands_backend_answered_total", "counter", lambda backend: backend.num_answered),
+        ("manyhands_backend_lost_total", "counter", lambda backend: backend.num_lost),
+    )
+    lines = []
+    for name, kind, value in figures:
+        lines.append(f"# TYPE {name} {kind}")
+        lines += [f'{name}{{backend="{backend.address}"}} {value(backend)}' for backend in fleet.backends.values()]
+    return "\n".join([*lines, ""]).encode()

@@ -1,0 +1,140 @@
+"""Who may come in, and how nobody else hears it: tokens, addresses, TLS."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Encryption: a certificate with its key, and whose certificates the other side must show.
+
+    For a server `ca` is the authority of clients, where they must have a certificate; for a client that of servers.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise SettingsError(
+                "a certificate and its key belong together",
+                got=f"cert={self.cert}, key={self.key}",
+                remedy='pass both: cert="server.pem", key="server.key"',
+            )
+        for name in ("cert", "key", "ca"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise SettingsError(f"{name} is a file", got=f"{str(path)!r}, which is none", remedy="correct the name")
+
+    @classmethod
+    def of(cls, cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
+        """From names of files; None where none is given."""
+        paths = [Path(each) if each is not None else None for each in (cert, key, ca)]
+        return cls(cert=paths[0], key=paths[1], ca=paths[2]) if any(paths) else None
+
+    @cached_property
+    def for_server(self) -> ssl.SSLContext:
+        """What a listener needs."""
+        if self.cert is None:
+            raise SettingsError(
+                "a server with TLS needs a certificate",
+                got="a client_ca alone",
+                remedy='pass cert="server.pem", key="server.key"',
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        self._load(context)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    @cached_property
+    def for_client(self) -> ssl.SSLContext:
+        """What a connection to a server needs; without a `ca` the system's authorities count."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.ca is None:
+            context.load_default_certs()
+        self._load(context)
+        return context
+
+    def grpc_server(self) -> Any:
+        """The same for gRPC."""
+        import grpc
+
+        assert self.for_server
+        return grpc.ssl_server_credentials(
+            [(_read(self.key), _read(self.cert))],
+            root_certificates=_read(self.ca),
+            require_client_auth=self.ca is not None,
+        )
+
+    def grpc_client(self) -> Any:
+        """The same for a channel."""
+        import grpc
+
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise SettingsError(
+                "cert and key are PEM files that belong together, the key without a password",
+                got=f"{self.cert.name if self.cert else ''}: {getattr(error, 'reason', None) or error}",
+                remedy="give the server's certificate, followed by those that signed it, and its own key",
+            ) from None
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except (ssl.SSLError, OSError) as error:
+            raise SettingsError(
+                "an authority is a PEM file of certificates",
+                got=f"{self.ca.name if self.ca else ''}: {getattr(error, 'reason', None) or error}",
+                remedy="give the certificate of whoever signs the other side's",
+            ) from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _read(path: Path | None) -> bytes | None:
+    return path.read_bytes() if path is not None else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+    (True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Token:
+    """The word that clients must say, compared in constant time."""
+
+    def __init__(self, token: str | None) -> None:
+        self._bearer = f"Bearer {token}".encode() if token else b""
+
+    def is_said(self, said: bytes) -> bool:
+        """Whether an Authorization header is right."""
+        return not self._bearer or hmac.compare_digest(said, self._bearer)

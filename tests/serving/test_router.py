@@ -1,0 +1,304 @@
+"""Several servers behind one address: who is asked, who takes over, and what changes everywhere at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from manyhands.core import RequestRefused, SettingsError
+from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings
+from manyhands.serving.protocols import tensorflow_grpc
+from manyhands.serving.routing.backend import Address
+from manyhands.testing import Hosts
+
+from .conftest import Start, publish
+from .test_grpc import predict, tensor
+from .test_versions import Moody
+
+Route = Callable[..., Router]
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+    return found
+
+
+def address(server: Server | Router) -> str:
+    return f"127.0.0.1:{server.grpc}/{server.http}/{server.manage}"
+
+
+@pytest.fixture
+def route() -> Iterator[Route]:
+    """Starts routers and stops them."""
+    with contextlib.ExitStack() as stack:
+
+        def run(*backends: str, **settings: Any) -> Router:
+            router = Router(RouteSettings(backends=backends, http=0, grpc=0, manage=0, **settings))
+            return stack.enter_context(router.start())
+
+        yield run
+
+
+def backends_of(router: Router) -> dict[str, dict[str, Any]]:
+    return {backend["address"]: backend for backend in router.state()["backends"]}
+
+
+def test_both_protocols_go_through_and_both_servers_work(
+    start: Start, route: Route, adder: Path, tmp_path: Path
+) -> None:
+    publish(adder, tmp_path / "adder", 2)
+    servers = [start(tmp_path), start(tmp_path)]
+    router = route(*map(address, servers))
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    client = Client(router.url, manage=router.manage_url)
+    try:
+        for _ in range(40):
+            np.testing.assert_array_equal(client("adder", rows), rows + 2)
+        answer = predict(router.grpc, tensor(rows, as_bytes=True))
+        assert (answer.model_spec.name, answer.model_spec.version.value) == ("adder", 2)
+        with httpx.Client(base_url=router.url) as http:
+            assert http.post("/v1/models/adder:predict", json={"instances": [[1, 2, 3]]}).json() == {
+                "predictions": [[3, 4, 5]]
+            }
+            unknown = http.get("/v1/models/foo")
+            assert (unknown.status_code, unknown.json()["error"]) == (
+                404, "Servable not found for request: Latest(foo)",
+            )  # fmt: skip
+            assert http.head("/v2/models/adder").status_code == 200
+            assert http.post("/v2/repository/models/adder/unload").status_code == 404
+            assert 'manyhands_backend_up{backend="127.0.0.1:' in http.get("/metrics").text
+        with pytest.raises(grpc.RpcError) as caught:
+            predict(router.grpc, tensor(rows, as_bytes=True), version={"value": 9})
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+        assert caught.value.details() == "Servable not found for request: Specific(adder, 9)"  # type: ignore[attr-defined]
+        assert all(backend["answered"] > 5 for backend in backends_of(router).values())
+        (model,) = client.models()["models"]
+        assert model["versions"][0]["requests"]["OK"] == 42
+        assert len(model["versions"][0]["replicas"]) == 2
+    finally:
+        client.close()
+
+
+def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        publish(adder, tmp_path / name / "adder", 1)
+    publish(adder, tmp_path / "a" / "adder", 2)
+    publish(adder, tmp_path / "b" / "adder", 2)
+    servers = [start(tmp_path / name, versions="all") for name in ("a", "b")]
+    router = route(address(servers[0]))
+    client = Client(router.url, manage=router.manage_url, timeout=5)
+    try:
+        client.label("adder", "stable", 1)
+        client.split("adder", [{"version": 1, "weight": 1}])
+        # Whoever joins hears first what was settled before.
+        joined = httpx.post(f"{router.manage_url}/manage/backends", json={"add": address(servers[1])})
+        assert len(joined.json()["backends"]) == 2
+        until(lambda: all(backend["up"] for backend in backends_of(router).values()))
+        for server in servers:
+            assert server.state()["models"][0]["labels"] == {"stable": 1}
+            assert server.state()["splits"]["adder"][0]["version"] == 1
+        client.label("adder", "stable", 2)
+        assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{"stable": 2}]
+        # A version that only one of them has is nobody's label.
+        publish(adder, tmp_path / "b" / "adder", 3)
+        until(lambda: servers[1].state()["models"][0]["current"] == 3)
+        with pytest.raises(RequestRefused, match="does not serve version 3 of adder") as caught:
+            client.label("adder", "stable", 3)
+        assert caught.value.code == "INVALID_ARGUMENT"
+        with pytest.raises(RequestRefused, match="Specific"):
+            client.split("adder", [{"version": 3, "weight": 1}])
+        for server in servers:
+            assert server.state()["models"][0]["labels"] == {"stable": 2}
+            assert server.state()["splits"]["adder"][0]["version"] == 1
+        gone = httpx.post(f"{router.manage_url}/manage/backends", json={"remove": address(servers[1])})
+        assert len(gone.json()["backends"]) == 1
+        for mistake in ({"remove": "nobody:1"}, {"add": "a b"}):
+            assert httpx.post(f"{router.manage_url}/manage/backends", json=mistake).status_code in (400, 404)
+    finally:
+        client.close()
+
+
+def test_who_is_busy_is_passed_over_and_a_server_that_ends_is_not_noticed(start: Start, route: Route) -> None:
+    servers = [start({"moody": Moody()}) for _ in range(2)]
+    router = route(*map(address, servers))
+    answers: list[Any] = []
+
+    def ask(client: Client) -> None:
+        for _ in range(15):
+            answers.append(client("moody", np.full((1, 1), 20.0, np.float32))[0, 0])
+        client.close()
+
+    threads = [threading.Thread(target=ask, args=(Client(router.url),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) > 8)
+    servers[0].stop()
+    for thread in threads:
+        thread.join()
+    assert answers == [21.0] * 60
+    assert not backends_of(router)[str(Address.parse(address(servers[0])))]["up"]
+    servers[1].stop()
+    refused = httpx.get(f"{router.url}/v1/models/moody")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    assert httpx.get(f"{router.url}/v2/health/ready").status_code == 400
+    assert httpx.get(f"{router.url}/v2/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])
+def test_an_address_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(SettingsError, match="a backend is host:port"):
+        RouteSettings(backends=(text,))
+
+
+def test_a_router_that_others_reach_wants_a_token() -> None:
+    with pytest.raises(SettingsError, match="needs a token"):
+        RouteSettings(backends=("a:1",), host="0.0.0.0")
+    with pytest.raises(SettingsError, match="needs a token"):
+        ServeSettings(manage_host="0.0.0.0")
+    with pytest.raises(SettingsError, match="a router has backends"):
+        RouteSettings()
+
+
+@pytest.mark.root
+def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_path: Path) -> None:
+    publish(adder, tmp_path / "models" / "adder", 2)
+    environment = {**os.environ, "MANYHANDS_TOKEN": "secret", "PYTHONWARNINGS": "ignore"}
+    manyhands = [sys.executable, "-m", "manyhands", "serve", "--quiet"]
+    rows = np.arange(3, dtype=np.float32).reshape(1, 3)
+    programs: dict[int, subprocess.Popen[Any]] = {}
+    stop = threading.Event()
+    counts = {"http": 0, "grpc": 0}
+    wrong: list[str] = []
+
+    with Hosts(3) as hosts, contextlib.ExitStack() as stack:
+
+        def serve(number: int) -> None:
+            here = ["--host", hosts[number].address, "--manage-host", hosts[number].address]
+            command = [*manyhands, str(tmp_path / "models"), "--on", "cpu", *here]
+            programs[number] = hosts[number].popen(command, env=environment)
+            stack.callback(end, programs[number])
+
+        def load(kind: str, work: Callable[[], Any]) -> None:
+            hosts[2].enter()
+            while not stop.is_set():
+                try:
+                    good = work()
+                except Exception as error:
+                    wrong.append(f"{kind}: {error!r}"[:300])
+                else:
+                    counts[kind] += 1
+                    if not good:
+                        wrong.append(f"{kind}: another answer")
+
+        def over_http() -> bool:
+            answer = httpx.post(
+                f"http://{hosts[2].address}:8501/v1/models/adder:predict",
+                json={"instances": rows.tolist()},
+                headers={"Authorization": "Bearer secret"},
+                timeout=40,
+            )
+            return answer.status_code == 200 and answer.json() == {"predictions": (rows + 2).tolist()}
+
+        channels: list[Any] = []
+
+        def over_grpc() -> bool:
+            if not channels:
+                channels.append(grpc.insecure_channel(f"{hosts[2].address}:8500"))
+            messages = tensorflow_grpc.MESSAGES
+            asked = channels[0].unary_unary(
+                "/tensorflow.serving.PredictionService/Predict",
+                lambda message: message.SerializeToString(),
+                messages["PredictResponse"].FromString,
+            )
+            request = messages["PredictRequest"](
+                model_spec={"name": "adder"}, inputs={"x": tensor(rows, as_bytes=True)}
+            )
+            answer = asked(request, timeout=40, metadata=[("authorization", "Bearer secret")])
+            return bool(answer.outputs["output"].tensor_content == (rows + 2).tobytes())
+
+        serve(0)
+        serve(1)
+        backends = ",".join(f"{host.name}:8500" for host in hosts[:2])
+        command = [*manyhands, "--router", "--host", hosts[2].address, "--backends", backends]
+        router = hosts[2].popen([*command, "--log", str(tmp_path / "log")], env=environment)
+        stack.callback(end, router)
+
+        asked: list[dict[str, Any]] = [{}]
+
+        def ask() -> None:
+            hosts[2].enter()
+            headers = {"Authorization": "Bearer secret"}
+            while not stop.is_set():
+                with contextlib.suppress(httpx.HTTPError, ValueError):
+                    asked[0] = httpx.get("http://127.0.0.1:8502/manage/models", headers=headers, timeout=10).json()
+                stop.wait(0.1)
+
+        def num_up() -> int:
+            return sum(backend["up"] for backend in asked[0].get("backends", []))
+
+        threads = [threading.Thread(target=ask)]
+        stack.callback(lambda: [channel.close() for channel in channels])
+        stack.callback(lambda: [thread.join() for thread in threads])
+        stack.callback(stop.set)
+        threads[0].start()
+        until(lambda: num_up() == 2, 60)
+        for kind, work in (("http", over_http), ("grpc", over_grpc)):
+            threads.append(threading.Thread(target=load, args=(kind, work)))
+            threads[-1].start()
+        until(lambda: min(counts.values()) > 20)
+        # One whose link is cut says nothing; whoever waits for it asks the other one.
+        hosts[0].link_down()
+        until(lambda: num_up() == 1)
+        before = dict(counts)
+        until(lambda: all(counts[kind] > before[kind] + 20 for kind in counts))
+        # A server that comes takes load.
+        hosts[0].link_up()
+        until(lambda: num_up() == 2)
+        answered = {backend["address"]: backend["answered"] for backend in asked[0]["backends"]}
+        until(
+            lambda: all(
+                backend["answered"] > answered[backend["address"]] + 20 for backend in asked[0].get("backends", [])
+            )
+        )
+        kill(programs[0])
+        before = dict(counts)
+        until(lambda: all(counts[kind] > before[kind] + 50 for kind in counts))
+        until(lambda: num_up() == 1)
+        stop.set()
+    assert not wrong, wrong[:5]
+
+
+def kill(program: subprocess.Popen[Any]) -> None:
+    """kill -9 of a server and of what it started, as when a host's power fails."""
+    import psutil
+
+    for process in [*psutil.Process(program.pid).children(recursive=True), psutil.Process(program.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    program.wait()
+
+
+def end(program: subprocess.Popen[Any]) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(program.pid).children(recursive=True)
+        program.terminate()
+        program.wait(40)
+        psutil.wait_procs(below, 20)
