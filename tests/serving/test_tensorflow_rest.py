@@ -103,10 +103,6 @@ def test_text_that_is_no_json(http: httpx.Client) -> None:
         assert answer.json()["error"].startswith("JSON parse error")
 
 
-def test_classify_needs_what_such_an_export_does_not_have(http: httpx.Client) -> None:
-    assert http.post("/v1/models/adder:classify", json={"examples": []}).status_code == 501
-
-
 def test_metrics_under_both_paths(http: httpx.Client) -> None:
     http.post("/v1/models/adder:predict", json={"instances": [[1, 2, 3]]})
     for path in ("/metrics", "/monitoring/prometheus/metrics"):

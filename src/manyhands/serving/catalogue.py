@@ -65,6 +65,8 @@ class Catalogue:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
+        self._listed: set[str] | None = None
+        """The models that somebody listed; all of the folder where nobody did."""
 
     async def start(self) -> None:
         """Loads what is there; a model that cannot be loaded does not keep the others from being served."""
@@ -149,6 +151,28 @@ class Catalogue:
         await end_all(list(model.versions.values()), self.settings.patience)
         model.forget_ended()
 
+    async def reload(self, policies: Mapping[str, Policy | None], labels: Mapping[str, Mapping[str, int]]) -> None:
+        """Serves these models from now on, and no others."""
+        if self.settings.root is None:
+            raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
+        there = models_in(self.settings.root)
+        for name in policies:
+            if name not in there:
+                raise Unknown(name)
+        self._listed = set(policies)
+        for name in [name for name, model in self.models.items() if name not in policies and not model.is_unloaded]:
+            await self.unload(name)
+        for name, policy in policies.items():
+            model = self.models.setdefault(name, Model(name))
+            model.policy, model.is_unloaded = policy, False
+        await self.look()
+        for name, named in labels.items():
+            model = self.models[name]
+            model.labels = {}
+            for label, version in named.items():
+                model.set_label(label, version)
+        self._say("reloaded", models=sorted(policies))
+
     async def roll_back(self, name: str, reason: str = "asked for") -> int:
         """Sends the current version back: the one before answers again, at once where it is still there."""
         model = self.model(name)
@@ -180,7 +204,11 @@ class Catalogue:
     def _there(self) -> dict[str, dict[int, Print]]:
         if self.settings.root is None:
             return {}
-        return {name: complete_versions(path) for name, path in models_in(self.settings.root).items()}
+        return {
+            name: complete_versions(path)
+            for name, path in models_in(self.settings.root).items()
+            if self._listed is None or name in self._listed
+        }
 
     async def _watch(self) -> None:
         while True:
@@ -197,7 +225,8 @@ class Catalogue:
     async def _settle(self, model: Model, there: Mapping[int, Print]) -> None:
         if model.is_unloaded:
             return
-        wanted = self.settings.policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
+        policy = model.policy or self.settings.policy
+        wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
         for number in sorted(wanted):
             known = model.versions.get(number)
             if known is None or known.is_over:

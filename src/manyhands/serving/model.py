@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ..core import RequestRefused
+from .folder import Policy
 from .version import AVAILABLE, END, Version
 
 
@@ -47,6 +48,8 @@ class Model:
         """Versions that were sent back; they are not loaded again until somebody asks."""
         self.asked: set[int] = set()
         """Versions that somebody asked for, whatever the policy says."""
+        self.policy: Policy | None = None
+        """Which versions, where somebody said so for this model."""
         self.is_unloaded = False
         """Whether somebody asked for none."""
         self.taken_over = 0.0

@@ -20,6 +20,7 @@ from .http import Listener, Request
 from .meeting import Meeting
 from .model import Probation
 from .protocols import GRPC, REST, Desk, GrpcListener, Management, OpenInferenceRest, RestProtocol, TensorflowRest
+from .security import is_loopback
 from .version import Place
 
 
@@ -95,7 +96,9 @@ class Server(Background):
         settings = self.settings
         meeting = Meeting()
         catalogue = Catalogue(self._catalogue, Place(self._engine, meeting, self._devices), self._say)
-        desk = Desk(catalogue, settings.limits, settings.timeout)
+        # Who may ask may change the list of models only where management is as easy to reach.
+        may_reload = settings.manage_host == settings.host or is_loopback(settings.host)
+        desk = Desk(catalogue, settings.limits, settings.timeout, may_reload=may_reload)
         self._management = Management(desk)
         rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]

@@ -6,7 +6,8 @@ from .management import Management
 from .open_inference_grpc import OpenInferenceGrpc
 from .open_inference_rest import OpenInferenceRest
 from .protocol import Desk, RestProtocol
-from .tensorflow_grpc import ModelService, PredictionService
+from .tensorflow_grpc import PredictionService
+from .tensorflow_models_grpc import ModelService
 from .tensorflow_rest import TensorflowRest
 
 REST = (TensorflowRest, OpenInferenceRest)

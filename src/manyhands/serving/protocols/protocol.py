@@ -39,8 +39,8 @@ KEY = b"x-manyhands-key"
 class Desk:
     """Where every protocol asks: finds the version, waits for its answer, counts what came of it."""
 
-    def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float) -> None:
-        self.catalogue, self.limits, self.timeout = catalogue, limits, timeout
+    def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, *, may_reload: bool = False) -> None:
+        self.catalogue, self.limits, self.timeout, self.may_reload = catalogue, limits, timeout, may_reload
         self.is_ready = False
         """Whether clients should come here."""
 

@@ -1,9 +1,9 @@
-"""TensorFlow Serving over gRPC: Predict, and the status of models."""
+"""TensorFlow Serving's PredictionService over gRPC: predict, classify, regress, both at once, and metadata."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,47 +12,11 @@ from ...core import RequestRefused, TensorSpec
 from ..http import BadRequest
 from ..kinds import BY_NUMBER, BY_TORCH, Array, fits
 from ..version import Version
+from .examples import Features, classes_of, rows_of, values_of
 from .grpc_service import GrpcService, Method, key_of
-from .messages import make_messages
+from .tensorflow_messages import MESSAGES
 from .tensorflow_rest import SIGNATURE
 
-_SPEC = [
-    "name 1 string",
-    "version 2 Int64Value",
-    "signature_name 3 string",
-    "version_label 4 string",
-]
-MESSAGES = make_messages(
-    "tensorflow.serving",
-    {
-        "Int64Value": ["value 1 int64"],
-        "ModelSpec": _SPEC,
-        "Dim": ["size 1 int64", "name 2 string"],
-        "TensorShapeProto": ["dim 2 *Dim", "unknown_rank 3 bool"],
-        "TensorProto": [
-            "dtype 1 int32",
-            "tensor_shape 2 TensorShapeProto",
-            "version_number 3 int32",
-            "tensor_content 4 bytes",
-            "float_val 5 *float",
-            "double_val 6 *double",
-            "int_val 7 *int32",
-            "int64_val 10 *int64",
-            "bool_val 11 *bool",
-            "half_val 13 *int32",
-            "uint32_val 16 *uint32",
-            "uint64_val 17 *uint64",
-        ],
-        "PredictRequest": ["model_spec 1 ModelSpec", "inputs 2 map TensorProto", "output_filter 3 *string"],
-        "PredictResponse": ["outputs 1 map TensorProto", "model_spec 2 ModelSpec"],
-        "GetModelStatusRequest": ["model_spec 1 ModelSpec"],
-        "StatusProto": ["error_code 1 int32", "error_message 2 string"],
-        "ModelVersionStatus": ["version 1 int64", "state 2 int32", "status 3 StatusProto"],
-        "GetModelStatusResponse": ["model_version_status 1 *ModelVersionStatus"],
-    },
-)
-STATES = {"START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
-UNKNOWN = 2
 VALUES = {
     "float32": "float_val", "float64": "double_val", "int64": "int64_val", "bool": "bool_val", "float16": "half_val",
     "bfloat16": "half_val", "uint32": "uint32_val", "uint64": "uint64_val", "int32": "int_val", "int16": "int_val",
@@ -67,14 +31,20 @@ class PredictionService(GrpcService):
     name = "tensorflow.serving.PredictionService"
 
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
-        return {"Predict": (self._predict, MESSAGES["PredictRequest"], MESSAGES["PredictResponse"])}
+        return {
+            "Predict": (self._predict, MESSAGES["PredictRequest"], MESSAGES["PredictResponse"]),
+            "Classify": (self._classify, MESSAGES["ClassificationRequest"], MESSAGES["ClassificationResponse"]),
+            "Regress": (self._regress, MESSAGES["RegressionRequest"], MESSAGES["RegressionResponse"]),
+            "MultiInference": (
+                self._multi_inference, MESSAGES["MultiInferenceRequest"], MESSAGES["MultiInferenceResponse"],
+            ),
+            "GetModelMetadata": (
+                self._metadata, MESSAGES["GetModelMetadataRequest"], MESSAGES["GetModelMetadataResponse"],
+            ),
+        }  # fmt: skip
 
     async def _predict(self, request: Any, context: Any) -> Any:
-        spec = request.model_spec
-        if spec.signature_name not in ("", SIGNATURE):
-            raise BadRequest(400, f'Serving signature name: "{spec.signature_name[:64]}" not found in signature def')
-        number = spec.version.value if spec.HasField("version") else None
-        version = self.desk.catalogue.find(spec.name, number, spec.version_label or None, key_of(context))
+        version = self._find(request.model_spec, context)
         outputs = await self.ask(context, version, read_inputs(request, version))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:
@@ -82,38 +52,121 @@ class PredictionService(GrpcService):
                 raise BadRequest(400, f"output tensor alias not found in signature: {name[:64]}")
         return MESSAGES["PredictResponse"](
             outputs={name: as_proto(outputs[name], version.signature.outputs[name]) for name in wanted},
-            model_spec={"name": version.model, "version": {"value": version.number}, "signature_name": SIGNATURE},
+            model_spec=_spec(version),
         )
 
+    async def _classify(self, request: Any, context: Any) -> Any:
+        version, outputs = await self._examples(request.model_spec, request.input, context)
+        return MESSAGES["ClassificationResponse"](result=_classification(version, outputs), model_spec=_spec(version))
 
-class ModelService(GrpcService):
-    """`tensorflow.serving.ModelService`; the list of models is the folder, so it cannot be replaced from here."""
+    async def _regress(self, request: Any, context: Any) -> Any:
+        version, outputs = await self._examples(request.model_spec, request.input, context)
+        return MESSAGES["RegressionResponse"](result=_regression(version, outputs), model_spec=_spec(version))
 
-    name = "tensorflow.serving.ModelService"
-
-    def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
-        messages = MESSAGES["GetModelStatusRequest"], MESSAGES["GetModelStatusResponse"]
-        return {"GetModelStatus": (self._status, *messages)}
-
-    async def _status(self, request: Any, context: Any) -> Any:
-        spec = request.model_spec
-        model = self.desk.catalogue.model(spec.name)
-        number = spec.version.value if spec.HasField("version") else None
-        if spec.version_label:
-            number = model.find(label=spec.version_label).number
-        shown = [model.versions[n] for n in sorted(model.versions, reverse=True) if number in (None, n)]
-        if not shown:
-            raise RequestRefused("NOT_FOUND", f"Could not find version {number} of model {spec.name}")
-        return MESSAGES["GetModelStatusResponse"](
-            model_version_status=[
-                {
-                    "version": version.number,
-                    "state": STATES[version.state],
-                    "status": {"error_code": UNKNOWN if version.error else 0, "error_message": version.error},
-                }
-                for version in shown
+    async def _multi_inference(self, request: Any, context: Any) -> Any:
+        """Several readings of one answer, which is computed once."""
+        first = _require_tasks(request.tasks)
+        version, outputs = await self._examples(first.model_spec, request.input, context)
+        return MESSAGES["MultiInferenceResponse"](
+            results=[
+                {"model_spec": _spec(version), **METHODS[task.method_name](version, outputs)} for task in request.tasks
             ]
         )
+
+    async def _metadata(self, request: Any, context: Any) -> Any:
+        if not request.HasField("model_spec"):
+            raise BadRequest(400, "Missing ModelSpec")
+        if not request.metadata_field:
+            raise BadRequest(400, "GetModelMetadataRequest must specify at least one metadata_field")
+        for field in request.metadata_field:
+            if field != FIELD:
+                raise BadRequest(400, f"Metadata field {field[:64]} is not supported")
+        version = self._find(request.model_spec, context)
+        signature = {
+            "inputs": _described(version.signature.inputs),
+            "outputs": _described(version.signature.outputs),
+            "method_name": "tensorflow/serving/predict",
+        }
+        packed = MESSAGES["SignatureDefMap"](signature_def={SIGNATURE: signature}).SerializeToString()
+        return MESSAGES["GetModelMetadataResponse"](
+            model_spec={"name": version.model, "version": {"value": version.number}},
+            metadata={FIELD: {"type_url": "type.googleapis.com/tensorflow.serving.SignatureDefMap", "value": packed}},
+        )
+
+    async def _examples(self, spec: Any, asked: Any, context: Any) -> tuple[Version, Mapping[str, Array]]:
+        version = self._find(spec, context)
+        kind = asked.WhichOneof("one") or "example_list"
+        listed = getattr(asked, kind)
+        shared = _features(listed.context) if kind == "example_list_with_context" else {}
+        rows = rows_of([_features(example) for example in listed.examples], shared, version.signature)
+        return version, await self.ask(context, version, rows)
+
+    def _find(self, spec: Any, context: Any) -> Version:
+        if spec.signature_name not in ("", SIGNATURE):
+            raise BadRequest(400, f'Serving signature name: "{spec.signature_name[:64]}" not found in signature def')
+        number = spec.version.value if spec.HasField("version") else None
+        return self.desk.catalogue.find(spec.name, number, spec.version_label or None, key_of(context))
+
+
+def _require_tasks(tasks: Sequence[Any]) -> Any:
+    """The first of some tasks that are all about one model."""
+    if not tasks:
+        raise BadRequest(400, "a MultiInferenceRequest has at least one task")
+    seen = set()
+    for task in tasks:
+        if not task.model_spec.name:
+            raise BadRequest(400, "Found ModelSpec with an empty model name.")
+        if task.model_spec.name != tasks[0].model_spec.name:
+            raise BadRequest(400, "All ModelSpecs in a MultiInferenceRequest must access the same model name.")
+        if task.method_name not in METHODS:
+            raise RequestRefused("UNIMPLEMENTED", f"Unsupported signature method_name: {task.method_name[:64]}")
+        if task.method_name in seen:
+            raise BadRequest(400, f"Duplicate evaluation of signature: {task.model_spec.signature_name[:64]}")
+        if task.model_spec != tasks[0].model_spec:
+            raise BadRequest(400, "all tasks of a MultiInferenceRequest must ask the same version and signature")
+        seen.add(task.method_name)
+    return tasks[0]
+
+
+def _features(example: Any) -> Features:
+    found = {}
+    for name, feature in example.features.feature.items():
+        kind = feature.WhichOneof("one")
+        found[name] = list(getattr(feature, kind).value) if kind is not None else []
+    return found
+
+
+def _classification(version: Version, outputs: Mapping[str, Array]) -> dict[str, Any]:
+    rows = classes_of(outputs, version.signature)
+    return {"classifications": [{"classes": [{"label": n, "score": score} for n, score in row]} for row in rows]}
+
+
+def _regression(version: Version, outputs: Mapping[str, Array]) -> dict[str, Any]:
+    return {"regressions": [{"value": value} for value in values_of(outputs, version.signature)]}
+
+
+METHODS = {
+    "tensorflow/serving/classify": lambda version, outputs: {
+        "classification_result": _classification(version, outputs)
+    },
+    "tensorflow/serving/regress": lambda version, outputs: {"regression_result": _regression(version, outputs)},
+}
+FIELD = "signature_def"
+
+
+def _spec(version: Version) -> dict[str, Any]:
+    return {"name": version.model, "version": {"value": version.number}, "signature_name": SIGNATURE}
+
+
+def _described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    return {
+        name: {
+            "name": f"{SIGNATURE}_{name}:0",
+            "dtype": BY_TORCH[spec.dtype].number,
+            "tensor_shape": {"dim": [{"size": -1 if size is None else size} for size in spec.shape]},
+        }
+        for name, spec in specs.items()
+    }
 
 
 def read_inputs(request: Any, version: Version) -> dict[str, Array]:

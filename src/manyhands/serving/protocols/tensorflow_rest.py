@@ -1,10 +1,10 @@
-"""TensorFlow Serving's REST API: predict with rows or columns, status, metadata."""
+"""TensorFlow Serving's REST API: predict with rows or columns, classify, regress, status, metadata."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..batcher import Ticket
 from ..http import BadRequest, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers, to_numbers
 from ..version import Version
+from .examples import classes_of, rows_of, values_of
 from .protocol import KEY, RestProtocol, dump_json, parse_json, require_method
 
 PATH = re.compile(
@@ -21,10 +22,11 @@ PATH = re.compile(
     r"(?:(?P<metadata>/metadata)|:(?P<verb>predict|classify|regress))?"
 )
 SIGNATURE = "serving_default"
+Write = Callable[[Mapping[str, Array]], bytes]
 
 
 class TensorflowRest(RestProtocol):
-    """`/v1/models/NAME[/versions/N|/labels/L][:predict|/metadata]`."""
+    """`/v1/models/NAME[/versions/N|/labels/L][:predict|:classify|:regress|/metadata]`."""
 
     prefix = "/v1"
 
@@ -34,12 +36,10 @@ class TensorflowRest(RestProtocol):
             raise BadRequest(400, f"Malformed request: {request.method} {request.path[:200]}")
         verb = match["verb"]
         number = int(match["version"]) if match["version"] else None
-        if verb == "predict":
+        if verb is not None:
             require_method(request, "POST")
             version = self.desk.catalogue.find(match["name"], number, match["label"], request.headers.get(KEY, b""))
-            self._predict(request, version)
-        elif verb is not None:
-            raise RequestRefused("UNIMPLEMENTED", f"{verb} needs a model with a feature map; use predict")
+            self._infer(request, version, verb)
         else:
             require_method(request, "GET", "HEAD")
             if match["metadata"]:
@@ -48,18 +48,22 @@ class TensorflowRest(RestProtocol):
             else:
                 request.answer(200, dump_json(self._status(match["name"], number, match["label"])))
 
-    def _predict(self, request: Request, version: Version) -> None:
+    def _infer(self, request: Request, version: Version, verb: str) -> None:
         deadline = self.desk.deadline()
         # Before the body is looked at: refusing must cost little.
         version.batcher.require_room(deadline)
-        body = request.content(self.desk.limits.body)
-        inputs, by_rows = parse_predict(parse_json(body, self.desk.limits.json), version.signature)
+        value = parse_json(request.content(self.desk.limits.body), self.desk.limits.json)
+        inputs, write = READERS[verb](value, version.signature)
 
         def then(ticket: Ticket) -> None:
-            if ticket.refusal is not None:
-                self.refuse(request, ticket.refusal)
-            else:
-                request.answer(200, answer_of(ticket.outputs, version.signature, by_rows))
+            refusal = ticket.refusal
+            if refusal is None:
+                try:
+                    request.answer(200, write(ticket.outputs))
+                except RequestRefused as error:
+                    refusal = error
+            if refusal is not None:
+                self.refuse(request, refusal)
 
         request.cancel = self.desk.ask(version, inputs, began=request.arrived, deadline=deadline, then=then)
 
@@ -115,13 +119,55 @@ def metadata(version: Version) -> dict[str, Any]:
     }
 
 
-def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], bool]:
-    """The arrays of a predict request, and whether they came as rows."""
+def read_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
+    """The arrays of a predict request, and what writes its answer."""
+    inputs, by_rows = parse_predict(value, signature)
+    return inputs, lambda outputs: answer_of(outputs, signature, by_rows)
+
+
+def read_classify(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
+    """The same of classify: pairs of a class and its score."""
+    return parse_examples(value, signature), lambda outputs: _results(classes_of(outputs, signature))
+
+
+def read_regress(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
+    """The same of regress: a number for each example."""
+    return parse_examples(value, signature), lambda outputs: _results(values_of(outputs, signature))
+
+
+READERS = {"predict": read_predict, "classify": read_classify, "regress": read_regress}
+
+
+def parse_examples(value: Any, signature: Signature) -> dict[str, Array]:
+    """The arrays of a list of examples, with what they have in common."""
+    _require_signature(value)
+    examples, context = value.get("examples"), value.get("context", {})
+    if not isinstance(examples, list) or not examples:
+        raise BadRequest(400, "When calling classify or regress, 'examples' must be a list with at least one element")
+    if not all(isinstance(one, dict) for one in (*examples, context)):
+        raise BadRequest(400, "Example must be JSON object with the features as keys")
+    return rows_of([_as_lists(one) for one in examples], _as_lists(context), signature)
+
+
+def _as_lists(features: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {name: value if isinstance(value, list) else [value] for name, value in features.items()}
+
+
+def _results(values: Any) -> bytes:
+    return json.dumps({"results": values}, separators=(",", ":")).encode()
+
+
+def _require_signature(value: Any) -> None:
     if not isinstance(value, dict):
         raise BadRequest(400, "JSON Value: must be an object")
     name = value.get("signature_name")
     if name not in (None, "", SIGNATURE):
         raise BadRequest(400, f'Serving signature name: "{str(name)[:64]}" not found in signature def')
+
+
+def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], bool]:
+    """The arrays of a predict request, and whether they came as rows."""
+    _require_signature(value)
     by_rows, by_columns = "instances" in value, "inputs" in value
     if by_rows == by_columns:
         raise BadRequest(

@@ -1,0 +1,79 @@
+"""TensorFlow's examples: rows as named features, answered with classes and scores or with values.
+
+The map from features to inputs is the signature: a feature of each input's name, with as many numbers as a row has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import RequestRefused, Signature, TensorSpec
+from ..http import BadRequest
+from ..kinds import BY_TORCH, Array, from_numbers, to_numbers
+
+Features = Mapping[str, Sequence[Any]]
+
+
+def rows_of(examples: Sequence[Features], context: Features, signature: Signature) -> dict[str, Array]:
+    """The arrays of some examples; what stands in the context holds for all of them."""
+    if not examples:
+        raise BadRequest(400, "Input is empty.")
+    return {name: _column(name, spec, examples, context) for name, spec in signature.inputs.items()}
+
+
+def classes_of(outputs: Mapping[str, Array], signature: Signature) -> list[list[tuple[str, float]]]:
+    """For each row its classes with their scores; a class is named by its number."""
+    scores = _only(outputs, signature, "scores")
+    if scores.ndim != 2:
+        raise RequestRefused(
+            "FAILED_PRECONDITION",
+            f"to classify, a row's output must be its scores, but it has the shape {scores.shape}",
+        )
+    return [[(str(number), float(score)) for number, score in enumerate(row)] for row in scores]
+
+
+def values_of(outputs: Mapping[str, Array], signature: Signature) -> list[float]:
+    """For each row its value."""
+    values = _only(outputs, signature, "outputs")
+    if math.prod(values.shape[1:]) != 1:
+        raise RequestRefused(
+            "FAILED_PRECONDITION", f"to regress, a row's output must be one number, but it has the shape {values.shape}"
+        )
+    return [float(value) for value in values.reshape(-1)]
+
+
+def _column(name: str, spec: TensorSpec, examples: Sequence[Features], context: Features) -> Array:
+    shape = spec.shape[1:]
+    if any(size is None for size in shape):
+        raise RequestRefused("FAILED_PRECONDITION", f"input '{name}' has no fixed shape, so examples cannot fill it")
+    num = math.prod(size or 0 for size in shape)
+    rows = []
+    for example in examples:
+        values = example.get(name, context.get(name))
+        if values is None:
+            raise BadRequest(400, f"Feature: {name} (data type: {spec.dtype}) is required but could not be found.")
+        if len(values) != num:
+            raise BadRequest(
+                400,
+                f"Key: {name}.  Number of values != expected.  values size: {len(values)} but output shape: [{num}]",
+            )
+        rows.append(list(values))
+    try:
+        array = from_numbers(rows, BY_TORCH[spec.dtype])
+    except (ValueError, TypeError, OverflowError):
+        raise BadRequest(400, f"Key: {name}.  Data types don't match. Expected type: {spec.dtype}") from None
+    return array.reshape(len(examples), *(size or 0 for size in shape))
+
+
+def _only(outputs: Mapping[str, Array], signature: Signature, name: str) -> Array:
+    """The output of a name, or the only one; numbers as floats."""
+    if name not in outputs and len(outputs) != 1:
+        raise RequestRefused(
+            "FAILED_PRECONDITION", f"of several outputs one must be called '{name}', but got {', '.join(outputs)}"
+        )
+    found = name if name in outputs else next(iter(outputs))
+    return np.asarray(to_numbers(outputs[found], BY_TORCH[signature.outputs[found].dtype]))

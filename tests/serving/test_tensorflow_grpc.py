@@ -1,0 +1,198 @@
+"""TensorFlow Serving over gRPC beyond predict: examples, metadata, another list of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.core import Predictor, Signature, TensorSpec
+from manyhands.serving import Server
+from manyhands.serving.protocols.tensorflow_messages import MESSAGES
+
+from .conftest import Start, publish
+from .test_grpc import call
+
+
+class Scores(Predictor):
+    """Two scores of three numbers, or their sum."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    @property
+    def signature(self) -> Signature:
+        inputs = {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}
+        return Signature(inputs, {"answer": TensorSpec("float32", (None, self.width))})
+
+    def run(self, inputs: Any) -> dict[str, Tensor]:
+        total = inputs["x"].sum(1, keepdim=True) + inputs["n"][:, None]
+        return {"answer": torch.cat([total * (i + 1) for i in range(self.width)], 1)}
+
+
+def feature(*values: float) -> dict[str, Any]:
+    kind = "int64_list" if all(isinstance(value, int) for value in values) else "float_list"
+    return {kind: {"value": values}}
+
+
+def example(**features: Any) -> dict[str, Any]:
+    return {"features": {"feature": features}}
+
+
+ROW = example(x=feature(1.0, 2.0, 3.0), n=feature(4))
+NAMES = {
+    "Classify": "Classification",
+    "Regress": "Regression",
+    "MultiInference": "MultiInference",
+    "GetModelMetadata": "GetModelMetadata",
+}
+
+
+def ask(server: Server, method: str, **values: Any) -> Any:
+    name = NAMES[method]
+    request = MESSAGES[f"{name}Request"](**values)
+    return call(server.grpc, f"/tensorflow.serving.PredictionService/{method}", request, MESSAGES[f"{name}Response"])
+
+
+@pytest.fixture(scope="module")
+def scored(engine: Any) -> Any:
+    from manyhands.cluster import resolve
+    from manyhands.serving import ServeSettings
+
+    models = {"scores": Scores(2), "value": Scores(1)}
+    with Server(models, engine, resolve("cpu")[0], ServeSettings(http=0, grpc=0, manage=0)).start() as server:
+        yield server
+
+
+def test_classify_and_regress(scored: Server) -> None:
+    spec, rows = {"name": "scores"}, {"example_list": {"examples": [ROW, ROW]}}
+    answer = ask(scored, "Classify", model_spec=spec, input=rows)
+    found = [[(one.label, one.score) for one in row.classes] for row in answer.result.classifications]
+    assert found == 2 * [[("0", 10.0), ("1", 20.0)]]
+    assert (answer.model_spec.name, answer.model_spec.version.value) == ("scores", 1)
+    shared = {
+        "example_list_with_context": {"examples": [example(x=feature(1.0, 1.0, 1.0))], "context": example(n=feature(7))}
+    }
+    answer = ask(scored, "Regress", model_spec={"name": "value"}, input=shared)
+    assert [one.value for one in answer.result.regressions] == [10.0]
+
+
+def test_both_at_once(scored: Server) -> None:
+    methods = ["tensorflow/serving/classify", "tensorflow/serving/regress"]
+    tasks = [{"model_spec": {"name": "value"}, "method_name": method} for method in methods]
+    answer = ask(scored, "MultiInference", tasks=tasks, input={"example_list": {"examples": [ROW]}})
+    first, second = answer.results
+    assert first.classification_result.classifications[0].classes[0].score == 10.0
+    assert second.regression_result.regressions[0].value == 10.0
+
+
+def test_metadata(scored: Server) -> None:
+    answer = ask(scored, "GetModelMetadata", model_spec={"name": "scores"}, metadata_field=["signature_def"])
+    packed = answer.metadata["signature_def"]
+    assert packed.type_url == "type.googleapis.com/tensorflow.serving.SignatureDefMap"
+    signature = MESSAGES["SignatureDefMap"].FromString(packed.value).signature_def["serving_default"]
+    assert signature.method_name == "tensorflow/serving/predict"
+    assert [dim.size for dim in signature.inputs["x"].tensor_shape.dim] == [-1, 3]
+    assert (signature.inputs["n"].dtype, signature.outputs["answer"].dtype) == (9, 1)
+
+
+def examples(*listed: Any) -> dict[str, Any]:
+    return {"input": {"example_list": {"examples": listed}}}
+
+
+@pytest.mark.parametrize(
+    ("method", "values", "code", "error"),
+    [
+        ("Classify", {}, "INVALID_ARGUMENT", "Input is empty."),
+        ("Classify", examples(example(n=feature(1))), "INVALID_ARGUMENT", "Feature: x (data type: float32) is req"),
+        (
+            "Classify", examples(example(x=feature(1.0), n=feature(1))), "INVALID_ARGUMENT",
+            "Key: x.  Number of values != expected.  values size: 1 but output shape: [3]",
+        ),
+        (
+            "Classify", examples(example(x=feature(1.0, 2.0, 3.0), n=feature(1.5))), "INVALID_ARGUMENT",
+            "Key: n.  Data types don't match. Expected type: int64",
+        ),
+        ("Regress", examples(ROW), "FAILED_PRECONDITION", "a row's output must be one number"),
+        ("Regress", {"model_spec": {"name": "foo"}}, "NOT_FOUND", "Servable not found for request: Latest(foo)"),
+        ("GetModelMetadata", {}, "INVALID_ARGUMENT", "must specify at least one metadata_field"),
+        ("GetModelMetadata", {"metadata_field": ["x"]}, "INVALID_ARGUMENT", "Metadata field x is not supported"),
+        ("MultiInference", {}, "INVALID_ARGUMENT", "at least one task"),
+        (
+            "MultiInference", {"tasks": [{"model_spec": {"name": "scores"}, "method_name": "no"}]}, "UNIMPLEMENTED",
+            "Unsupported signature method_name: no",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes(scored: Server, method: str, values: dict[str, Any], code: str, error: str) -> None:
+    spec = {} if method == "MultiInference" else {"model_spec": {"name": "scores"}}
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(scored, method, **{**spec, **values})
+    assert caught.value.code().name == code  # type: ignore[attr-defined]
+    assert error in caught.value.details()  # type: ignore[attr-defined]
+
+
+def test_the_same_over_rest(scored: Server) -> None:
+    row = {"x": [1, 2, 3], "n": 4}
+    with httpx.Client(base_url=scored.url) as http:
+        answer = http.post("/v1/models/scores:classify", json={"examples": [row]})
+        assert answer.json() == {"results": [[["0", 10.0], ["1", 20.0]]]}
+        body = {"examples": [{"x": [1, 2, 3]}], "context": {"n": 4}, "signature_name": "serving_default"}
+        assert http.post("/v1/models/value:regress", json=body).json() == {"results": [10.0]}
+        for wrong in ({}, {"examples": []}, {"examples": [3]}, {"examples": [{"x": "text", "n": 1}]}, [1]):
+            answer = http.post("/v1/models/scores:classify", json=wrong)
+            assert answer.status_code == 400
+            assert answer.json()["error"]
+
+
+def reload(server: Server, *configs: dict[str, Any]) -> Any:
+    request = MESSAGES["ReloadConfigRequest"](config={"model_config_list": {"config": configs}})
+    method = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
+    return call(server.grpc, method, request, MESSAGES["ReloadConfigResponse"])
+
+
+def test_another_list_of_models(start: Start, adder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        for number in (1, 2):
+            publish(adder, tmp_path / name, number)
+    server = start(tmp_path)
+
+    def served() -> dict[str, list[int]]:
+        models = server.state()["models"]
+        return {
+            model["name"]: [v["version"] for v in model["versions"] if v["state"] == "AVAILABLE"] for model in models
+        }
+
+    assert served() == {"one": [2], "two": [2]}
+    specific = {"specific": {"versions": [1, 2]}}
+    config = {"name": "one", "base_path": "/models/one", "model_version_policy": specific, "version_labels": {"old": 1}}
+    assert reload(server, config).status.error_code == 0
+    assert served() == {"one": [1, 2], "two": []}
+    answer = httpx.post(f"{server.url}/v1/models/one/labels/old:predict", json={"instances": [[1, 2, 3]]})
+    assert answer.json() == {"predictions": [[2.0, 3.0, 4.0]]}
+    for wrong, code in (
+        ({"name": "three"}, "NOT_FOUND"),
+        ({"name": "one", "base_path": "/etc"}, "INVALID_ARGUMENT"),
+        ({"name": "one", "version_labels": {"new": 9}}, "FAILED_PRECONDITION"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            reload(server, wrong)
+        assert caught.value.code().name == code  # type: ignore[attr-defined]
+    reload(server, {"name": "one"}, {"name": "two"})
+    assert served()["two"] == [2]
+
+
+def test_strangers_do_not_change_the_list(start: Start, adder: Path, tmp_path: Path) -> None:
+    publish(adder, tmp_path / "one", 1)
+    server = start(tmp_path, host="0.0.0.0", token="secret")
+    request = MESSAGES["ReloadConfigRequest"](config={"model_config_list": {"config": []}})
+    method = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
+    metadata = [("authorization", "Bearer secret")]
+    with pytest.raises(grpc.RpcError) as caught:
+        call(server.grpc, method, request, MESSAGES["ReloadConfigResponse"], metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
