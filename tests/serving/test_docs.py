@@ -16,7 +16,7 @@ COMMANDS = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines
 def test_every_command_is_answered(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "digits", 1)
     server = start(tmp_path)
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
     for command in COMMANDS:
         here = command.replace("127.0.0.1:8501", f"127.0.0.1:{server.http}")
         done = subprocess.run(f"{here} --silent --fail-with-body", shell=True, capture_output=True, text=True)

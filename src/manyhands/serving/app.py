@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from ..core import RequestRefused
+from . import openapi
 from .exposition import KIND
 from .http import BadRequest, Request
 from .protocols.protocol import RestHandler, answer_refusal
@@ -14,6 +15,7 @@ from .security import Token
 METRICS = ("/metrics", "/monitoring/prometheus/metrics")
 HEALTH = ("/v2/health/live", "/v2/health/ready")
 """What a probe may ask without a token."""
+PAGE = b"Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'\r\nX-Content-Type-Options: nosniff\r\n"
 
 
 class App:
@@ -33,6 +35,10 @@ class App:
                 self._handle(handler, request)
             elif path in METRICS:
                 request.answer(200, self._metrics(), KIND)
+            elif path == "/openapi.json":
+                request.answer(200, openapi.as_json())
+            elif path in ("/", "/docs"):
+                request.answer(200, openapi.as_page(), b"text/html; charset=utf-8", PAGE)
             else:
                 raise BadRequest(404, "Not Found")
         except BadRequest as error:

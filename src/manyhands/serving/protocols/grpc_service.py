@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
@@ -86,7 +87,7 @@ class GrpcListener:
         for service in self._services:
             handlers = {
                 name: grpc.unary_unary_rpc_method_handler(
-                    self._guarded(method), request_deserializer=asked.FromString, response_serializer=_serialised
+                    self._guarded(_parsing(method, asked)), response_serializer=_serialised
                 )
                 for name, (method, asked, _) in service.methods().items()
             }
@@ -130,6 +131,19 @@ class GrpcListener:
         said = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not self._token.is_said(str(said).encode()):
             raise RequestRefused("UNAUTHENTICATED", "this server wants a token")
+
+
+def _parsing(method: Method, asked: Any) -> Method:
+    """A method of bytes: what cannot be parsed is the client's mistake, which gRPC itself would call ours."""
+
+    async def run(request: bytes, context: Any) -> Any:
+        try:
+            message = asked.FromString(request)
+        except DecodeError:
+            raise RequestRefused("INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}") from None
+        return await method(message, context)
+
+    return run
 
 
 def _serialised(message: Any) -> bytes:

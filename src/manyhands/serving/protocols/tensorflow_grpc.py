@@ -45,7 +45,7 @@ class PredictionService(GrpcService):
 
     async def _predict(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_spec, context)
-        outputs = await self.ask(context, version, read_inputs(request, version))
+        outputs = await self.ask(context, version, read_inputs(request, version, self.desk.limits.body))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:
             if name not in outputs:
@@ -169,21 +169,21 @@ def _described(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
     }
 
 
-def read_inputs(request: Any, version: Version) -> dict[str, Array]:
+def read_inputs(request: Any, version: Version, limit: int) -> dict[str, Array]:
     """The arrays of a request."""
     specs = version.signature.inputs
     if set(request.inputs) != set(specs):
         raise BadRequest(
             400, f"the inputs are {{{', '.join(specs)}}}, but got {{{', '.join(sorted(request.inputs))[:200]}}}"
         )
-    arrays = {name: _read(name, request.inputs[name], spec) for name, spec in specs.items()}
+    arrays = {name: _read(name, request.inputs[name], spec, limit) for name, spec in specs.items()}
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1 or rows == {0}:
         raise BadRequest(400, f"all inputs have the same number of rows, but got {sorted(rows)}")
     return arrays
 
 
-def _read(name: str, proto: Any, spec: TensorSpec) -> Array:
+def _read(name: str, proto: Any, spec: TensorSpec, limit: int) -> Array:
     kind = BY_TORCH[spec.dtype]
     if proto.dtype != kind.number:
         came = BY_NUMBER[proto.dtype].tensorflow if proto.dtype in BY_NUMBER else str(proto.dtype)
@@ -192,6 +192,8 @@ def _read(name: str, proto: Any, spec: TensorSpec) -> Array:
     if any(size < 0 for size in shape) or not fits(shape, spec):
         raise BadRequest(400, f"input '{name}' must be {spec}, but got {TensorSpec(spec.dtype, shape)}")
     num = math.prod(shape)
+    if num * kind.numpy.itemsize > limit:
+        raise BadRequest(400, f"input '{name}' may have {limit} bytes, but got a shape of {num * kind.numpy.itemsize}")
     if proto.tensor_content:
         if len(proto.tensor_content) != num * kind.numpy.itemsize:
             wanted = num * kind.numpy.itemsize

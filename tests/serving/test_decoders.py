@@ -1,0 +1,154 @@
+"""Every decoder by itself, with anything: it gives what fits, or says what was wrong; nothing else comes out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
+from manyhands.serving import Server
+from manyhands.serving.folder import Policy
+from manyhands.serving.http import BadRequest, decompressed
+from manyhands.serving.kinds import KINDS, from_numbers
+from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
+from manyhands.serving.protocols.open_inference_rest import header_size, version_number
+from manyhands.serving.protocols.tensorflow_messages import MESSAGES
+from manyhands.serving.routing.backend import Address
+from manyhands.serving.slots import Dims
+
+from .test_fuzz import ANYTHING
+
+MANY = settings(max_examples=150, deadline=None)
+SIGNATURE = Signature(
+    {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}, {"y": TensorSpec("float32", (None,))}
+)
+REFUSED = (BadRequest, RequestRefused)
+
+
+class Version:
+    """As much of one as decoders look at."""
+
+    model, signature = "m", SIGNATURE
+
+
+def require_fitting(arrays: Any) -> None:
+    assert set(arrays) == {"x", "n"}
+    assert arrays["x"].dtype == np.float32
+    assert arrays["x"].shape[1:] == (3,)
+    assert arrays["n"].shape == arrays["x"].shape[:1]
+
+
+NUMBERS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=7)
+SHAPES = st.sampled_from([[1, 3], [1], [2, 3], [2], [0, 3], [0], [-1, 3], [2**62], []])
+TENSORS = st.builds(
+    lambda name, datatype, shape, contents: {
+        "name": name, "datatype": datatype, "shape": shape,
+        "contents": {"fp32_contents": contents, "int64_contents": contents},
+    },
+    st.sampled_from(["x", "n", "z"]), st.sampled_from(["FP32", "INT64", "BYTES", ""]), SHAPES, NUMBERS,
+)  # fmt: skip
+
+
+@MANY
+@given(tensors=st.lists(TENSORS, max_size=3), raw=st.lists(st.binary(max_size=24), max_size=3))
+def test_open_inference_messages(tensors: list[Any], raw: list[bytes]) -> None:
+    request = open_inference_grpc.MESSAGES["ModelInferRequest"](inputs=tensors, raw_input_contents=raw)
+    with contextlib.suppress(*REFUSED):
+        require_fitting(open_inference_grpc.read_inputs(request, Version()))  # type: ignore[arg-type]
+
+
+PROTOS = st.builds(
+    lambda dtype, shape, content, floats, wholes: {
+        "dtype": dtype, "tensor_shape": {"dim": [{"size": n} for n in shape]}, "tensor_content": content,
+        "float_val": floats, "int64_val": wholes,
+    },
+    st.sampled_from([1, 9, 7, 0, 99]), SHAPES, st.binary(max_size=24), NUMBERS, NUMBERS,
+)  # fmt: skip
+
+
+@MANY
+@given(inputs=st.dictionaries(st.sampled_from(["x", "n", "z"]), PROTOS))
+@example(
+    inputs={
+        "x": {"dtype": 1, "tensor_shape": {"dim": [{"size": 2**40}, {"size": 3}]}, "float_val": [1.0]},
+        "n": {"dtype": 9, "tensor_shape": {"dim": [{"size": 2**40}]}, "int64_val": [1]},
+    }
+)
+def test_tensor_protos(inputs: dict[str, Any]) -> None:
+    request = MESSAGES["PredictRequest"](inputs=inputs)
+    with contextlib.suppress(*REFUSED):
+        arrays = tensorflow_grpc.read_inputs(request, Version(), 1000)  # type: ignore[arg-type]
+        require_fitting(arrays)
+        assert arrays["x"].nbytes <= 1000
+
+
+@MANY
+@given(value=ANYTHING | st.fixed_dictionaries({"examples": st.lists(st.dictionaries(st.sampled_from("xn"), ANYTHING))}))
+def test_examples(value: Any) -> None:
+    with contextlib.suppress(*REFUSED):
+        require_fitting(tensorflow_rest.parse_examples(value, SIGNATURE))
+
+
+@MANY
+@given(data=st.binary(max_size=200), name=st.sampled_from(sorted(MESSAGES)))
+def test_bytes_as_messages(data: bytes, name: str) -> None:
+    with contextlib.suppress(DecodeError):
+        MESSAGES[name].FromString(data).SerializeToString()
+
+
+@MANY
+@given(values=ANYTHING, kind=st.sampled_from(KINDS))
+def test_numbers(values: Any, kind: Any) -> None:
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        assert from_numbers(values, kind).dtype == kind.numpy
+
+
+@MANY
+@given(data=st.binary(max_size=100), coding=st.sampled_from([b"gzip", b"deflate"]), limit=st.integers(0, 50))
+@example(data=zlib.compress(b"\0" * 10**6), coding=b"deflate", limit=10)
+def test_compressed_bodies(data: bytes, coding: bytes, limit: int) -> None:
+    with contextlib.suppress(BadRequest):
+        assert len(decompressed(data, coding, limit)) <= limit + 1
+
+
+@MANY
+@given(text=st.text(max_size=20), raw=st.binary(max_size=20), length=st.integers(0, 1000))
+def test_words_in_heads_paths_and_options(text: str, raw: bytes, length: int) -> None:
+    with contextlib.suppress(*REFUSED):
+        assert 0 <= header_size(raw, length) <= length
+    with contextlib.suppress(*REFUSED):
+        version_number("m", text)
+    for parse in (Policy.parse, Address.parse):
+        with contextlib.suppress(SettingsError):
+            parse(text)
+
+
+@MANY
+@given(message=st.binary(max_size=40))
+def test_what_replicas_say_about_shapes(message: bytes) -> None:
+    with contextlib.suppress(struct.error):
+        assert len(Dims(SIGNATURE.inputs.values()).unpack(message, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "tensorflow.serving.PredictionService/Predict",
+        "inference.GRPCInferenceService/ModelInfer",
+        "grpc.health.v1.Health/Check",
+    ],
+)
+def test_bytes_that_are_no_message_are_the_clients_mistake(served: Server, method: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc}") as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{method}")(b"\xff\xff\xff", timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert "the message is no" in caught.value.details()  # type: ignore[attr-defined]
