@@ -45,13 +45,13 @@ def in_backward(hand: mh.Hand, spring: Callable[[], None]) -> None:
 
 
 def in_a_microbatch(hand: mh.Hand, spring: Callable[[], None]) -> None:
-    """When a stage has sent two of the things that it sends in a step, and begins with the third."""
+    """When a stage has sent one of the things that it sends in a step, and begins with the second."""
     world = hand.replica.inner  # type: ignore[attr-defined]
     send, sent = world.start_send, []
 
     def count(*args: Any) -> Any:
         sent.append(args)
-        if len(sent) == 3:
+        if len(sent) == 2:
             spring()
         return send(*args)
 
@@ -71,6 +71,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
         ("stages=2,microbatches=4", 1, in_a_microbatch, 7, 7, "copies"),
         ("shards=2", 1, in_backward, 7, 7, "copies"),
         ("shards=2,sharding=optimizer", 0, in_forward, 7, 7, "copies"),
+        ("shards=2,stages=2,microbatches=2", 3, in_a_microbatch, 7, 7, "copies"),
+        ("tensor=2,stages=2,replicas=2,microbatches=2", 5, in_a_microbatch, 7, 8, "memory"),
     ],
 )
 def test_a_kill_inside_a_step(
@@ -87,7 +89,8 @@ def test_a_kill_inside_a_step(
     """Checkpoints are of steps 3 and 6, copies of the first step and every few; the kill is in the ninth."""
     trap = Trap(tmp_path, rank, 8, lay)
     split = f"{strategy},precision=fp64"
-    run = fit(problem("mlp", "adamw"), tmp_path, trap, strategy=split, copy_every=copy_every)
+    size = mh.StrategySpec.parse(split).num_devices or 1
+    run = fit(problem("mlp", "adamw"), tmp_path, trap, size=size, strategy=split, copy_every=copy_every)
     assert_same(run, calm)
     (found,) = recoveries(run)
     assert found["step"] == step

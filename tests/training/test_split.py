@@ -38,8 +38,9 @@ def trained(world: World, cases: dict[str, Case], folder: Path) -> dict[str, Any
     for label, (name, spec) in cases.items():
         losses: dict[str, list[float]] = {}
         world.line.taps[:] = [partial(keep, into=losses)]
-        # Each size of a call is traced, so the network that takes longest has batches of one size.
-        rows = 16 if name == "translator" else 21
+        # Each size of a call is traced, so what takes longest has batches of one size.
+        is_product = spec.stages > 1 and spec.tensor * (spec.shards or 1) > 1
+        rows = 16 if name == "translator" or is_product else 21
         made = task(name, rows, dropout=0.2 if spec.deterministic else 0.0)
         where = folder / f"{label.replace(' ', '-').replace('*', 'x')}"
         train(world, Job(task=made, spec=spec.with_devices(world.size), folder=where, epochs=2))
@@ -73,10 +74,25 @@ FOUR: dict[str, Case] = {
     "towers, times replicas": ("towers", f64(mh.Placed({"tower_a": 0, "tower_b": 1}, replicas=2))),
     "gpt, placed on four": ("gpt", f64(mh.Placed(devices=4))),
     "residual, placed times replicas": ("residual", f64(mh.Placed({"blocks.1": 1, "*": 0}, replicas=2))),
+    "gpt, tensor": ("gpt", f64(mh.TensorParallel(2) * mh.Pipeline(2, microbatches=2))),
+    "residual, tensor, recomputed": (
+        "residual", f64(mh.TensorParallel(2) * mh.Pipeline(2, microbatches=1, recompute="*"))
+    ),
+    "deep, tensor, dropout": (
+        "deep",
+        f64(mh.TensorParallel(2) * mh.Pipeline(2, microbatches=2, schedule="interleaved", deterministic=True)),
+    ),
+    "residual, shards": ("residual", f64(mh.Sharded(2) * mh.Pipeline(2, microbatches=1))),
+    "gpt, shards": ("gpt", f64(mh.Sharded(2) * mh.Pipeline(2, microbatches=2, schedule="zero-bubble"), accumulate=2)),
+    "towers, tensor, fp32": ("towers", mh.TensorParallel(2) * mh.Pipeline(2, microbatches=2)),
+}  # fmt: skip
+EIGHT: dict[str, Case] = {
+    "gpt, tensor, replicas": ("gpt", f64(mh.StrategySpec.parse("tensor=2,stages=2,replicas=2,microbatches=2"))),
+    "deep, shards, tensor": ("deep", f64(mh.StrategySpec(shards=2, tensor=2, stages=2, microbatches=2))),
 }
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR), (8, EIGHT)], ids=["2 ranks", "4 ranks", "8 ranks"])
 def test_a_network_that_is_cut_equals_one_device(
     size: int, cases: dict[str, Case], run_ranks: Any, tmp_path: Path
 ) -> None:
@@ -128,8 +144,20 @@ def test_a_checkpoint_of_any_layout_goes_on_under_every_other(run_ranks: Any, tm
         "pipeline": mh.Pipeline(2, microbatches=2, precision="fp64"),
         "placed": mh.Placed({"blocks.0": 0, "blocks.1": 1, "head": 1}, precision="fp64"),
     }
-    results = run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 2)[0]
-    assert len(results) == len(layouts) ** 2
+    assert_all_alike(run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 2)[0], len(layouts))
+
+
+def test_checkpoints_of_products_go_on_under_each_other(run_ranks: Any, tmp_path: Path) -> None:
+    layouts = {
+        "single": mh.Single(precision="fp64"),
+        "tensor and stages": mh.TensorParallel(2, precision="fp64") * mh.Pipeline(2, microbatches=2),
+        "shards and stages": mh.Sharded(2, precision="fp64") * mh.Pipeline(2, microbatches=2),
+    }
+    assert_all_alike(run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 4)[0], len(layouts))
+
+
+def assert_all_alike(results: dict[str, Any], num_layouts: int) -> None:
+    assert len(results) == num_layouts**2
     whole = results["single to single"]
     for pair, weights in results.items():
         for name, value in whole.items():

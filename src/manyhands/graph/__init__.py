@@ -2,14 +2,16 @@
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import culprit
+from .call import Call
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
 from .following import Facts, Value, follow, plainly
+from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, make_capturable, skips_on_device
 from .recording import CannotRecord, Phase, Recording, rehearsing
-from .running import Clock, Segment, segments_of
+from .running import Clock, Contexts, Segment, segments_of
 from .statics import Statics, shape_of
-from .tracing import Absent, Answer, Call, Traced, trace
+from .tracing import Absent, Answer, Traced, trace
 from .watch import Watch
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "Facts",
     "Value",
     "plainly",
+    "Layer",
+    "layer_of",
     "works_of",
     "Works",
     "Unit",
@@ -46,6 +50,7 @@ __all__ = [
     "segments_of",
     "Segment",
     "Clock",
+    "Contexts",
     "lives",
     "Life",
     "kept_bytes",

@@ -14,7 +14,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..core import LayoutFree, StrategyError
-from .tracing import Call, Traced
+from .call import Call
+from .layers import changed_by, layer_of
+from .tracing import Traced
 
 Shape = Sequence[int]
 
@@ -125,6 +127,9 @@ def _note(name: str, made: Any, facts: Facts) -> None:
 def plainly(node: fx.Node) -> Callable[..., Any]:
     """The function of an operation; blocks in another mode are called in it, without export's own machinery."""
     assert callable(node.target)
+    layer = layer_of(node)
+    if layer is not None:
+        return layer.run
     return _BLOCKS.get(getattr(node.target, "__name__", ""), node.target)
 
 
@@ -140,6 +145,9 @@ def by_hash(node: fx.Node) -> Callable[..., Any]:
 
 def is_random(node: fx.Node) -> bool:
     """Whether an operation draws random numbers in this call."""
+    layer = layer_of(node)
+    if layer is not None:
+        return layer.draws
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     name = getattr(node.target, "_opname", "")
@@ -153,6 +161,9 @@ def is_random(node: fx.Node) -> bool:
 
 def mutated(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes in place."""
+    layer = layer_of(node)
+    if layer is not None:
+        return changed_by(node, layer)
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return _statistics(node)

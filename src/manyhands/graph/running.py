@@ -15,8 +15,8 @@ from .cutting import Piece, Works
 from .following import by_hash, is_random, mutated, plainly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-Substitute = Callable[[fx.Node], Callable[..., Any] | None]
-"""Another function for an operation, where a strategy has one."""
+Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
+"""Another function for an operation of a module, where a strategy has one."""
 
 
 @dataclass
@@ -49,24 +49,26 @@ class Segment:
         held.update(zip(self.gives, made, strict=True))
 
     def _keeping_little(self, given: list[Any], clock: Clock) -> Any:
-        again = _Again(self.function, {place: given[place].clone() for place in self.changes}, clock)
+        again = _Again(self.function, {place: given[place] for place in self.changes}, clock)
         again.inner = self.contexts() if self.contexts is not None else (nullcontext(), nullcontext())
-        return checkpoint(again, *given, use_reentrant=False, context_fn=again.contexts)
+        # Torch insists that what it is given stays as it was, which these do not.
+        rest = [None if place in self.changes else tensor for place, tensor in enumerate(given)]
+        return checkpoint(again, *rest, use_reentrant=False, context_fn=again.contexts)
 
 
 class _Again:
     """A function that is called once in forward and once more in backward, where it must find and change the same."""
 
-    def __init__(self, function: Callable[..., Any], before: dict[int, Tensor], clock: Clock) -> None:
-        self._function, self._before, self._clock, self._start = function, before, clock, clock.start
+    def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: Clock) -> None:
+        self._function, self._changed, self._clock, self._start = function, changed, clock, clock.start
+        self._before = {place: tensor.clone() for place, tensor in changed.items()}
         self._is_second = False
         self.inner: Contexts = (nullcontext(), nullcontext())
 
     def __call__(self, *tensors: Any) -> Any:
         self._clock.start = self._start
-        if self._is_second:
-            tensors = tuple(self._before.get(place, tensor) for place, tensor in enumerate(tensors))
-        return self._function(*tensors)
+        own = self._before if self._is_second else self._changed
+        return self._function(*(own.get(place, tensor) for place, tensor in enumerate(tensors)))
 
     def contexts(self) -> Contexts:
         """What the first and the second time happen in."""
@@ -143,9 +145,10 @@ def _segment(
             made[node.name] = graph.get_attr(str(node.target))
         elif node.op == "call_function" and node.name not in made:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
-            function = substitute(node) or plainly(node)
+            another = substitute(node, works.traced.paths.get(node.name, ""))
+            function = another or plainly(node)
             if counts_draws and is_random(node):
-                function = _drawn(by_hash(node), clock, facts.draws[node.name])
+                function = _drawn(another or by_hash(node), clock, facts.draws[node.name])
             made[node.name] = graph.create_node("call_function", function, args, kwargs, node.name)
     graph.output(tuple(made[name] for name in gives))
     changed = {target.name for node in nodes for target in mutated(node)}

@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from ..core import StrategyError, as_written
 from .blame import culprit
+from .call import Call
+from .layers import kept_whole, mark
 
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Operations that only look whether sizes are as they were."""
 _NET = "net"
-_TENSOR = "(a tensor)"
 
 
 @dataclass(frozen=True)
@@ -32,41 +33,6 @@ class Absent:
     """An output that cannot be carried between ranks, such as a cache of a class that torch does not know."""
 
     kind: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a network was called with: tensors, and the structure around them."""
-
-    tensors: tuple[Tensor, ...]
-    rest: tuple[Any, ...]
-    """The leaves that are no tensors, and a mark wherever a tensor stands."""
-    structure: Any
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The call of a network with these arguments."""
-        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return cls(tensors, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves), structure)
-
-    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the same structure, with other tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.rest]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return args, kwargs
-
-    @property
-    def key(self) -> Any:
-        """What tells calls apart that must be traced apart, besides their sizes."""
-        kinds = tuple((tensor.dtype, tensor.dim()) for tensor in self.tensors)
-        return self.structure, tuple(map(repr, self.rest)), kinds
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of its tensors."""
-        return tuple(tuple(tensor.shape) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -126,10 +92,13 @@ class Traced:
         )
 
 
-def trace(model: nn.Module, call: Call, device: torch.device, *, free: bool = False) -> Traced:
+def trace(
+    model: nn.Module, call: Call, device: torch.device, *, free: bool = False, layers: Sequence[str] = ()
+) -> Traced:
     """Follows a network through one call, in the mode (training or evaluation) that it is in.
 
     With `free` the graph holds for other sizes too, where the network allows it; that takes a few times as long.
+    Modules that `layers` names are one operation each.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> traced = trace(net, Call.of([torch.zeros(3, 2)], {}), torch.device("cpu"))
@@ -145,11 +114,12 @@ def trace(model: nn.Module, call: Call, device: torch.device, *, free: bool = Fa
         inputs = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in call.tensors)
     sizes = tuple(dict.fromkeys(range(tensor.dim() if free else 0), Dim.AUTO) for tensor in inputs)
     wrapper = _Flat(model, call)
-    with _without_values(model, mode, device), as_written(), _quiet():
+    with _without_values(model, mode, device), as_written(), _quiet(), kept_whole(model, layers) as found:
         try:
             program = torch.export.export(wrapper, inputs, dynamic_shapes=(sizes,) if free else None, strict=False)
         except Exception as error:
             raise _cannot(error) from error
+    mark(program.graph_module.graph, found)
     return _traced(program, wrapper.kept.answer, _first_names(model))
 
 

@@ -53,6 +53,10 @@ class BatchStats:
             _move(running_mean, running_var, mean, var, count, momentum)
         return y
 
+    def forward_of(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward over all replicas, where it has batch statistics; else its own."""
+        return MethodType(self._forward(), layer) if isinstance(layer, _BatchNorm) else own
+
     def close(self) -> None:
         """Gives the layers their own forward back."""
         for layer in self.layers:

@@ -7,7 +7,7 @@ needs goes there directly, over however many stages. What a stage does with its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,8 +37,9 @@ def place(
     model: nn.Module,
     probe: Callable[[nn.Module, Callable[[Any], Any]], Any] | None,
     look: Callable[[nn.Module], None] | None,
+    layers: Sequence[str] = (),
 ) -> Placement:
-    """Cuts a network over the ranks of its group, and keeps this rank's part of it."""
+    """Cuts a network over the ranks of its group, and keeps this rank's part of it; `layers` are not cut themselves."""
     require_cuttable(model)
     if probe is None:
         raise StrategyError(
@@ -53,7 +54,7 @@ def place(
         look(model)
     found = calling(model, probe, scope())
     kind = Placement if spec.place else StagedPlacement
-    placement = kind(model, spec, inner.size, world.device, scope, found)
+    placement = kind(model, spec, inner.size, world.device, scope, found, layers=layers)
     if spec.place:
         placement.settle(placed_homes(placement, _patterns(spec, model, inner), world))
     else:
@@ -157,13 +158,14 @@ class PipelineReplica(PlacedReplica):
     def run(self, num_micros: int, steps: Micros) -> None:
         """Takes all microbatches through forward and backward."""
         start, waited = time.perf_counter(), self.world.waited
+        self.holding.open()
         under_way: dict[int, _Micro] = {}
         for action in merged(self.spec.schedule, self.inner.size, num_micros):
             micro = under_way.setdefault(action.micro, _Micro(action.micro))
             if action.kind == FORWARD:
                 self._ahead(micro, action.stage, steps)
             else:
-                with steps.scope(action.micro):
+                with steps.scope(action.micro), self.holding.back():
                     self._back(micro, action.kind, action.stage)
         for micro in under_way.values():
             assert micro.flow is not None
@@ -245,9 +247,9 @@ class PipelineReplica(PlacedReplica):
 
         return weigh
 
-    def _weights(self, works: Works, piece: Piece) -> list[nn.Parameter]:
+    def _weights(self, works: Works, piece: Piece) -> list[Any]:
         named = dict(self.model.named_parameters())
-        return [named[name] for name in parameters_of(works, piece.nodes) if name in named]
+        return [self.holding.work(named[name]) for name in parameters_of(works, piece.nodes) if name in named]
 
     # -- what was seen ---------------------------------------------------------------------------------------------
 

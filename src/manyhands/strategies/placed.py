@@ -6,8 +6,8 @@ of the network, and backward begins with the gradients that come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import Mean, StrategySpec
+from ..core import DATA_AXES, Mean, StrategySpec
 from ..graph import Call, Clock
 from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
 from .drawing import drawn
+from .holding import Holding
 from .mirrored import hash_of
 from .placement import Cut, Loss, Placement, one_call
 from .relay import Flow, Relay
@@ -48,18 +49,24 @@ class PlacedReplica(Replica):
         model: nn.Module,
         optimizers: Mapping[str, Optimizer],
         placement: Placement,
+        holding: Holding | None = None,
     ) -> None:
         super().__init__(spec, world, model, optimizers)
-        self.placement = placement
+        self.placement, self.holding = placement, holding or Holding()
+        self.notes += self.holding.notes
         self.inner, self.outer = world.along(spec.axes, "stages"), world.along(spec.axes, "replicas")
         self.held = {key: self._held_of(group) for key, group in self.groups.items()}
-        """The parameters that this rank holds, by optimizer."""
+        """What this rank holds of parameters, by optimizer."""
+        self._together = [axis for axis in spec.axes if axis != "replicas"]
+        """The axes of the ranks that hold one network together."""
         self._policy = acting(make_policy(spec.sync), self.outer)
         self._buckets = {key: Buckets(g, self.outer, self._policy) for key, g in self.held.items() if g}
         for buckets in self._buckets.values():
             # Several pieces and micro-batches add to one gradient, so it is complete at the end only.
             buckets.deferred = True
-        self._stats = BatchStats(None, self.outer) if spec.batch_stats == "sync" and self.outer.size > 1 else None
+        data = world.along(spec.axes, *DATA_AXES)
+        self._stats = BatchStats(None, data) if spec.batch_stats == "sync" and data.size > 1 else None
+        self.holding.stats = self._stats
         self._clock = Clock()
         self._relays: dict[int, tuple[Cut, Relay]] = {}
         self.flow: Flow | None = None
@@ -68,13 +75,28 @@ class PlacedReplica(Replica):
         model.forward = MethodType(self._forward(), model)
 
     def _held_of(self, group: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in group.items() if self.placement.holds(name, self.inner.rank)}
+        mine = {name: p for name, p in group.items() if self.placement.holds(name, self.inner.rank)}
+        return {name: self.holding.part(parameter) for name, parameter in mine.items()}
+
+    def _own_of(self, key: str) -> list[nn.Parameter]:
+        """The network's own parameters that this rank holds something of."""
+        return [self.groups[key][name] for name in self.held[key]]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @property
-    def speaks(self) -> bool:
+    def has_answer(self) -> bool:
+        """Whether the loss is computed here."""
         return self.inner.rank == self.placement.end
+
+    @property
+    def speaks(self) -> bool:
+        return self.has_answer and self.holding.speaks
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with super().scope(), self.holding.scope():
+            yield
 
     @property
     def is_recordable(self) -> bool:
@@ -113,6 +135,7 @@ class PlacedReplica(Replica):
     def _train(self, call: Call) -> Any:
         """Takes part in a forward for training; the answer where it is, else the end of the loss."""
         cut, relay = self.relay_for(call)
+        self.holding.open()
         self.flow = flow = self._flow_of(call, 0)
         for piece in relay.pieces:
             result = relay.forward(flow, piece)
@@ -123,7 +146,7 @@ class PlacedReplica(Replica):
         """What the network returns, on the rank that has it."""
         if self.spec.deterministic:
             torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
-        if not self.speaks:
+        if not self.has_answer:
             raise Elsewhere
         # Not a leaf: a loss may change what it is given in place.
         made = {name: tensor.view_as(tensor) for name, tensor in zip(cut.returned, result, strict=True)}
@@ -133,6 +156,7 @@ class PlacedReplica(Replica):
         """The network's answer on all ranks of the group, without a way back."""
         with torch.no_grad():
             cut, relay = self.relay_for(call)
+            self.holding.open()
             flow = self._flow_of(call, 0)
             for piece in relay.pieces:
                 result = relay.forward(flow, piece)
@@ -140,9 +164,10 @@ class PlacedReplica(Replica):
             for place, name in enumerate(cut.returned):
                 value = cut.works.facts.values[name]
                 empty = torch.empty(value.shape, dtype=value.dtype, device=self.world.device)
-                made[name] = result[place].contiguous() if self.speaks else empty
+                made[name] = result[place].contiguous() if self.has_answer else empty
                 self.inner.broadcast(made[name], self.placement.end)
             flow.settle()
+            self.holding.shut()
         if self.spec.deterministic:
             torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
         if torch.is_grad_enabled():
@@ -154,7 +179,7 @@ class PlacedReplica(Replica):
         """The cut for a call, and what this rank does of it."""
         cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
         if id(cut) not in self._relays:
-            relay = self.placement.relay(cut, self.inner, self._clock, self._substitute)
+            relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding)
             self._relays[id(cut)] = (cut, relay)
         self._cut = cut
         return self._relays[id(cut)]
@@ -162,10 +187,11 @@ class PlacedReplica(Replica):
     def _flow_of(self, call: Call, number: int) -> Flow:
         return Flow(number, call.tensors, torch.default_generator.initial_seed() if self.spec.deterministic else 0)
 
-    def _substitute(self, node: fx.Node) -> Any:
-        """Batch statistics over the replicas in the place of a rank's own."""
+    def _substitute(self, node: fx.Node, path: str) -> Any:
+        """Batch statistics over the replicas in the place of a rank's own, and layers that ranks compute together."""
         is_norm = getattr(node.target, "_opname", "") == "batch_norm" and bool(node.args[5])
-        return self._stats.normalise if self._stats is not None and is_norm else None
+        normalise = self._stats.normalise if self._stats is not None and is_norm else None
+        return self.holding.substitute(node, path) or normalise
 
     def ghost(self, is_ghost: bool) -> None:
         if self._stats is not None:
@@ -177,14 +203,16 @@ class PlacedReplica(Replica):
         assert self.flow is not None
         assert self._cut is not None
         _, relay = self._relays[id(self._cut)]
-        if self.speaks:
-            objective.backward()
-        for piece in reversed(relay.pieces):
-            relay.backward(self.flow, piece)
+        with self.holding.back():
+            if self.has_answer:
+                objective.backward()
+            for piece in reversed(relay.pieces):
+                relay.backward(self.flow, piece)
         self.flow.settle()
         self.flow = None
 
     def finish(self, key: str, count: Tensor | None) -> None:
+        self.holding.collect(self._own_of(key))
         if self.outer.size > 1 and key in self._buckets:
             self._buckets[key].pack()
             self._buckets[key].exchange()
@@ -193,12 +221,21 @@ class PlacedReplica(Replica):
         gradients = self._gradients(key)
         if count is not None and gradients:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+        self.holding.link(self._own_of(key))
+
+    def update(self, key: str, where: Tensor | None = None) -> None:
+        super().update(key, where)
+        self.holding.close()
+
+    def forget(self) -> None:
+        super().forget()
+        self.holding.close()
 
     def _add_tied(self, key: str) -> None:
         """Sums the gradients of weights that several ranks hold, in the order of ranks: equal bits on all."""
-        for number, (name, parameter) in enumerate(self.groups[key].items()):
-            ranks = sorted(self.placement.holders[name])
-            if len(ranks) == 1 or self.inner.rank not in ranks or not parameter.requires_grad:
+        for number, name in enumerate(self.groups[key]):
+            ranks, parameter = sorted(self.placement.holders[name]), self.held[key].get(name)
+            if len(ranks) == 1 or parameter is None or not parameter.requires_grad:
                 continue
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             own = own.contiguous()
@@ -216,14 +253,15 @@ class PlacedReplica(Replica):
     def clip(self, key: str, max_norm: float) -> Tensor:
         """A weight that several ranks hold counts once."""
         mine = [
-            p.grad
+            (p.grad, self.holding.copies(self.groups[key][name]))
             for name, p in self.held[key].items()
             if p.grad is not None and min(self.placement.holders[name]) == self.inner.rank
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if mine:
-            total += torch.stack(torch._foreach_norm(mine)).double().square().sum()
-        self.inner.all_reduce(total)
+            squares = torch.stack(torch._foreach_norm([gradient for gradient, _ in mine])).double().square()
+            total += (squares / torch.tensor([copies for _, copies in mine], device=squares.device)).sum()
+        self.world.along(self.spec.axes, *self._together).all_reduce(total)
         norm = total.sqrt()
         gradients = self._gradients(key)
         if gradients:
@@ -232,8 +270,10 @@ class PlacedReplica(Replica):
         return norm
 
     def is_finite(self, key: str) -> Tensor:
-        flag = super().is_finite(key).to(torch.int64)
-        self.inner.all_reduce(flag, "min")
+        fine = [gradient.isfinite().all() for gradient in self._gradients(key)]
+        flag = torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool, device=self.world.device)
+        flag = flag.to(torch.int64)
+        self.world.along(self.spec.axes, *self._together).all_reduce(flag, "min")
         return flag > 0
 
     @property
@@ -244,7 +284,12 @@ class PlacedReplica(Replica):
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Nested dicts of all ranks of the group as one, with the tensors of whoever holds them."""
+        known = {*self.names.values(), *(name for name, _ in self.model.named_buffers())}
         flat = dict(_flat(parts))
+        for path, tensor in flat.items():
+            if not tensor.is_meta:
+                name = next((part for part in reversed(path) if part in known), "")
+                flat[path] = self.holding.whole(tensor, name)
         mine = {path: (tuple(t.shape), t.dtype) for path, t in flat.items() if not t.is_meta}
         every = self.inner.gather_objects(mine)
         for source, theirs in enumerate(every):
@@ -261,12 +306,14 @@ class PlacedReplica(Replica):
         return parts
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
-        return torch.empty_like(whole, device="meta") if like.is_meta else whole
+        return torch.empty_like(whole, device="meta") if like.is_meta else self.holding.part_for(whole, like, name)
 
     def policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
             return {}
-        return self.gathered(State.joined(buckets.state() for buckets in self._buckets.values()).tensors())
+        state = State.joined(buckets.own_state() for buckets in self._buckets.values())
+        whole = {name: self.holding.joined(part, name) for name, part in state.feedback.items()}
+        return self.gathered(State(whole, state.shared, state.num_steps).gathered(self.outer).tensors())
 
     def own_policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
@@ -278,14 +325,21 @@ class PlacedReplica(Replica):
             return super().load_policy_state(saved)
         if not saved:
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
+        state = State.of(saved)
+        if not state.is_own:
+            mine = state.share(self.outer).feedback
+            held = {name for group in self.held.values() for name in group}
+            parts = {name: self.holding.cut(whole, name) for name, whole in mine.items() if name in held}
+            state = State(parts, state.shared, state.num_steps).own()
         for buckets in self._buckets.values():
-            buckets.load_state(State.of(saved))
+            buckets.load_state(state)
         return ""
 
     def align_buffers(self) -> None:
+        data = self.world.along(self.spec.axes, *DATA_AXES)
         for buffer in self.model.buffers():
             if not buffer.is_meta:
-                self.outer.broadcast(buffer)
+                data.broadcast(_local(buffer))
 
     def hints(self) -> list[str]:
         """Which parts are where, and what crosses for the rows that were looked at."""
@@ -295,7 +349,8 @@ class PlacedReplica(Replica):
 
     def differences(self) -> list[str]:
         """Compares what ranks of different replicas hold of the same stage."""
-        named = {n: t for n, t in (*self.model.named_parameters(), *self.model.named_buffers()) if not t.is_meta}
+        every_one = (*self.model.named_parameters(), *self.model.named_buffers())
+        named = {name: _local(tensor.detach()) for name, tensor in every_one if not tensor.is_meta}
         found = []
         if named and self.outer.size > 1:
             gathered = self.outer.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
@@ -325,6 +380,12 @@ def _filled(cut: Cut, made: Mapping[str, Tensor]) -> Any:
             value = cut.works.facts.values[output.name]
             leaves.append(torch.empty(value.shape, dtype=value.dtype, device="meta"))
     return cut.works.traced.answer.filled(leaves)
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def _flat(nested: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

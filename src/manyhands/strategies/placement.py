@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ from ..graph import (
     trace,
     works_of,
 )
+from .holding import Holding
 from .homes import REST, automatic, by_map, check_map, measured, module_names, parameters_of
 from .recompute import SELECTIVE, recomputed_by, selective_contexts
 from .relay import Relay
@@ -174,6 +175,8 @@ class Placement:
     device: torch.device
     scope: Callable[[], AbstractContextManager[object]]
     calling: Calling
+    layers: Sequence[str] = ()
+    """Modules that stay in one piece, because several ranks compute each of them together."""
     holders: dict[str, set[int]] = field(default_factory=dict)
     """The ranks that hold each parameter and buffer."""
     named: dict[str, int] = field(default_factory=dict)
@@ -253,7 +256,7 @@ class Placement:
             return known[0]
         times = sum(other[:2] == key for other in self._traced)
         with plain_forward(self.model):
-            traced = trace(self.model, call, self.device, free=times >= NUM_FIXED)
+            traced = trace(self.model, call, self.device, free=times >= NUM_FIXED, layers=self.layers)
         self._traced[*key, call.shapes] = traced
         return traced
 
@@ -281,7 +284,9 @@ class Placement:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def relay(self, cut: Cut, world: World, clock: Clock, substitute: Callable[[fx.Node], Any]) -> Relay:
+    def relay(
+        self, cut: Cut, world: World, clock: Clock, substitute: Callable[[fx.Node, str], Any], holding: Holding
+    ) -> Relay:
         """What this rank does of a cut."""
         blocks = recomputed_by(self.model, self.spec.recompute)
         segments = {
@@ -293,7 +298,7 @@ class Placement:
                 clock=clock,
                 counts_draws=self.spec.deterministic,
                 returned=cut.returned if piece is cut.pieces[-1] else (),
-                contexts=selective_contexts if self.spec.recompute == SELECTIVE else None,
+                contexts=lambda: holding.again(selective_contexts() if self.spec.recompute == SELECTIVE else None),
             )
             for piece in cut.pieces
             if piece.rank == world.rank
@@ -306,9 +311,9 @@ class Placement:
             if node in traced.constants:
                 return traced.constants[node]
             module, name = places[node]
-            return getattr(module, name.rpartition(".")[2])  # type: ignore[no-any-return]
+            return holding.work(getattr(module, name.rpartition(".")[2]))
 
-        return Relay(cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock)
+        return Relay(cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain)
 
     def drop(self, rank: int) -> None:
         """Keeps this rank's parameters and buffers; of the others only shape and dtype remain."""

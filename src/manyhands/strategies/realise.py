@@ -14,6 +14,7 @@ from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
 from .deferred import Take
+from .holding import Holding
 from .local import replicated
 from .mirrored import mirror
 from .offload import OffloadedReplica
@@ -59,9 +60,11 @@ def realise(
             _require_sums(model)
             mirror(model, world)
     if spec.stages != 1:
-        placement = place(spec, world, model, probe, look)
+        holding = _holding(spec, world, model, probe, layout)
+        placement = place(spec, world, model, probe, look, holding.layers)
+        holding.hold(model)
         optimizers = optimizers_of(model, make_optimizer)
-        return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement)
+        return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement, holding)
     if spec.shards != 1 and world.size > 1 and spec.sharding == "optimizer":
         from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
 
@@ -119,11 +122,26 @@ def _in_parts(
     return TensorReplica(spec, world, model, optimizers, cutting, stats)
 
 
+def _holding(spec: StrategySpec, world: World, model: nn.Module, probe: Probe | None, layout: Layout | None) -> Holding:
+    """How ranks that have the same pieces of a network hold them."""
+    if spec.shards == 1 and spec.tensor == 1:
+        return Holding()
+    from .held_in_parts import HeldInParts
+
+    if spec.tensor > 1 and layout is None:
+        require_loss(spec, probe is not None)
+        assert probe is not None
+        layout = lay_out(model, spec, world, probe)
+    return HeldInParts(spec, world, model, layout)
+
+
 def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) -> Layout:
     """How a network's layers are cut over the tensor axis, found by following a few samples through it."""
     from .tensor import Axis, find_layout
 
-    return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts)
+    # What crosses between stages is whole, so nothing is left in parts along its samples.
+    spreads = spec.stages == 1
+    return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts, spreads=spreads)
 
 
 def require_loss(spec: StrategySpec, has_loss: bool) -> None:
@@ -168,11 +186,17 @@ def require_built(spec: StrategySpec) -> None:
 
 
 def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
-    if spec.shards != 1 or spec.tensor != 1:
+    if spec.place and (spec.shards != 1 or spec.tensor > 1):
         raise StrategyError(
-            "stages go together with replicas, and not yet with shards or tensor ranks",
+            "a part that is placed runs on one device, so its layers and parameters are not cut any further",
             got=str(spec),
-            remedy="leave shards and tensor at 1",
+            remedy="leave shards and tensor at 1, or use mh.Pipeline for stages that several devices hold together",
+        )
+    if spec.sharding == "optimizer" and spec.shards != 1:
+        raise StrategyError(
+            "shards of a stage hold its parameters, gradients and optimizer state in parts",
+            got=str(spec),
+            remedy='leave sharding away, or use sharding="full"',
         )
     if spec.servers or isinstance(policy, Local):
         raise StrategyError(

@@ -57,9 +57,11 @@ class Relay:
         segments: Mapping[int, Sequence[Segment]],
         tensor_of: Callable[[str], Tensor],
         clock: Clock,
+        plain: Callable[[Tensor], Tensor],
     ) -> None:
         self.works, self.pieces = works, pieces
         self._world, self._segments, self._tensor_of, self._clock = world, segments, tensor_of, clock
+        self._plain = plain
         self.given = {piece.index: [c for c in crossings if c.source is piece] for piece in pieces}
         """What crosses from each piece."""
         self._taken = {piece.index: [c for c in crossings if c.first is piece] for piece in pieces}
@@ -106,7 +108,7 @@ class Relay:
         return [c for cs in self.given.values() for c in cs if c.name == name and c.to == self._world.rank]
 
     def _give(self, flow: Flow, piece: Piece, env: Mapping[str, Any]) -> None:
-        made = {name: env[name] for name in piece.gives}
+        made = {name: self._plain(env[name]) for name in piece.gives}
         if torch.is_grad_enabled():
             flow.made[piece.index] = made
         for crossing in self.given[piece.index]:

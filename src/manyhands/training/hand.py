@@ -175,7 +175,8 @@ class Hand:
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
-        if compute is None or self.layout is not None or self.spec.tensor * self.spec.stages == 1:
+        is_known = self.layout is not None and self.spec.stages == 1
+        if compute is None or is_known or self.spec.tensor * self.spec.stages == 1:
             return None
         at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
         rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))

@@ -33,7 +33,7 @@ class _Micros:
         self._parts = split(data, self.sizes) if len(self.sizes) > 1 else [data]
         self._starts = [hand.start + before for before in accumulate(self.sizes, initial=0)]
         self.tally = hand.open_tally()
-        if not replica.speaks:
+        if not replica.has_answer:
             self.tally.add(replica.nothing(), Part(0, self._total))
 
     def loss(self, micro: int) -> Any:

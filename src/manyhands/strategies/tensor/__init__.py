@@ -1,7 +1,8 @@
 """Layers that several ranks compute together, each with a part of the parameters."""
 
-from .axis import Axis
+from .axis import Axis, in_tensors
+from .glue import plain, replicating
 from .layout import Layout, find_layout
-from .replica import Cutting, TensorReplica
+from .replica import Cutting, TensorReplica, reorder
 
-__all__ = ["Axis", "Layout", "find_layout", "Cutting", "TensorReplica"]
+__all__ = ["Axis", "Layout", "find_layout", "Cutting", "TensorReplica", "in_tensors", "plain", "reorder", "replicating"]

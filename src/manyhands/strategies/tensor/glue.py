@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from .axis import WHOLE, Axis, in_tensors, is_cut
@@ -167,6 +166,18 @@ class Glue(TorchFunctionMode):
         settings = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         return cross_entropy(self._axis, input.to_local(), target, input.shape[dim], **settings)
 
+    def cross_entropy_loss(
+        self, func: Any, input: Tensor, target: Tensor, weight: Any = None, reduction: int = 1,
+        ignore_index: int = -100, label_smoothing: float = 0.0,
+    ) -> Any:  # fmt: skip
+        """The same in a traced network, where reductions are numbers."""
+        if not isinstance(input, DTensor):
+            return NotImplemented
+        named = ("none", "mean", "sum")[reduction]
+        return self.cross_entropy(
+            F.cross_entropy, input, target, weight, None, ignore_index, None, named, label_smoothing
+        )
+
     def cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Torch leaves out what is empty, as caches of keys and values are at first; DTensors do not know that."""
         if not any(isinstance(tensor, DTensor) for tensor in tensors):
@@ -218,6 +229,24 @@ def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
     return torch.cat([axis.sharded(p, -1, size).redistribute(placements=[WHOLE]) for p, size in parts], -1)
 
 
+@contextmanager
+def replicating() -> Iterator[None]:
+    """Where plain tensors count as the same on every rank; torch's own ends where one within it does."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def plain(axis: Axis, tensor: Tensor) -> Tensor:
+    """A result as it is on one device, on every rank."""
+    sections = getattr(tensor, SECTIONS, None)
+    return axis.whole(tensor if sections is None else in_order(axis, tensor, sections))
+
+
 def inner_size(sizes: Sequence[int]) -> int:
     return torch.Size(sizes).numel()
 
@@ -231,13 +260,14 @@ def glued(
     # torch's fused encoder layer takes whole tensors only.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with implicit_replication(), Glue(axis, on_sections, draws=draws):
+        with replicating(), Glue(axis, on_sections, draws=draws):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-_CHUNKS = {torch.chunk, Tensor.chunk}
+_ATEN = torch.ops.aten
+_CHUNKS = {torch.chunk, Tensor.chunk, _ATEN.chunk.default}
 _HARMLESS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "data")),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point,
@@ -264,4 +294,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten), Glue.unflatten),
+    # The same in a traced network.
+    _ATEN.scaled_dot_product_attention.default: Glue.attention,
+    _ATEN.cross_entropy_loss.default: Glue.cross_entropy_loss,
+    _ATEN.dropout.default: Glue.dropout,
+    _ATEN.cat.default: Glue.cat,
+    _ATEN.unflatten.int: Glue.unflatten,
+    **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), Glue.split),
+    **dict.fromkeys((_ATEN.view.default, _ATEN.reshape.default), Glue.view),
+    **{getattr(_ATEN, pool.__name__).default: Glue.by_channel for pool in _POOLS if hasattr(_ATEN, pool.__name__)},
 }

@@ -76,9 +76,11 @@ class Layout:
                     yield f"{name}.{key}".lstrip("."), value
 
 
-def find_layout(model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str]) -> Layout:
+def find_layout(
+    model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str], *, spreads: bool = True
+) -> Layout:
     """The layout of a network, tried; what cannot be computed in parts is whole, and named in the layout's notes."""
-    layout = Layout(blocks=set(blocks_of(model)))
+    layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
     wishes = _wishes(model, asked)
     pretends, tries = True, 0
     while True:

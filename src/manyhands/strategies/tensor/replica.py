@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from ...cluster import World
@@ -18,7 +17,7 @@ from ..batch_stats import BatchStats
 from ..recompute import keep_all
 from ..sharded import ShardedReplica
 from .axis import WHOLE, Axis, in_tensors
-from .glue import glued
+from .glue import glued, replicating
 from .layout import Layout, dress
 
 
@@ -34,11 +33,18 @@ class Cutting:
 
     def apply(self, model: nn.Module) -> None:
         """Replaces every parameter by this rank's part of it, and has layers computed in parts."""
+        self.cut(model)
+        self._take_off = dress(model, self.axis, self.layout)
+
+    def cut(self, model: nn.Module) -> None:
+        """Replaces every parameter that has values by this rank's part of it."""
         placements = self.layout.placements(model)
         made: dict[Any, nn.Parameter] = {}
         for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
             owner, _, last = name.rpartition(".")
             module = model.get_submodule(owner)
+            if tensor.is_meta:
+                continue
             if isinstance(tensor, nn.Parameter):
                 if tensor not in made or name in placements:
                     parted = self.part(tensor.detach(), name, placements)
@@ -47,9 +53,8 @@ class Cutting:
                 module._buffers[last] = self.part(tensor, name, placements)
         for module in model.modules():
             for last, held in module._parameters.items():
-                if held is not None:
+                if held is not None and held in made:
                     module._parameters[last] = made[held]
-        self._take_off = dress(model, self.axis, self.layout)
 
     def part(self, whole: Tensor, name: str, placements: Mapping[str, Any]) -> DTensor:
         """This rank's part of a tensor that all ranks have."""
@@ -60,6 +65,23 @@ class Cutting:
         ordered = reorder(whole, place.dim, self.sections.get(name), self.axis.size)
         local = ordered.narrow(place.dim, begin, count).clone(memory_format=torch.contiguous_format)
         return self.axis.sharded(local, place.dim, whole.shape[place.dim])
+
+    def completed(self, parameters: Sequence[Any]) -> list[Tensor]:
+        """This rank's parts of gradients; those of which each rank has a term are summed, all in one go."""
+        found: dict[int, Tensor] = {}
+        terms: list[tuple[int, Tensor]] = []
+        for place, parameter in enumerate(parameters):
+            gradient, cut = parameter.grad, parameter.placements
+            if cut[0] == WHOLE and gradient.placements[0].is_partial():
+                terms.append((place, gradient.to_local()))
+            else:
+                found[place] = gradient.redistribute(placements=cut).to_local()
+        if terms:
+            flat = torch.cat([part.flatten() for _, part in terms])
+            self.ranks.all_reduce(flat)
+            sums = flat.split([part.numel() for _, part in terms])
+            found |= {place: whole.view_as(part) for (place, part), whole in zip(terms, sums, strict=True)}
+        return [found[place] for place in range(len(parameters))]
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Where the network and its loss are computed."""
@@ -99,7 +121,7 @@ class TensorReplica(ShardedReplica):
         return in_tensors(self._cutting.axis.whole, value)
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        with implicit_replication():
+        with replicating():
             super().backward(objective, key, last=last)
 
     def finish(self, key: str, count: Tensor | None) -> None:

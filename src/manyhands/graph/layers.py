@@ -1,0 +1,160 @@
+"""Layers: modules that a trace keeps as one operation each, so that whoever runs it may compute them in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from .call import Call
+
+MARK = "layer"
+"""Where a graph's node keeps the layer that it stands for."""
+_library = torch.library.Library("manyhands", "FRAGMENT")
+_library.define("layer(Tensor[] tensors, int number) -> Tensor[]")
+_under_way: list[Layer] = []
+"""The layers of the trace that is being made, by their numbers in it."""
+
+
+@dataclass
+class Layer:
+    """A call of a module: it takes tensors, and then the module's own parameters and buffers, in a fixed order."""
+
+    path: str
+    module: nn.Module
+    call: Call
+    parameters: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    answer: Callable[[Sequence[Tensor]], Any] = tuple
+
+    def run(self, tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
+        """Computes it as it is written."""
+        return self.by(lambda _, own, *args, **kwargs: own(*args, **kwargs))(tensors, number)
+
+    def by(self, compute: Callable[..., Any]) -> Callable[[Sequence[Tensor], int], list[Tensor]]:
+        """Computes it in another way, by a function of the module, its own forward, and what it is called with."""
+
+        def run(tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
+            count = len(self.call.tensors)
+            args, kwargs = self.call.arguments(tensors[:count])
+            own = MethodType(type(self.module).forward, self.module)
+            with self._holding(tensors[count:]):
+                made = compute(self.module, own, *args, **kwargs)
+            return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+
+        return run
+
+    @contextmanager
+    def _holding(self, own: Sequence[Tensor]) -> Iterator[None]:
+        """The module with these tensors for its own."""
+        places = [_place(self.module, name) for name in (*self.parameters, *self.buffers)]
+        before = [held[name] for held, name in places]
+        try:
+            for (held, name), tensor in zip(places, own, strict=True):
+                held[name] = tensor
+            yield
+        finally:
+            for (held, name), tensor in zip(places, before, strict=True):
+                held[name] = tensor
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, as attention with dropout does."""
+        share = getattr(self.module, "dropout", 0.0)
+        return self.module.training and isinstance(share, float) and share > 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes its buffers, as batch statistics do."""
+        return isinstance(self.module, _NormBase) and self.module.training and self.module.track_running_stats
+
+
+def layer_of(node: fx.Node) -> Layer | None:
+    """The layer that a node stands for."""
+    return node.meta.get(MARK)
+
+
+def changed_by(node: fx.Node, layer: Layer) -> list[fx.Node]:
+    """The buffers that a layer changes."""
+    return list(node.args[0])[len(layer.call.tensors) + len(layer.parameters) :] if layer.changes else []  # type: ignore[arg-type]
+
+
+@contextmanager
+def kept_whole(model: nn.Module, names: Sequence[str]) -> Iterator[list[Layer]]:
+    """Modules of these names are one operation each in a trace that is made inside; gives the list of their calls."""
+    found: list[Layer] = []
+    modules = [model.get_submodule(name) for name in names]
+    before = [module.__dict__.get("forward") for module in modules]
+    _under_way[:] = found
+    for name, module in zip(names, modules, strict=True):
+        module.forward = MethodType(_noted(name, found), module)
+    try:
+        yield found
+    finally:
+        _under_way.clear()
+        for module, own in zip(modules, before, strict=True):
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+def mark(graph: fx.Graph, found: Sequence[Layer]) -> None:
+    """Tells the nodes of a graph which layers they stand for."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.manyhands.layer.default:
+            node.meta[MARK] = found[node.args[1]]
+
+
+def _noted(name: str, found: list[Layer]) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = Call.of(args, kwargs)
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        layer = Layer(name, module, call, list(parameters), list(buffers))
+        found.append(layer)
+        _under_way[:] = found
+        made = torch.ops.manyhands.layer([*call.tensors, *parameters.values(), *buffers.values()], len(found) - 1)
+        return layer.answer(made)
+
+    return forward
+
+
+def _without_values(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    layer = _under_way[number]
+    kept: list[Any] = []
+
+    def compute(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        kept[:] = [made]
+        return made
+
+    made = layer.by(compute)(tensors, number)
+    leaves, structure = pytree.tree_flatten(kept[0])
+    shape = [leaf if not isinstance(leaf, Tensor) else None for leaf in leaves]
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def answer(given: Sequence[Tensor]) -> Any:
+        rest = iter(given)
+        return pytree.tree_unflatten(
+            [next(rest) if is_one else leaf for is_one, leaf in zip(is_tensor, shape, strict=True)], structure
+        )
+
+    layer.answer = answer
+    # Not the same memory as anything that went in.
+    return [torch.empty_like(tensor) for tensor in made]
+
+
+torch.library.register_fake("manyhands::layer", _without_values, lib=_library)
+
+
+def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    owner, _, last = name.rpartition(".")
+    inner = module.get_submodule(owner)
+    held: dict[str, Any] = inner._parameters if last in inner._parameters else inner._buffers
+    return held, last
