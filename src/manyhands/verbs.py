@@ -515,7 +515,9 @@ def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | N
     if not splits or not training.can_explain(task):
         return None, None
     with _own_randomness():
-        return training.explain(task, spec)
+        table, layout = training.explain(task, spec)
+    # Which stage holds what is measured in the ranks, and told from there.
+    return (table if spec.stages == 1 else None), layout
 
 
 def evaluate(
@@ -605,7 +607,7 @@ def settle(
         return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
-    devices, notices = engine_for(on, _engine).devices(on, spec.num_devices)
+    devices, notices = engine_for(on, _engine).devices(on, spec.num_devices, spec.arithmetic)
     if spec.replicas is None and len(devices) == 1 and strategy is not None:
         notices.append(f'there is one device ({devices[0]}), so one replica; on="{devices[0].name}*2" makes two')
     return spec.with_devices(len(devices)), devices, notices

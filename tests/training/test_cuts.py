@@ -51,9 +51,11 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     twice = deep.replace(loss=lambda model, batch: (model.first(batch[0])).mean())
     assert "calls model(...) exactly once, but got 0 calls" in refused(twice, mh.Pipeline(2))
     assert "a task with loss=" in refused(problem("gan"), mh.Pipeline(2))
-    assert "needs 4 devices, but got 3" in refused(deep, mh.Pipeline(2, replicas=2), on="cpu*3")
+    assert "needs 4 devices (2 replicas x 2 stages), but got 3" in refused(deep, mh.Pipeline(2, replicas=2), on="cpu*3")
     assert "a multiple of 2 devices, but got 3" in refused(deep, mh.Pipeline(2, replicas=None), on="cpu*3")
-    assert "not yet with shards" in refused(deep, "stages=2,shards=2", on="cpu*4")
+    assert "placed runs on one device" in refused(deep, "stages=2,shards=2,place=auto", on="cpu*4")
+    assert "shards of a stage hold" in refused(deep, "stages=2,shards=2,sharding=optimizer", on="cpu*4")
+    assert "needs 8 devices (2 shards x 2 tensor x 2 stages)" in refused(deep, "fsdp=2,tp=2,pp=2", on="cpu*4")
     with pytest.raises(StrategyError, match="schedule must be one of"):
         mh.Pipeline(2, schedule="best")
     with pytest.raises(StrategyError, match="takes a batch as a whole"):

@@ -39,8 +39,7 @@ def trained(world: World, cases: dict[str, Case], folder: Path) -> dict[str, Any
         losses: dict[str, list[float]] = {}
         world.line.taps[:] = [partial(keep, into=losses)]
         # Each size of a call is traced, so what takes longest has batches of one size.
-        is_product = spec.stages > 1 and spec.tensor * (spec.shards or 1) > 1
-        rows = 16 if name == "translator" or is_product else 21
+        rows = 16 if name == "translator" or "tensor" in label or "shards" in label else 21
         made = task(name, rows, dropout=0.2 if spec.deterministic else 0.0)
         where = folder / f"{label.replace(' ', '-').replace('*', 'x')}"
         train(world, Job(task=made, spec=spec.with_devices(world.size), folder=where, epochs=2))

@@ -18,7 +18,7 @@ from .service import Service
 from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
-from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, innermost
+from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, groups_along, innermost
 
 __all__ = [
     "Device",
@@ -41,6 +41,7 @@ __all__ = [
     "DirectLine",
     "current_world",
     "enter_world",
+    "groups_along",
     "Engine",
     "AfterLoss",
     "Job",

@@ -75,11 +75,11 @@ def devices() -> list[Device]:
 
 
 def resolve(
-    on: str | torch.device | Sequence[Device] | None, num_wanted: int | None = None
+    on: str | torch.device | Sequence[Device] | None, num_wanted: int | None = None, arithmetic: str = ""
 ) -> tuple[list[Device], list[str]]:
     """The devices that `on=` names, and notices about what was chosen for the person.
 
-    `num_wanted` is how many the strategy needs; None takes all that are named.
+    `num_wanted` is how many the strategy needs, and `arithmetic` why; None takes all that are named.
     """
     notices: list[str] = []
     if on is None or on == "gpu":
@@ -94,7 +94,7 @@ def resolve(
         names = ", ".join(map(str, found))
         first = replace(found[0], share=1.0, slot=0)
         raise DeviceError(
-            f"the strategy needs {num_wanted} devices",
+            f"the strategy needs {num_wanted} devices{arithmetic}",
             got=f"{len(found)} ({names})",
             remedy=f'ask for fewer replicas, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
         )

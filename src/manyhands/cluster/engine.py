@@ -44,9 +44,12 @@ def ignore(*_: Any) -> None:
 class Engine(ABC):
     """Starts a function on devices, one rank each; or a service on one."""
 
-    def devices(self, on: Any, num_wanted: int | None) -> tuple[list[Device], list[str]]:
-        """The devices that `on=` names, and notices about what was chosen; `num_wanted` of them, None for all."""
-        return resolve(on, num_wanted)
+    def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
+        """The devices that `on=` names, and notices about what was chosen; `num_wanted` of them, None for all.
+
+        `arithmetic` says how that number comes about.
+        """
+        return resolve(on, num_wanted, arithmetic)
 
     @abstractmethod
     def start(

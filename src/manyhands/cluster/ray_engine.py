@@ -45,7 +45,7 @@ class RayEngine(Engine):
     def __init__(self, address: str) -> None:
         self._address = address
 
-    def devices(self, on: Any, num_wanted: int | None) -> tuple[list[Device], list[str]]:
+    def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
         """All GPUs of the cluster; where it has none a CPU of every host, or of as many hosts as are wanted."""
         hosts = _hosts(self._connected())
         found = [
@@ -55,7 +55,7 @@ class RayEngine(Engine):
             found = _cpus(hosts, num_wanted)
         if num_wanted is not None and num_wanted > len(found):
             raise DeviceError(
-                f"the strategy needs {num_wanted} devices",
+                f"the strategy needs {num_wanted} devices{arithmetic}",
                 got=f"{len(found)} in the Ray cluster at {self._address} ({', '.join(map(str, found)) or 'none'})",
                 remedy="ask for fewer replicas, or add hosts with ray start",
             )

@@ -257,13 +257,21 @@ class StrategySpec:
             return dataclasses.replace(self, replicas=replicas, shards=shards, stages=stages)
         if self.num_devices == count:
             return self
-        factors = [f"{n} {axis}" for axis in AXES if (n := getattr(self, axis)) not in (None, 1)]
-        arithmetic = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
         raise StrategyError(
-            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices{arithmetic}",
+            f"{self} takes {'a multiple of ' if self.num_devices is None else ''}{others} devices{self.arithmetic}",
             got=f"{count}",
             remedy="change one of its numbers, or name as many devices with on=",
         )
+
+    @property
+    def arithmetic(self) -> str:
+        """How the number of its devices comes about, where several axes make it.
+
+        >>> StrategySpec(tensor=2, stages=3).arithmetic
+        ' (2 tensor x 3 stages)'
+        """
+        factors = [f"{n} {axis}" for axis in AXES if (n := getattr(self, axis)) not in (None, 0, 1)]
+        return f" ({' x '.join(factors)})" if len(factors) > 1 else ""
 
     def explain(self, task: Any) -> Any:
         """How it splits a task: the table of `mh.explain(task, spec)`."""

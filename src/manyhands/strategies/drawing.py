@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .homes import parameters_of
 from .placement import Cut, Placement
+from .table import Table
 
 WIDTH, HEIGHT, GAP = 210, 74, 46
 
@@ -50,10 +51,12 @@ class Outline:
     title: str
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
+    table: Table | None = None
+    """How the ranks of a stage hold it, where several do; bytes are those of the largest stage."""
 
     def __str__(self) -> str:
         across = sum(arrow.num_bytes for arrow in self.arrows)
-        num_devices = len({box.rank for box in self.boxes})
+        num_devices = len({name for box in self.boxes for name in box.device.split(" ")})
         pieces, devices = _count(len(self.boxes), "piece"), _count(num_devices, "device")
         lines = [f"{self.title}: {pieces} on {devices}, {across:,} bytes across"]
         for index, box in enumerate(self.boxes):
@@ -63,6 +66,8 @@ class Outline:
             for arrow in self.arrows:
                 if arrow.source == index:
                     lines.append(f"       to {arrow.to} on {self.boxes[arrow.to].device}: {arrow.num_bytes:,} bytes")
+        if self.table is not None:
+            lines += self.table.lines()
         return "\n".join(lines)
 
     def show(self, path: str | Path | None = None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..cluster import Device, NullWorld, place_of
+from ..cluster import Device, NullWorld, groups_along, place_of
 from ..core import StrategySpec, UsageError
 from .drawing import Outline, drawn
 from .homes import check_map, module_names, too_many_stages
@@ -17,15 +18,43 @@ from .placed import autocast_of
 from .placement import Placement, calling, placed_homes, require_cuttable
 from .recompute import recomputed_by
 from .schedules import stages_per_rank
+from .table import table_of
+
+if TYPE_CHECKING:
+    from .tensor import Layout
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 
 
-def outline(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe) -> Outline:
-    """Cuts a network as `fit` would, on this machine and without starting anything."""
-    placement = _placed(spec, model, devices, probe, measures=True)
+def outline(
+    spec: StrategySpec,
+    model: nn.Module,
+    devices: Sequence[Device],
+    probe: Probe,
+    *,
+    layout: Layout | None = None,
+    slots: float = 0.0,
+    rows: float = 0.0,
+) -> Outline:
+    """Cuts a network as `fit` would, on this machine and without starting anything; the rest is as for `table_of`."""
+    layers = () if layout is None else tuple(layout.ways)
+    placement = _placed(spec, model, devices, probe, measures=True, layers=layers)
     assert placement.first is not None
-    return drawn(str(spec), placement.first, placement, [str(device) for device in devices])
+    found = drawn(str(spec), placement.first, placement, _names(spec, devices))
+    if spec.shards == 1 and spec.tensor == 1:
+        return found
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    stages = [[n for n in sizes if placement.holds(n, rank)] for rank in range(spec.stages)]
+    largest = max(stages, key=lambda names: sum(sizes[name] for name in names))
+    table = table_of(model, spec, layout=layout, slots=slots, rows=rows, names=largest)
+    return dataclasses.replace(found, table=table)
+
+
+def _names(spec: StrategySpec, devices: Sequence[Device]) -> list[str]:
+    """The devices of every stage of the first replica."""
+    groups = groups_along(spec.axes, *(axis for axis in ("shards", "tensor") if axis in spec.axes))
+    firsts = [next(g for g in groups if stage * spec.tensor in g) for stage in range(spec.stages)]
+    return [" ".join(str(devices[rank]) for rank in ranks) for ranks in firsts]
 
 
 def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe | None) -> None:
@@ -53,14 +82,20 @@ def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], p
 
 
 def _placed(
-    spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe, *, measures: bool
+    spec: StrategySpec,
+    model: nn.Module,
+    devices: Sequence[Device],
+    probe: Probe,
+    *,
+    measures: bool,
+    layers: Sequence[str] = (),
 ) -> Placement:
     device = torch.device("cpu")
     scope = autocast_of(spec, device)
     model.train()
     found = calling(model, probe, scope(), computes=measures)
     kind = Placement if spec.place else StagedPlacement
-    placement = kind(model, spec, spec.stages, device, scope, found)
+    placement = kind(model, spec, spec.stages, device, scope, found, layers=layers)
     if isinstance(placement, StagedPlacement):
         placement.settle(lambda works: homes_of_stages(placement, works, NullWorld(), measures=measures))
         return placement

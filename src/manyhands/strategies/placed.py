@@ -26,6 +26,7 @@ from .mirrored import hash_of
 from .placement import Cut, Loss, Placement, one_call
 from .relay import Flow, Relay
 from .replica import Replica
+from .table import size_text
 
 
 def autocast_of(spec: StrategySpec, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -345,7 +346,15 @@ class PlacedReplica(Replica):
         """Which parts are where, and what crosses for the rows that were looked at."""
         names = self.inner.gather_objects(str(self.inner.seat.device))
         assert self.placement.first is not None
-        return [str(drawn(str(self.spec), self.placement.first, self.placement, names))]
+        found = [str(drawn(str(self.spec), self.placement.first, self.placement, names))]
+        together = [f"{self.spec.axes[axis]} {axis}" for axis in ("shards", "tensor") if axis in self.spec.axes]
+        if together:
+            mine = sum(p.numel() * p.element_size() for group in self.held.values() for p in group.values())
+            most = max(self.world.gather_objects(mine))
+            found.append(
+                f"each stage is held by {' x '.join(together)}: at most {size_text(most)} of parameters a device"
+            )
+        return found
 
     def differences(self) -> list[str]:
         """Compares what ranks of different replicas hold of the same stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -77,21 +77,30 @@ class Table:
 
 
 def table_of(
-    model: nn.Module, spec: StrategySpec, *, layout: Layout | None = None, slots: float = 0.0, rows: float = 0.0
+    model: nn.Module,
+    spec: StrategySpec,
+    *,
+    layout: Layout | None = None,
+    slots: float = 0.0,
+    rows: float = 0.0,
+    names: Collection[str] | None = None,
 ) -> Table:
     """The table of a network under a spec with definite axes; `slots` is the optimizer's state for a byte of parameter,
-    `rows` how many times the batch of a rank is what was followed to find the layout.
+    `rows` how many times the batch of a rank is what was followed to find the layout, `names` the parameters of which a
+    device holds something, where that is not all of them.
     """
     placements = {} if layout is None else layout.placements(model)
-    held = {name: _held(p, spec, placements.get(name)) for name, p in model.named_parameters()}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in model.named_parameters() if names is None or name in names}
+    held = {name: _held(p, spec, placements.get(name)) for name, p in found.items()}
+    trained = {name for name, p in found.items() if p.requires_grad}
     at_rest = {name: held[name][spec.sharding != "optimizer"] for name in held}
     gradients = sum(at_rest[name] for name in trained)
     shards, replicas = spec.axes.get("shards", 1), spec.axes.get("replicas", 1)
     cut = sum(whole for whole, _ in held.values())
     traffic: dict[str, int] = {}
     if shards > 1:
-        rounds = 2 if spec.sharding == "optimizer" else 3 if spec.sharding == "full" else 2
+        # Where a batch is taken in microbatches its stage is gathered once for all of them.
+        rounds = 3 if spec.sharding == "full" and spec.stages == 1 else 2
         traffic["shards"] = rounds * cut * (shards - 1) // shards
     if replicas > 1:
         traffic["replicas"] = 2 * gradients * (replicas - 1) // replicas

@@ -14,7 +14,7 @@ from ..cluster import Device
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import Feed, as_source, check_source
 from ..strategies import Outline, check_cut, outline
-from .explain import without_values
+from .explain import layout_of, slots_of, without_values
 
 NUM_ROWS = 4
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
@@ -33,7 +33,9 @@ def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Out
     rows = (task.batch_size or 32) // (spec.num_parts * spec.accumulate * spec.microbatches)
     probe = _probe(task, spec, max(NUM_ROWS, min(64, rows)))
     assert probe is not None, "a task with a loss and data"
-    return outline(spec, _as_wide(_built(task), spec), devices, probe)
+    model = _as_wide(_built(task), spec)
+    layout, times = layout_of(task, model, spec)
+    return outline(spec, model, devices, probe, layout=layout, slots=slots_of(task, model), rows=times)
 
 
 def _built(task: Task) -> nn.Module:

@@ -25,12 +25,17 @@ def explain(task: Task, spec: StrategySpec) -> tuple[Table, Layout | None]:
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
         model = model.to(torch.float64)
-    layout, rows = None, 0.0
-    if spec.tensor > 1:
-        batch, size = few_samples(task, spec)
-        layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
-        rows = size / max(1, first_dim(batch)) / spec.num_parts
+    layout, rows = layout_of(task, model, spec)
     return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
+
+
+def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout | None, float]:
+    """How a network's layers are cut, and how many times the batch of a rank is what was followed to find it."""
+    if spec.tensor == 1:
+        return None, 0.0
+    batch, size = few_samples(task, spec)
+    layout = _in_world(spec, lambda world: lay_out(model, spec, world, _probe(task, batch)))
+    return layout, size / max(1, first_dim(batch)) / spec.num_parts
 
 
 def can_explain(task: Task) -> bool:
