@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from manyhands.data import as_source, data_digest
 from manyhands.testing import Hosts
 
 from ..cluster.environments import SAMPLES, SLURM, tf_config
+from ..cluster.test_tls import Signer
 from .conftest import Invoke
 
 
@@ -48,6 +50,23 @@ def test_a_host_that_is_not_there_is_a_warning(invoke: Invoke, monkeypatch: pyte
     assert result.exit_code == 1
     assert "no-such-host.invalid cannot be reached: its name has no address" in result.stdout
     assert "; look at its name, its network and its firewall" in result.stdout
+
+
+def test_by_what_hosts_of_a_scheduler_join(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config({"worker": ["localhost:1", "127.0.0.1:2"]})["TF_CONFIG"])
+    assert "hosts join" not in invoke("cluster").stdout
+    monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
+    assert "hosts join by the token in MANYHANDS_TOKEN, without TLS" in invoke("cluster").stdout
+    monkeypatch.setenv("MANYHANDS_TLS", Signer(tmp_path / "signer").host("host1"))
+    result = invoke("cluster")
+    assert f"under TLS with the certificate in {tmp_path / 'signer' / 'host1'}" in result.stdout
+    assert result.exit_code == 0, result.output
+    (tmp_path / "signer" / "host1" / "tls.key").unlink()
+    result = invoke("cluster")
+    assert result.exit_code == 1
+    assert "TLS needs a folder with tls.crt, tls.key and ca.crt, in PEM, but got" in result.stdout
+    assert "a" * 40 not in result.output
+    assert json.loads(invoke("cluster", "--json").stdout)["joining"]["token"] == "MANYHANDS_TOKEN"
 
 
 def test_nonsense_is_an_error(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import as_task
+from ..core import SettingsError, as_task
 from .options import Json, On, Params, add_verb
 from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
@@ -61,6 +61,7 @@ def cluster(
 
     environ, nobody = _as_somebody(os.environ)
     found = described(on, environ)
+    joining, unfit = _joining(on, environ, found)
     with only_json(as_json):
         data = _digest(target, params) if target is not None else ""
     survey = None
@@ -70,8 +71,8 @@ def cluster(
     knocks = (
         [] if found is None or survey is not None else [reach(h.name, h.port or found.port, timeout) for h in hosts]
     )
-    warnings = _warnings(found, knocks, survey, meet) + nobody
-    told = _as_dict(found, knocks, survey, warnings, data)
+    warnings = _warnings(found, knocks, survey, meet) + unfit + nobody
+    told = {**_as_dict(found, knocks, survey, warnings, data), "joining": joining}
     if survey is None or found is None or found.standing is None or found.standing.rank == 0:
         print_json(told) if as_json else _show(found, told, this_host())
     if [text for text in warnings if "is here too" not in text]:
@@ -90,6 +91,22 @@ def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[st
     config["task"] = {"type": role, "index": 0}
     says = f"TF_CONFIG does not say which task this is: it is shown as {role} 0 sees it, and nothing can be trained so"
     return {**environ, "TF_CONFIG": json.dumps(config)}, [says]
+
+
+def _joining(on: str | None, environ: Mapping[str, str], found: Cluster | None) -> tuple[dict[str, str], list[str]]:
+    """By what the hosts of a scheduler would join, and what is wrong with it."""
+    from ..cluster import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
+
+    if found is None or found.standing is not None or found.host.role not in (CHIEF, WORKER):
+        return {}, []
+    join = whole_host(on, environ)
+    if join is None:
+        return {}, []
+    try:
+        tls_here(join.tls).check()
+    except SettingsError as error:
+        return {"token": TOKEN_VARIABLE, "tls": join.tls}, [str(error)]
+    return {"token": TOKEN_VARIABLE, "tls": join.tls}, []
 
 
 def _digest(target: str, params: list[str] | None) -> str:
@@ -166,6 +183,9 @@ def _lines(found: Cluster | None, told: dict[str, Any], host: str) -> list[str]:
     else:
         lines.append("this process speaks for its whole host")
     lines.append(f"ranks meet at {found.address}:{found.port}")
+    if by := told["joining"]:
+        tls = f", under TLS with the certificate in {by['tls']}" if by["tls"] else ", without TLS"
+        lines.append(f"hosts join by the token in {by['token']}{tls}")
     chosen = told["interface"]
     for link in told["links"]:
         speed = f"{link['bytes_per_second'] / 1e9:.2f} GB/s, {1e6 * link['seconds']:.0f} µs"

@@ -13,7 +13,7 @@ import typer
 
 from ..core import Resolved, SettingsError, Task, as_task, resolve_settings
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, Target, TokenFile, add_verb
+from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, Target, TlsFolder, TokenFile, add_verb
 from .screen import note, only_json, print_json, stdout
 from .target import load_task, parse_params
 from .wording import in_options
@@ -108,6 +108,7 @@ def fit(
     hosts: Hosts = None,
     join: JoinAt = None,
     token_file: TokenFile = None,
+    tls: TlsFolder = None,
     epochs: Epochs = None,
     steps: Steps = None,
     name: Name = None,
@@ -132,7 +133,7 @@ def fit(
     file of --config or in the environment (MANYHANDS_EPOCHS, ...); the command line wins, then the file.
     """
     given = {
-        "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file,
+        "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls,
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
@@ -168,7 +169,7 @@ def fit(
 def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any]:
     """The settings as `mh.fit` takes them."""
     given = dataclasses.asdict(settings)
-    for name in ("on", "hosts", "join", "token_file"):
+    for name in ("on", "hosts", "join", "token_file", "tls"):
         del given[name]
     patience = given.pop("patience")
     return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
@@ -258,8 +259,8 @@ def _next_command(
     steps = None if settings.steps is None else times * settings.steps
     options = {
         "config": config, "strategy": given["strategy"], "on": given["on"], "hosts": given["hosts"],
-        "join": given["join"], "token-file": given["token_file"], "epochs": times * settings.epochs,
-        "steps": steps, "folder": given["folder"],
+        "join": given["join"], "token-file": given["token_file"], "tls": given["tls"],
+        "epochs": times * settings.epochs, "steps": steps, "folder": given["folder"],
         "save-every": given["save_every"], "keep": given["keep"], "patience": given["patience"],
         "log-to": given["log_to"], "memory": given["memory"], "fit-in": given["fit_in"],
         "name": run.name,

@@ -12,7 +12,7 @@ import typer
 
 from ..core import SettingsError, resolve_settings
 from .interrupts import Interrupts
-from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TokenFile, add_verb
+from .options import Hosts, HostsSettings, JoinAt, On, Strategy, TlsFolder, TokenFile, add_verb
 from .script import run_main, run_script
 from .target import require_file
 
@@ -59,6 +59,7 @@ def launch(
     hosts: Hosts = None,
     join: JoinAt = None,
     token_file: TokenFile = None,
+    tls: TlsFolder = None,
     role: Role = None,
     index: Index = None,
 ) -> None:
@@ -77,7 +78,7 @@ def launch(
 
     Options that are not ours go to the script; put -- before those that share a name with ours.
     """
-    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file}
+    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
     settings = resolve_settings(HostsSettings, given).values
     path = Path(script)
     require_file(path)

@@ -79,6 +79,15 @@ TokenFile = Annotated[
         show_default=False,
     ),
 ]
+TlsFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        metavar="FOLDER",
+        help="Join under TLS: a folder with tls.crt, tls.key and ca.crt.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +105,21 @@ class HostsSettings(SplitSettings):
     hosts: int | None = None
     join: str | None = None
     token_file: str | None = None
+    tls: str | None = None
 
     def place(self, file: Path, *work: str) -> str | Join | None:
         """What the verb takes as `on`; `work` and the file must be the same on every host."""
-        from ..cluster import TOKEN_VARIABLE, Join
+        from ..cluster import TLS_VARIABLE, TOKEN_VARIABLE, Join
 
         given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given):
+            if self.tls and self.tls != os.environ.get(TLS_VARIABLE):
+                raise SettingsError(
+                    "--tls is for hosts that join",
+                    got=f"--tls {self.tls} without --join",
+                    remedy=f"give --hosts and --join too; under a scheduler set {TLS_VARIABLE} instead",
+                )
             return self.on
         if set(missing) - ({"--token-file"} if os.environ.get(TOKEN_VARIABLE) else set()):
             raise SettingsError(
@@ -112,7 +128,8 @@ class HostsSettings(SplitSettings):
         assert self.hosts is not None
         assert self.join is not None
         said = " ".join([hashlib.sha256(file.read_bytes()).hexdigest(), str(self.strategy), *work])
-        return Join(address=self.join, hosts=self.hosts, token_file=self.token_file or "", on=self.on, work=said)
+        token, tls = self.token_file or "", self.tls or ""
+        return Join(address=self.join, hosts=self.hosts, token_file=token, tls=tls, on=self.on, work=said)
 
 
 def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str], **context: Any) -> None:

@@ -4,7 +4,7 @@ from .devices import Device, devices, num_cores, place_of, resolve, this_host
 from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
 from .health import Finding, doctor
-from .joining import TOKEN_VARIABLE, Join, Team, write_token
+from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, Team, tls_here, write_token
 from .judgement import Judgement, Loss
 from .launched import described, join_launched, launched, meet, whole_host
 from .leases import leased
@@ -57,6 +57,8 @@ __all__ = [
     "whole_host",
     "Join",
     "TOKEN_VARIABLE",
+    "TLS_VARIABLE",
+    "tls_here",
     "Team",
     "write_token",
     "understood",

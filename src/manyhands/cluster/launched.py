@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..core import DeviceError, SettingsError
 from .devices import Device, resolve, this_host
-from .joining import TOKEN_VARIABLE, Join
+from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join
 from .line import DirectLine, Line
 from .network import (
     address_towards,
@@ -71,7 +71,8 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
     several = several or len(found) > 1 or any((host.num_devices or 1) > 1 for host in trainers)
     if not several and not given.get(TOKEN_VARIABLE):
         return None
-    return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), on=own)  # type: ignore[arg-type]
+    tls = given.get(TLS_VARIABLE, "")
+    return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), tls=tls, on=own)  # type: ignore[arg-type]
 
 
 def _trainers(cluster: Cluster) -> list[Host]:

@@ -25,6 +25,8 @@ MAX_TEXT = 1 << 15
 BEAT_SECONDS = 0.5
 _HEAD = struct.Struct("!I")
 _PROOF = hashlib.sha256().digest_size
+_TLS = 22
+"""The first byte of whoever begins with TLS; a message that long is none of ours."""
 _HEX = re.compile("[0-9a-f]{0,64}")
 _HEX_FIELDS = ("nonce", "proof", "again")
 
@@ -83,11 +85,27 @@ class Limits:
         return min(2.0, self.timeout / 10)
 
 
+class Bare:
+    """What lies over the bytes of a connection: nothing."""
+
+    binding: tuple[str, ...] = ()
+    """What only this connection has; proofs of the token cover it."""
+
+    def wrapped(self, data: bytes) -> bytes:
+        """Bytes as they are sent."""
+        return data
+
+    def opened(self, data: bytes) -> bytes:
+        """What bytes that have come say."""
+        return data
+
+
 class Channel:
     """One end of a connection. Sending is safe from any thread; a thread of its own says that we are alive."""
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
-        self._socket, self.limits = sock, limits
+    def __init__(self, sock: socket.socket, limits: Limits, cover: Bare | None = None) -> None:
+        self._socket, self.limits, self._cover = sock, limits, cover or Bare()
+        self.binding = self._cover.binding
         self.peer = str(sock.getpeername()[0])
         """The other side's address, also when it is gone."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -122,7 +140,7 @@ class Channel:
             frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body
             self._sent += 1
             try:
-                self._socket.sendall(frame)
+                self._socket.sendall(self._cover.wrapped(frame))
             except OSError:
                 # Part of a message may be out, so that nothing behind it would be understood.
                 self._hang_up()
@@ -135,7 +153,7 @@ class Channel:
         if not chunk:
             raise ConnectionError("the connection was closed")
         self.heard_at = time.monotonic()
-        self._rest += chunk
+        self._rest += self._cover.opened(chunk)
         yield from self._whole()
 
     def wait_for(self, *kinds: str, seconds: float) -> Message:
@@ -157,7 +175,7 @@ class Channel:
                     continue
                 if not chunk:
                     raise ConnectionError("the connection was closed")
-                self._rest += chunk
+                self._rest += self._cover.opened(chunk)
         finally:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(None)
@@ -177,6 +195,8 @@ class Channel:
         head = _HEAD.size + _PROOF
         while len(self._rest) >= head:
             (length,) = _HEAD.unpack_from(self._rest)
+            if length >> 24 == _TLS:
+                raise Nonsense(f"{self.peer} was not taken in: it uses TLS, and this job does not")
             if length > MAX_MESSAGE:
                 raise Nonsense(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
             if len(self._rest) < head + length:

@@ -19,6 +19,7 @@ from ..engine import AfterLoss
 from ..summons import Summons
 from .channel import Channel, Limits, Message, Nonsense
 from .handshake import Challenge, Facts
+from .tls import NotTls, Plain
 from .token import Token
 
 MAX_WAITING = 16
@@ -59,8 +60,9 @@ class Desk:
         num_hosts: int,
         say: Callable[[str], None],
         timeout: float,
+        tls: Plain | None = None,
     ) -> None:
-        self._limits = Limits(timeout)
+        self._limits, self._tls = Limits(timeout), tls or Plain()
         self.selector = selectors.DefaultSelector()
         self._listener, self._token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
         self.present: list[There] = []
@@ -136,7 +138,7 @@ class Desk:
     def _prove(self, sock: socket.socket) -> None:
         """In a thread of its own, so that a stranger who says nothing holds nobody up."""
         try:
-            challenge = Challenge(Channel(sock, self._limits), self._token, self._passes, self._mine)
+            challenge = Challenge(self._channel(sock), self._token, self._passes, self._mine)
             self._proved.put(challenge)
             self._wakes.send(b"!")
         except (OSError, RunError, SettingsError) as error:
@@ -144,6 +146,14 @@ class Desk:
             sock.close()
         finally:
             self._handshakes.release()
+
+    def _channel(self, sock: socket.socket) -> Channel:
+        try:
+            return Channel(sock, self._limits, self._tls.cover(sock, self._limits, is_first=True))
+        except NotTls:
+            told = "this job is joined with TLS: give this host its certificate too, by --tls"
+            Channel(sock, self._limits).send("refused", code="tls", reason=told)
+            raise
 
     def _take_in(self) -> None:
         self._woken.recv(4096)

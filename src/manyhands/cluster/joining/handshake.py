@@ -15,11 +15,12 @@ import torch
 
 from ...core import SettingsError
 from ..devices import Device, this_host
-from .channel import Channel
+from .channel import Channel, Message
 from .token import Token
 
-Refusal = Literal["token", "differs", "present", "full"]
-"""Why a host is not taken in: it has another token, it is not like the others, its name is taken, all places are."""
+Refusal = Literal["token", "differs", "present", "full", "tls"]
+"""Why a host is not taken in: it has another token, it is not like the others, its name is taken, all places are, its
+connection is not under TLS as those of the others are."""
 MAX_SKEW = 60.0
 """Seconds by which clocks may differ: events of all hosts stand in one log."""
 
@@ -128,7 +129,7 @@ class Challenge:
         said = json.dumps(answer["facts"], sort_keys=True)
         self._theirs = str(answer["nonce"])
         # The number is this connection's own: what somebody overheard on another one proves nothing here.
-        parts = "join", self._nonce, self._theirs, said
+        parts = "join", self._nonce, self._theirs, said, *channel.binding
         self._pass = passes.get(str(answer["facts"].get("host")))
         if self._pass is not None and self._pass.accepts(answer["again"], *parts):
             self._key = self._pass
@@ -147,7 +148,7 @@ class Challenge:
 
     def accept(self) -> Token:
         """Takes it in, and proves that this is not somebody who only listens at the address; its pass from now on."""
-        self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce))
+        self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce, *self.channel.binding))
         _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
         self.channel.start_beating()
         return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._theirs)
@@ -159,19 +160,16 @@ def introduce(channel: Channel, token: Token, mine: Facts, known: Token | None =
     A token may expire while a job runs, and a host of that job must still be able to come back. `known` is its pass.
     The token is proved beside it, because a first host that was started again has given nobody a pass.
     """
-    hello = channel.wait_for("hello", seconds=channel.limits.answer)
+    hello = _heard(channel, "hello")
     nonce = secrets.token_hex(16)
     facts = asdict(mine)
-    parts = "join", hello["nonce"], nonce, json.dumps(facts, sort_keys=True)
+    parts = "join", hello["nonce"], nonce, json.dumps(facts, sort_keys=True), *channel.binding
     again = "" if known is None else known.prove(*parts)
     channel.send("join", nonce=nonce, facts=facts, proof=token.prove(*parts), again=again)
-    answer = channel.wait_for("welcome", "refused", seconds=channel.limits.answer)
-    if answer["kind"] == "refused":
-        refused = Refused(f"{channel.peer} does not take this host in: {answer['reason']}")
-        refused.code = answer["code"]
-        raise refused
+    answer = _heard(channel, "welcome")
+    parts = "welcome", nonce, hello["nonce"], *channel.binding
     keys = (key for key in (known, token) if key is not None)
-    key = next((key for key in keys if key.accepts(answer["proof"], "welcome", nonce, hello["nonce"])), None)
+    key = next((key for key in keys if key.accepts(answer["proof"], *parts)), None)
     if key is None:
         raise SettingsError(
             "the first host must know the token too", got="one that does not", remedy="look who listens there"
@@ -179,6 +177,16 @@ def introduce(channel: Channel, token: Token, mine: Facts, known: Token | None =
     _seal(channel, key, hello["nonce"], nonce, is_first=False)
     channel.start_beating()
     return key if key is known else _pass(key, hello["nonce"], nonce)
+
+
+def _heard(channel: Channel, kind: str) -> Message:
+    """What the first host says; raises where it does not take this one in."""
+    answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
+    if answer["kind"] == "refused":
+        refused = Refused(f"{channel.peer} does not take this host in: {answer['reason']}")
+        refused.code = answer["code"]
+        raise refused
+    return answer
 
 
 def _pass(token: Token, first: str, second: str) -> Token:

@@ -25,6 +25,7 @@ from .channel import Channel, Limits, Message, Nonsense
 from .desk import TELL_SECONDS, Desk, HostsConductor, all_devices
 from .handshake import Facts, Refused, introduce
 from .probing import answer, candidates, chosen, probe, said
+from .tls import Plain, tls_here
 from .token import Token, token_here
 
 
@@ -42,6 +43,8 @@ class Join:
     token_file: str = ""
     """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one. Without one the
     token is in MANYHANDS_TOKEN."""
+    tls: str = ""
+    """A folder with tls.crt, tls.key and ca.crt: hosts join under TLS, and show each other their certificates."""
     on: str | None = None
     """This host's devices, such as "cuda:0,1" or "cpu*2"; by default what it has."""
     work: str = ""
@@ -55,14 +58,16 @@ class Join:
     def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> Team:
         """Waits until all hosts are here, and says who this one is among them."""
         name, port = parse_endpoint(self.address)
-        token, address = token_here(self.token_file), resolve_host(name)
+        token, tls = token_here(self.token_file), tls_here(self.tls)
+        tls.check()
+        address = resolve_host(name)
         wanted = None if num_wanted is None else max(1, num_wanted // self.hosts)
         devices, notices = resolve(self.on, wanted)
         for text in notices:
             say(text)
         facts = _FactsOf(this_host(), devices, hashlib.sha256(self.work.encode()).hexdigest())
         if not is_ours(address):
-            return Other(_First(address, port, token), facts, timeout, say)
+            return Other(_First(address, port, token, tls), facts, timeout, say)
         try:
             listener = listen(address, port)
         except PortTaken as taken:
@@ -75,8 +80,8 @@ class Join:
             # Everybody is on this machine then, and whoever came first conducts.
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
             say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
-            return Other(_First(address, port, token, taken), beside, timeout, say)
-        return First(Desk(listener, token, facts, self.hosts, say, timeout), devices, address)
+            return Other(_First(address, port, token, tls, taken), beside, timeout, say)
+        return First(Desk(listener, token, facts, self.hosts, say, timeout, tls), devices, address)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class _First:
     address: str
     port: int
     token: Token
+    tls: Plain
     taken: PortTaken | None = None
     """Where it is a program on this machine that holds the port, whoever that may be."""
 
@@ -218,7 +224,11 @@ class Other(Team):
     def _join(self, running: list[int], generation: int) -> Channel:
         limits = Limits(self._timeout)
         sock = socket.create_connection((self._first.address, self._first.port), timeout=limits.connection)
-        channel = Channel(sock, limits)
+        try:
+            channel = Channel(sock, limits, self._first.tls.cover(sock, limits, is_first=False))
+        except BaseException:
+            sock.close()
+            raise
         try:
             self._known = introduce(channel, self._first.token, self._facts(running, generation), self._known)
         except BaseException:
