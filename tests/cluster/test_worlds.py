@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from manyhands.cluster import NullWorld, World
-from manyhands.cluster.torch_world import _is_connection_error
+from manyhands.cluster import DirectLine, NullWorld, World
+from manyhands.cluster.network import listen, reach_store, serve_store
+from manyhands.cluster.torch_world import TorchWorld, _is_connection_error
 from manyhands.core import PeerLost, UsageError
 from manyhands.testing import Faults, InjectedFault, WorldContract, run_threads
 
@@ -161,3 +164,33 @@ def test_some_ranks_are_a_world_of_their_own(run_ranks: Callable[..., list[Any]]
 def test_what_torch_says_when_a_connection_breaks_is_known(text: str) -> None:
     assert _is_connection_error(RuntimeError(text))
     assert not _is_connection_error(RuntimeError("shapes (2, 3) and (4, 5) do not fit"))
+
+
+def told_while_it_connects(world: World) -> list[str]:
+    """Joins somebody who was killed after he had said where he listens, and hears of that while gloo waits for him."""
+    world.close()
+    listener = listen("127.0.0.1")
+    server = serve_store(listener)
+    port, said = server.port, []
+    for generation in range(1, 4):
+        seat = replace(world.seat, size=2, generation=generation, timeout=120.0)
+        dead = os.fork()
+        if not dead:
+            TorchWorld(replace(seat, rank=1), DirectLine(), reach_store("127.0.0.1", port, 60), "gloo")
+        time.sleep(0.3)
+        os.kill(dead, signal.SIGKILL)
+        os.waitpid(dead, 0)
+        line = DirectLine()
+        news = threading.Timer(0.2, line.hear, [{"lost": "host2 is gone", "generation": generation}])
+        news.start()
+        try:
+            TorchWorld(seat, line, reach_store("127.0.0.1", port, 60), "gloo")
+        except PeerLost as lost:
+            said.append(lost.who)
+        news.join()
+    return said
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_connects_to_somebody_who_is_gone_leaves_on_the_news(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(told_while_it_connects, 1) == [["host2 is gone"] * 3]

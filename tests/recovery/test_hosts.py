@@ -122,9 +122,6 @@ def assert_same(servers: Servers, calm: mh.Run) -> None:
         torch.testing.assert_close(run.state_dict()[name], tensor, rtol=0, atol=1e-9)
 
 
-@pytest.mark.flaky(
-    reruns=1
-)  # on a machine with ten times more work than cores a host was once not called again in time
 @pytest.mark.timeout(300)
 def test_four_hosts_through_everything(servers: Callable[[int], Servers], calm: mh.Run) -> None:
     job = servers(4)

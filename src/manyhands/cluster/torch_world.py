@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 
+_PAIR = struct.Struct("@n")
+"""The number of a pair, as gloo's listeners read it."""
 PART_BYTES, MAX_PARTS = 1 << 18, 8
 """Sizes of the parts in which large messages are exchanged over gloo, and how many there are at the most."""
 
@@ -153,6 +156,8 @@ class TorchWorld(_GroupWorld):
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
+        self._opening: set[int] | None = None
+        """While connections are made, the sockets that there were before."""
         line.on_lost(seat.generation, self._abort)
         line.asked = functools.partial(answer, self.diary)
         self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
@@ -217,8 +222,9 @@ class TorchWorld(_GroupWorld):
 
         All ranks make their groups in one order, so they meet under one number.
         """
-        before = set(_listening_ports())
+        before, self._opening = set(_listening_ports()), _inodes()
         yield
+        self._opening = None
         self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
 
     def _tell_stall(self, entry: Event) -> None:
@@ -241,6 +247,8 @@ class TorchWorld(_GroupWorld):
                 ends = {sock.getsockname()[1], sock.getpeername()[1]}
                 if ends & self._ports.known:
                     sock.shutdown(socket.SHUT_RDWR)
+        if self._opening is not None:
+            _break_off(self._opening, self.seat.size)
         group = dist.group.WORLD
         if self.device.type == "cuda" and group is not None and hasattr(group, "abort"):
             with contextlib.suppress(RuntimeError):
@@ -328,6 +336,33 @@ def _listening_ports() -> Iterator[int]:
         with sock:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield sock.getsockname()[1]
+
+
+def _inodes() -> set[int]:
+    """What this process's TCP sockets are known by."""
+    found = set()
+    for sock in _sockets():
+        with sock:
+            found.add(os.fstat(sock.fileno()).st_ino)
+    return found
+
+
+def _break_off(before: set[int], size: int) -> None:
+    """Wakes whoever waits in gloo for a connection that nobody will make: it knows no way to give up before its time.
+
+    Who connects tells gloo's listener the number of the pair that it belongs to; here every pair gets a peer that
+    is gone at once. Connections on their way to somebody who does not answer are given up.
+    """
+    for sock in _sockets():
+        with sock, contextlib.suppress(OSError):
+            if os.fstat(sock.fileno()).st_ino in before:
+                continue
+            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.shutdown(socket.SHUT_RDWR)
+                continue
+            for number in range(2 * size):
+                with socket.create_connection(sock.getsockname()[:2], timeout=1.0) as peer:
+                    peer.sendall(_PAIR.pack(number))
 
 
 class _Ports:

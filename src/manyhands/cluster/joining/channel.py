@@ -175,6 +175,7 @@ class Channel:
                     continue
                 if not chunk:
                     raise ConnectionError("the connection was closed")
+                self.heard_at = time.monotonic()
                 self._rest += self._cover.opened(chunk)
         finally:
             with contextlib.suppress(OSError):

@@ -219,6 +219,8 @@ class HostsConductor(Conductor):
 
     def _attend(self, place: There) -> None:
         self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
+        # Nobody has listened since it came.
+        place.channel.heard_at = time.monotonic()
         # Ranks that outlived a connection have heard of generations that must not come again.
         self._generation = max(self._generation, place.facts.generation)
         self.admit(place)
