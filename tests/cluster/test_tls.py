@@ -121,6 +121,12 @@ class Door:
             raise
         return channel
 
+    def first(self) -> Channel:
+        """Its end of the connection to who came first."""
+        while not self.desk.present:
+            threading.Event().wait(0.01)
+        return self.desk.present[0].channel
+
     def close(self) -> None:
         self._is_over.set()
         self._thread.join()
@@ -147,7 +153,7 @@ def test_messages_of_any_size_pass_from_many_threads_and_cannot_be_read(
 ) -> None:
     here = door(tls_here(host1))
     channel = here.join(tls_here(host2))
-    there = here.desk.present[0].channel
+    there = here.first()
     frames: list[bytes] = []
     sendall = channel._cover.wrapped
     channel._cover.wrapped = lambda data: frames.append(sendall(data)) or frames[-1]  # type: ignore[method-assign]
@@ -280,7 +286,7 @@ def test_one_certificate_that_signs_itself_is_enough(door: Callable[[Plain], Doo
 def test_garbage_inside_and_outside_of_it_is_nonsense(door: Callable[[Plain], Door], host1: str, host2: str) -> None:
     here = door(tls_here(host1))
     channel = here.join(tls_here(host2))
-    there = here.desk.present[0].channel
+    there = here.first()
     channel._socket.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
     with pytest.raises(Nonsense, match="no TLS"):
         _read(there)

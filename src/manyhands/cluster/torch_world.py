@@ -10,6 +10,7 @@ import re
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..core import Event, PeerLost, UsageError
 from .devices import Device
-from .hangs import STALL, HangReport, Watchman, answer
+from .hangs import STALL, STEP, HangReport, Watchman, answer
 from .line import Line
 from .world import Pending, Seat, World, caller_line
 
@@ -133,6 +134,8 @@ class _GroupWorld(World):
         """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
         start, before = time.perf_counter(), self._whole.diary.begin(operation)
         try:
+            if self.line.has_lost(self.seat.generation):
+                raise PeerLost(operation, caller_line(), self.line.lost)
             yield
             self._whole.waited += time.perf_counter() - start
         except RuntimeError as error:
@@ -224,8 +227,8 @@ class TorchWorld(_GroupWorld):
         """
         before, self._opening = set(_listening_ports()), _inodes()
         yield
-        self._opening = None
         self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+        self._opening = None
 
     def _tell_stall(self, entry: Event) -> None:
         """Where somebody can ask the others too, they are asked; else this rank says by itself where it stands."""
@@ -249,10 +252,22 @@ class TorchWorld(_GroupWorld):
                     sock.shutdown(socket.SHUT_RDWR)
         if self._opening is not None:
             _break_off(self._opening, self.seat.size)
+        elif self.diary.operation and self.line.recovers:
+            # Now and then gloo goes on waiting to send, without a single connection, until its time limit.
+            late = threading.Timer(self.seat.patience / 2, self._leave_gloo, [self.diary.number, self.diary.since])
+            late.daemon = True
+            late.start()
         group = dist.group.WORLD
         if self.device.type == "cuda" and group is not None and hasattr(group, "abort"):
             with contextlib.suppress(RuntimeError):
                 group.abort()
+
+    def _leave_gloo(self, number: int, since: float) -> None:
+        """Ends the process if it still waits in the collective in which it was left alone; another takes its place."""
+        if self.diary.operation not in ("", STEP) and (self.diary.number, self.diary.since) == (number, since):
+            told = f"waits in {self.diary.operation} though its connections are gone: it is ended, and replaced"
+            print(told, file=sys.stderr, flush=True)
+            os._exit(os.EX_TEMPFAIL)
 
 
 class _Along(_GroupWorld):
