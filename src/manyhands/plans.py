@@ -16,12 +16,14 @@ import torch
 from . import costs, planning, training, verbs
 from .cluster import DEFAULT_TIMEOUT, Device, NullWorld, World, current_world, num_cores, resolve
 from .core import (
+    Event,
     ManyhandsError,
     SettingsError,
     StrategyError,
     StrategySpec,
     Task,
     as_task,
+    event,
     task_name,
 )
 from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
@@ -99,8 +101,8 @@ def plan(
     return plans[0] if not isinstance(cluster, list | tuple) else planning.compare(plans)
 
 
-def settled(strategy: str | Path, task: Task, on: verbs.On) -> tuple[StrategySpec, list[str]]:
-    """The pick for "auto", or that of a plan file; and a sentence about it."""
+def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[StrategySpec, list[Event]]:
+    """The pick for "auto", or that of a plan file; and what a run's log tells about it."""
     if strategy != AUTO:
         spec, planned = planning.read_plan(strategy)
         planning.require_same(strategy, planned, costs.fingerprint(task))
@@ -111,7 +113,8 @@ def settled(strategy: str | Path, task: Task, on: verbs.On) -> tuple[StrategySpe
         )
     found = plan(task, on=on)
     assert isinstance(found, Plan)
-    return found.best.spec, [f"auto: {found.best.spec} ({found.best.why})"]
+    said = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
+    return found.best.spec, [said, event("plan", **{**found.to_dict(), "task": name})]
 
 
 class Bench:

@@ -55,7 +55,7 @@ def profile(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise SettingsError("steps is how many are timed", got=repr(steps), remedy="pass 20")
     made = as_task(task, params)
-    strategy, picked = verbs._planned(strategy, made, on)
+    strategy, picked = verbs._planned(strategy, made, on, task_name(task))
     spec, devices, notices = verbs.settle(strategy, on, timeout=timeout)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
@@ -74,7 +74,7 @@ def profile(
         flops=flops,
         epoch_steps=source.num_steps(batch_size),
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
-        notes=(*notices, *picked, *said),
+        notes=(*notices, *(told["text"] for told in picked if told["kind"] == "notice"), *said),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ensembles, studies
-from .core import DataError, SettingsError, Signature, Task, TaskError, as_task, typed
+from .core import DataError, SettingsError, Signature, Task, TaskError, as_task, event, keep_event, typed
 from .data import Cursor, Feed, as_source
 from .ensembles import Batches, Team, TeamApart
 from .store import Archive
@@ -54,10 +55,12 @@ def ensemble(
         team.export("models/digits")
     """
     ensembles.require_combination(combine)
+    study: Study | None = None
     if isinstance(source, Study):
+        study = source
         chosen: list[Any] = [source.run(trial) for trial in source.top(_num(members, 5))]
     elif isinstance(source, Task) or callable(source):
-        trained = _trained(
+        study = _trained(
             source,
             _num(members, 5),
             epochs=epochs,
@@ -69,13 +72,26 @@ def ensemble(
             resume=resume,
             progress=progress,
         )
-        chosen = [trained.run(trial) for trial in trained.trials]
+        chosen = [study.run(trial) for trial in study.trials]
     else:
         chosen = list(source)
     if not chosen:
         raise SettingsError("a team has members", got="none", remedy="pass runs, or a task and members=5")
     batches = _batches(chosen, data)
-    return Team([ensembles.member_of(one) for one in chosen], combine=combine, batches=batches, uncertainty=uncertainty)
+    team = Team([ensembles.member_of(one) for one in chosen], combine=combine, batches=batches, uncertainty=uncertainty)
+    if study is not None:
+        keep_event(study.path, event("team", **_told(team)))
+    return team
+
+
+def _told(team: Team) -> dict[str, Any]:
+    """A team for the event log: who is in it, and how right it and its members are where labels tell."""
+    told = {"members": [one.name for one in team.members], "combine": team.combine, "stacked": team.is_stacked}
+    try:
+        together, alone = team.calibration()
+    except DataError:
+        return told
+    return {**told, "calibration": asdict(together), "alone": [asdict(one) for one in alone]}
 
 
 def apart(

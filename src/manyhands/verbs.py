@@ -211,9 +211,8 @@ def fit(
         resumed = resume.path if isinstance(resume, Run) else Path(resume)
         folder, name, resume = resumed.parent, resumed.name, True
     made = as_task(task, params)
-    strategy, said = _planned(strategy, made, on)
+    strategy, planned = _planned(strategy, made, on, task_name(task))
     spec, devices, notices = settle(strategy, on, deterministic=deterministic, timeout=timeout, with_servers=True)
-    notices += said
     if fit_in is not None:
         spec, chosen = _fitted(made, spec, training.parse_bytes(fit_in), devices)
         notices += chosen
@@ -268,8 +267,8 @@ def fit(
         _recording(job, devices, shown, progress, sinks, task, writes=_is_first(on)) as (view, on_event),
         _holding(_here(on, devices), path.name, lambda text: on_event(0, event("notice", text=text))),
     ):
-        for text in [*notices, *_notices(spec)]:
-            on_event(0, event("notice", text=text))
+        for told in [*planned, *(event("notice", text=text) for text in [*notices, *_notices(spec)])]:
+            on_event(0, told)
         if table is not None:
             on_event(0, event("split", lines=table.lines(), **table.to_dict()))
         if spec.servers:
@@ -292,7 +291,7 @@ def fit(
         outcomes = outcomes or [Outcome(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
-            _write_record(job, devices, shown, servers=end.servers)
+            _write_record(job, devices, shown, task, servers=end.servers)
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     # A rank on another host, whose disk does not have the run, still knows what was asked for.
     here = (path / training.RECORD).exists()
@@ -565,8 +564,10 @@ def replay(run: Run, step: int, *, on: str | Sequence[Device] | None = None) -> 
         return training.replay(run, step, devices[0])
 
 
-def _planned(strategy: StrategySpec | str | None, task: Task, on: Where) -> tuple[StrategySpec | str | None, list[str]]:
-    """The strategy with "auto" planned and a plan file read, and what there is to say about it."""
+def _planned(
+    strategy: StrategySpec | str | None, task: Task, on: Where, name: str
+) -> tuple[StrategySpec | str | None, list[Event]]:
+    """The strategy with "auto" planned and a plan file read, and what there is to tell about it."""
     if not isinstance(strategy, str | Path) or not (strategy == "auto" or str(strategy).endswith(".toml")):
         return strategy, []
     if isinstance(on, Join | Team):
@@ -575,7 +576,7 @@ def _planned(strategy: StrategySpec | str | None, task: Task, on: Where) -> tupl
         )
     from . import plans  # joins this file to the planner, which few runs need
 
-    return plans.settled(strategy, task, on)
+    return plans.settled(strategy, task, on, name)
 
 
 def settle(
@@ -709,7 +710,7 @@ def _recording(
         world.barrier()
         return
     lock = _locked(job.folder)
-    record = _write_record(job, devices, params)
+    record = _write_record(job, devices, params, task)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
     outlets = Outlets(sinks, About.of(job.folder, job.spec, record, task))
@@ -974,9 +975,11 @@ def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> d
     }
 
 
-def _write_record(job: Job, devices: Sequence[Device], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def _write_record(
+    job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike, **more: Any
+) -> dict[str, Any]:
     """Saves it with the run."""
-    record = {**_record(job, devices, params), **more}
+    record = {**_record(job, devices, params), "task": task_name(task), **more}
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")

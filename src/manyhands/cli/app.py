@@ -25,6 +25,7 @@ VERBS = (
     "token",
     "replay",
     "serve",
+    "dashboard",
     "models",
 )
 """The verbs in the order of the help: a new one is one new file of that name with an `add(app)`, and one line here."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 
 class Interrupts:
@@ -56,3 +58,22 @@ class Interrupts:
         except BlockingIOError:
             return 0
         return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if number in numbers), 0)
+
+
+@contextlib.contextmanager
+def until_ended() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and by a SIGTERM; a second one ends the program as usual."""
+    ending = threading.Event()
+    before: dict[signal.Signals, Any] = {}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        ending.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, heard)
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -37,6 +37,7 @@ Tries = Annotated[int, typer.Option(help="How many of the best are tried here fo
 Networks = Annotated[int, typer.Option(help="Plan so many such networks: stacked, packed, or one per device.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the pick, for --strategy FILE.toml.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and the curve.")]
+Log = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Add it to the log there, for the dashboard.")]
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the curve.")]
 
 
@@ -57,6 +58,7 @@ def plan(
     save: Save = None,
     html: Html = None,
     svg: Svg = None,
+    log: Log = None,
     json: Json = False,
 ) -> None:
     """Say what every way of splitting a task would cost: time by part, memory, and where more devices stop to pay.
@@ -77,6 +79,9 @@ def plan(
     else:
         found.show()
     _write(found, save, html, svg)
+    if log is not None:
+        found.log(log)
+        note(f"logged in {log}")
 
 
 def _write(found: Plan | Comparison, save: Path | None, html: Path | None, svg: Path | None) -> None:

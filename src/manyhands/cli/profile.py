@@ -31,6 +31,7 @@ Target = Annotated[
 ]
 Steps = Annotated[int, typer.Option(help="How many steps are timed.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with everything and the timeline.")]
+Log = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Add it to the log there, for the dashboard.")]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")]
 
 
@@ -47,6 +48,7 @@ def profile(
     steps: Steps = 20,
     html: Html = None,
     trace: Trace = None,
+    log: Log = None,
     json: Json = False,
 ) -> None:
     """Say where a step's time and memory go: by rank, module and operation, with advice.
@@ -68,6 +70,9 @@ def profile(
     else:
         found.show()
     _write(found, html, trace)
+    if log is not None:
+        found.log(log)
+        note(f"logged in {log}")
 
 
 def _write(found: Profile, html: Path | None, trace: Path | None) -> None:

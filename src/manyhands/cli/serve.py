@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core import Predictor, SettingsError, resolve_settings
+from .interrupts import until_ended
 from .options import On, add_verb
 from .screen import note, stderr
 from .serving_view import ServingView
@@ -161,7 +159,7 @@ def serve(
         _require_none(models, on=on, versions=versions, max_rows=max_rows, sizes=sizes, queue_rows=queue_rows)
         given = {**shared, "backends": backends, "backend_ca": backend_ca}
         options = resolve_settings(RouteOptions, given, file=config).values
-        with _ending() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
+        with until_ended() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
             _show(running, ending, quiet)
         return
     if models is None:
@@ -172,7 +170,7 @@ def serve(
     }  # fmt: skip
     settings = resolve_settings(ServeOptions, {**shared, **own}, file=config).values
     target = _target(models)
-    with _ending() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
+    with until_ended() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
         _show(server, ending, quiet)
 
 
@@ -192,25 +190,6 @@ def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None
         note(f"serving on {server.url} (gRPC on {server.grpc}), managed on {server.manage_url}")
         server.on_event = _tell
     _watch(server, ending, quiet)
-
-
-@contextlib.contextmanager
-def _ending() -> Iterator[threading.Event]:
-    """Set by Ctrl-C and by a SIGTERM; a second one ends the program as usual."""
-    ending = threading.Event()
-    before: dict[signal.Signals, Any] = {}
-
-    def heard(number: int, frame: FrameType | None) -> None:
-        ending.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, heard)
-    try:
-        yield ending
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _target(text: str) -> Path | Predictor:

@@ -24,7 +24,7 @@ from .errors import (
     UsageError,
     WorkerFailed,
 )
-from .events import Event, EventLog, event, read_events
+from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
@@ -85,7 +85,9 @@ __all__ = [
     "TensorSpec",
     "Event",
     "EventLog",
+    "EVENTS",
     "event",
+    "keep_event",
     "read_events",
     "mix",
     "seed_all",

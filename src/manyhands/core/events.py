@@ -15,6 +15,9 @@ SCHEMA = 1
 
 Event = dict[str, Any]
 
+EVENTS = "events.jsonl"
+"""The log's name in its folder."""
+
 
 def event(kind: str, **values: Any) -> Event:
     """An event: what happened (`kind`), when (`t`, seconds since the epoch), and its values.
@@ -55,6 +58,15 @@ class EventLog:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
+
+
+def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
+    """Adds one event to the log of a folder, and lets it go again."""
+    log = EventLog(Path(folder) / EVENTS)
+    try:
+        log.write(entry)
+    finally:
+        log.close()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError, StrategyError, StrategySpec
+from ..core import SettingsError, StrategyError, StrategySpec, event, keep_event
 from .clusters import Cluster
 from .curve import Curve, Curves
 from .efficiency import steps_needed
@@ -113,6 +113,10 @@ class Plan:
 
         Path(path).write_text(svg(self.curve, self.cluster.num_devices), encoding="utf-8")
 
+    def log(self, folder: str | Path) -> None:
+        """Adds it to the event log of a folder, where the dashboard finds it."""
+        keep_event(folder, event("plan", **self.to_dict()))
+
     def to_dict(self) -> dict[str, Any]:
         """All of it, JSON-ready."""
         return {
@@ -120,6 +124,7 @@ class Plan:
             "cluster": str(self.cluster),
             "assumed": list(self.cluster.assumed),
             "band": self.band,
+            "alone": self.alone,
             "batch_size": self.workload.batch_size,
             "best": str(self.best.spec),
             "control": str(self.control.spec),
@@ -366,6 +371,11 @@ class Comparison:
         for plan in self.plans:
             plan.show(most=3)
         print(self.why())
+
+    def log(self, folder: str | Path) -> None:
+        """Adds all of them to the event log of a folder, where the dashboard finds them."""
+        for plan in self.plans:
+            plan.log(folder)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ..core import event, keep_event
 from ..training import Breakdown
 from .advice import Advice, advise
 from .probe import RankProfile
@@ -110,6 +111,10 @@ class Profile:
         from .perfetto import write
 
         return write(self, Path(path))
+
+    def log(self, folder: str | Path) -> None:
+        """Adds it to the event log of a folder, where the dashboard finds it."""
+        keep_event(folder, event("profiled", **self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """All but the timeline, JSON-ready."""

@@ -20,7 +20,7 @@ from ..core import DATA_AXES, Mean, StrategySpec
 from ..graph import Call, Clock
 from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
-from .drawing import drawn
+from .drawing import Outline, drawn
 from .holding import Holding
 from .mirrored import hash_of
 from .placement import Cut, Loss, Placement, one_call
@@ -342,11 +342,14 @@ class PlacedReplica(Replica):
             if not buffer.is_meta:
                 data.broadcast(_local(buffer))
 
-    def hints(self) -> list[str]:
+    def outline(self) -> Outline:
         """Which parts are where, and what crosses for the rows that were looked at."""
         names = self.inner.gather_objects(str(self.inner.seat.device))
         assert self.placement.first is not None
-        found = [str(drawn(str(self.spec), self.placement.first, self.placement, names))]
+        return drawn(str(self.spec), self.placement.first, self.placement, names)
+
+    def hints(self) -> list[str]:
+        found = [str(self.outline())]
         together = [f"{self.spec.axes[axis]} {axis}" for axis in ("shards", "tensor") if axis in self.spec.axes]
         if together:
             mine = sum(p.numel() * p.element_size() for group in self.held.values() for p in group.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategySpec
 from .skipping import step_where
+
+if TYPE_CHECKING:
+    from .drawing import Outline
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -197,6 +200,10 @@ class Replica:
     def whole(self, tensor: Tensor, name: str = "") -> Tensor:
         """All of a parameter, its gradient or a slot of its optimizer, on every rank that calls it together."""
         return tensor
+
+    def outline(self) -> Outline | None:
+        """Which pieces of the network are where, if it is cut; all ranks ask together."""
+        return None
 
     def hints(self) -> list[str]:
         """What to know before a run starts."""

@@ -1,5 +1,6 @@
 """The training loop, what a replica holds while it runs, and what a run leaves behind."""
 
+from ..core import EVENTS
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
@@ -16,7 +17,7 @@ from .predictor import ModelPredictor, answers, inputs_of
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
-from .run import EVENTS, RECORD, Run, as_weights, new_folder
+from .run import RECORD, Run, as_weights, new_folder
 from .sampling import Breakdown, Sample, Sampler, Window, breakdowns
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks

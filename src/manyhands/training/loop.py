@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from .callbacks import Callback
 from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
-from .memory import Guard, explain_memory, limited, used
+from .memory import Guard, explain_memory, held_now, limited, used
 from .parts import COPY_EVERY, Copies, restore_part
 from .patience import Patience, Watch, check_patience
 from .recovery import GoBack, Kept, Marker, as_loss, eased, is_sound, recall, resized
@@ -572,6 +572,9 @@ class TrainingLoop:
     def report_start(self) -> None:
         for text in self.hand.replica.hints():
             self.hand.notice(text)
+        drawn = self.hand.replica.outline()
+        if drawn is not None:
+            self.reporter.report(event("cut", **asdict(drawn)))
         parameters = sum(p.numel() for p in self.hand.model.parameters())
         self.reporter.report(
             event(
@@ -718,7 +721,10 @@ class _Reporter:
             self.report(event("steps", steps=steps, **told))
         self._unsent.clear()
         limit = self._feed.limit if self._feed is not None else ""
-        hand.world.line.report(event("waits", rank=hand.world.rank, seconds=self.breakdown(), limit=limit))
+        world = hand.world
+        where = {"rank": world.rank, "host": world.seat.host, "device": str(world.seat.device)}
+        told = {"seconds": self.breakdown(), "limit": limit, "memory": held_now(hand.device)}
+        world.line.report(event("waits", **where, **told))
         if self._parts:
             # What `replay` compares with: this replica's own part of each loss.
             of = {"rank": hand.rank, "size": hand.size, "accumulate": hand.spec.accumulate}

@@ -228,6 +228,13 @@ class Account:
         return [*lines, f"{'working memory':<16} {size_text(self.working):>10} besides, while forward and backward run"]
 
 
+def held_now(device: torch.device) -> int:
+    """Bytes that this rank holds at the moment: on a GPU of its memory, else of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
 def used(hand: Hand) -> dict[str, int]:
     """Bytes that this rank holds of the network and its optimizer's state, and the most it had taken on its device."""
     held = list(hand.model.parameters())

@@ -14,14 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import Device, NullWorld
-from ..core import CheckpointError, SettingsError, StrategySpec, Task, read_events
+from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, read_events
 from ..data import Batch, Cursor, Feed, as_source, check_source, split
 from ..store import CheckpointStore, weights
 from .draws import learn_draws
 from .evaluation import evaluating
 from .hand import Hand
 from .loop import CHECKPOINTS
-from .run import EVENTS, Run
+from .run import Run
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
 from .start import start_from

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, float64, nn
 
 from ..core import (
+    EVENTS,
     CheckpointError,
     SettingsError,
     Task,
@@ -29,7 +30,6 @@ from .predictor import ModelPredictor
 from .sampling import Breakdown, breakdowns
 from .tables import with_tables
 
-EVENTS = "events.jsonl"
 RECORD = "run.json"
 NUM_EXAMPLES = 8
 """Small batches that a Predictor's signature is made from: a dim in which they differ is free."""

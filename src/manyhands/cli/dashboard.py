@@ -1,0 +1,72 @@
+"""`manyhands dashboard`: a local page with all runs, studies, plans and servers."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..core import SettingsError
+from .interrupts import until_ended
+from .options import add_verb
+from .screen import note
+
+FOLDERS = ("runs", "studies", "plans", "profiles", "logs")
+"""Those of these that are here are shown where none is named."""
+PORT = 8600
+EXAMPLES = (
+    "manyhands dashboard",
+    "manyhands dashboard runs/ studies/ --port 9000",
+    "manyhands dashboard --server http://127.0.0.1:8501",
+)
+
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="FOLDER",
+        help=f"Folders to show, with all that is in them. By default those of {', '.join(FOLDERS)} that are here.",
+        show_default=False,
+    ),
+]
+Port = Annotated[int, typer.Option(help="The port on this machine; 0 takes any.")]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option("--server", metavar="URL", help="A running server whose metrics are shown; may be given again."),
+]
+Open = Annotated[
+    bool | None, typer.Option("--open/--no-open", help="Open the page in a browser; by default from a terminal.")
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Registers the verb."""
+    add_verb(app, dashboard, EXAMPLES)
+
+
+def dashboard(folders: Folders = None, port: Port = PORT, server: Servers = None, open: Open = None) -> None:
+    """Show runs live and past, studies, plans, profiles, servers and the cluster on a page of this machine.
+
+    It reads event logs and changes nothing; nobody but this machine can ask it. Ctrl-C ends it.
+    """
+    from ..dashboard import Dashboard
+
+    with until_ended() as ends, Dashboard(_chosen(folders), port=port, servers=server or []) as page:
+        note(f"the dashboard is at {page.url}")
+        if open or (open is None and sys.stderr.isatty()):
+            webbrowser.open(page.url)
+        ends.wait()
+
+
+def _chosen(folders: list[Path] | None) -> list[Path]:
+    """The folders that were named, which must be there; else those that are usual, which may come later."""
+    if not folders:
+        return [Path(name) for name in FOLDERS]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingsError(
+                "the dashboard shows folders", got=f"{folder}, which is none", remedy="name runs/, or leave it away"
+            )
+    return folders

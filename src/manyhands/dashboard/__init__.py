@@ -1,0 +1,5 @@
+"""The dashboard: a local page that shows runs, studies, plans and servers; it reads event logs, nothing else."""
+
+from .server import HOST, Dashboard
+
+__all__ = ["HOST", "Dashboard"]

@@ -1,0 +1,145 @@
+"""A log of something that is no run: plans, profiles, and what a server did."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from ..core import EVENTS
+from .source import PARTS, Source
+from .tail import Tail
+
+ACCESS = "access.jsonl"
+NUM_NEWS = 1000
+NUM_BUCKETS = 600
+"""Stretches of time that requests are counted by; with more, two neighbours become one."""
+FIRST, RATIO, NUM_BOUNDS = 1e-5, 1.25, 80
+"""Latencies are counted between bounds that are a quarter apart, from 10 microseconds on."""
+SERVING = (
+    "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed", "version_loading", "version_failed",
+    "version_available", "version_ended", "replica_lost", "replica_failed", "replica_replaced",
+)  # fmt: skip
+FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed")
+
+
+class Bucket:
+    """Requests of a stretch of time."""
+
+    __slots__ = ("bounds", "num", "num_refused", "t")
+
+    def __init__(self, t: int) -> None:
+        self.t, self.num, self.num_refused = t, 0, 0
+        self.bounds = [0] * NUM_BOUNDS
+
+    def add(self, status: int, seconds: float) -> None:
+        self.num += 1
+        self.num_refused += status >= 400
+        place = math.ceil(math.log(max(seconds, FIRST) / FIRST, RATIO))
+        self.bounds[min(NUM_BOUNDS - 1, place)] += 1
+
+    def join(self, other: Bucket) -> None:
+        self.num += other.num
+        self.num_refused += other.num_refused
+        self.bounds = [a + b for a, b in zip(self.bounds, other.bounds, strict=True)]
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds below which this share of the requests lies."""
+        wanted, seen = math.ceil(share * self.num), 0
+        for place, count in enumerate(self.bounds):
+            seen += count
+            if seen >= wanted > 0:
+                return float(FIRST * RATIO**place)
+        return None
+
+
+class Log(Source):
+    """A folder with an event log, written by `serve --log`, `plan --log` or `profile --log`."""
+
+    kind = "log"
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.plans: list[dict[str, Any]] = []
+        self.profiles: list[dict[str, Any]] = []
+        self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
+        self.versions: dict[str, dict[str, str]] = {}
+        self.splits: dict[str, Any] = {}
+        self.serving: dict[str, Any] = {}
+        self.is_up = False
+        self.buckets: dict[int, Bucket] = {}
+        self.width = 1
+        """Seconds of a bucket."""
+        super().__init__(name, path)
+
+    def _open(self) -> list[tuple[Tail, Any]]:
+        return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take), (Tail(self.path / ACCESS), self.take_access)]
+
+    def on_plan(self, entry: dict[str, Any]) -> None:
+        self.plans.append(entry)
+
+    def on_profiled(self, entry: dict[str, Any]) -> None:
+        self.profiles.append(entry)
+
+    def on_serving(self, entry: dict[str, Any]) -> None:
+        self.serving, self.is_up, self.versions = entry, True, {}
+
+    def on_stopped(self, entry: dict[str, Any]) -> None:
+        self.is_up = False
+
+    def on_split(self, entry: dict[str, Any]) -> None:
+        self.splits[entry["model"]] = entry["shares"]
+
+    def take(self, entry: dict[str, Any]) -> None:
+        super().take(entry)
+        kind = entry["kind"]
+        if kind not in SERVING:
+            return
+        if kind.startswith("version_"):
+            self.versions.setdefault(entry["model"], {})[str(entry["version"])] = kind.removeprefix("version_")
+        told = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("v", "t", "kind"))
+        text = f"{kind.replace('_', ' ')} {told}".strip()
+        self.news.append({"t": entry["t"], "kind": kind, "text": text, "fault": kind in FAULTS})
+
+    def take_access(self, line: dict[str, Any]) -> None:
+        """Counts a request that was answered."""
+        at = int(line["t"]) // self.width * self.width
+        bucket = self.buckets.get(at)
+        if bucket is None:
+            bucket = self.buckets[at] = Bucket(at)
+            if len(self.buckets) > NUM_BUCKETS:
+                self._widen()
+                return self.take_access(line)
+        return bucket.add(int(line["status"]), line["ms"] / 1e3)
+
+    def _widen(self) -> None:
+        self.width *= 2
+        wide: dict[int, Bucket] = {}
+        for bucket in self.buckets.values():
+            at = bucket.t // self.width * self.width
+            wide.setdefault(at, Bucket(at)).join(bucket)
+        self.buckets = wide
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "name": self.path.name,
+            "plans": len(self.plans),
+            "profiles": len(self.profiles),
+            "serves": bool(self.serving),
+            "is_up": self.is_up,
+            "changed": self.changed,
+            "pending": self.pending,
+        }
+
+    def detail(self) -> dict[str, Any]:
+        buckets = [self.buckets[at] for at in sorted(self.buckets)]
+        requests = {
+            "x": [bucket.t for bucket in buckets],
+            "rate": [bucket.num / self.width for bucket in buckets],
+            "refused": [bucket.num_refused / self.width for bucket in buckets],
+            "p50": [bucket.quantile(0.5) for bucket in buckets],
+            "p99": [bucket.quantile(0.99) for bucket in buckets],
+        }
+        about = {"serving": self.serving, "versions": self.versions, "splits": self.splits, "news": list(self.news)}
+        return {**self.summary(), **about, "requests": requests, "profiled": self.profiles}

@@ -1,0 +1,106 @@
+"""Metrics of a running server: asked for now and then, as Prometheus would, and kept for a while."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+LINE = re.compile(r"^(manyhands_\w+)\{([^}]*)\} (\S+)$")
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+NUM_LOOKS = 900
+MOST_BYTES = 4 << 20
+TIMEOUT = 1.0
+
+
+@dataclass
+class Look:
+    """The figures of one moment, by model and version."""
+
+    t: float
+    requests: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    """By outcome: OK, or the code of the refusal."""
+    latency: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
+    """Requests that took at most so many seconds."""
+    gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, t: float) -> Look:
+        """From Prometheus' text.
+
+        >>> look = Look.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
+        >>> look.requests
+        {('m', '1'): {'OK': 3.0}}
+        """
+        look = cls(t)
+        for line in text.splitlines():
+            match = LINE.match(line)
+            if match is None:
+                continue
+            name, labels, value = match[1], dict(LABEL.findall(match[2])), float(match[3])
+            who = labels.get("model", ""), labels.get("version", "")
+            if name == "manyhands_requests_total":
+                look.requests.setdefault(who, {})[labels.get("code", "")] = value
+            elif name == "manyhands_request_seconds_bucket":
+                look.latency.setdefault(who, {})[float(labels["le"].replace("+Inf", "inf"))] = value
+            elif name in ("manyhands_queue_rows", "manyhands_replicas", "manyhands_available"):
+                look.gauges.setdefault(who, {})[name.removeprefix("manyhands_")] = value
+        return look
+
+
+class Metrics:
+    """Looks at a server's `/metrics`, and turns counts into rates."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.error = "not asked yet"
+        self._looks: deque[Look] = deque(maxlen=NUM_LOOKS)
+
+    def look(self) -> None:
+        """Asks once; a server that does not answer is told on the page."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:
+                text = answer.read(MOST_BYTES).decode("utf-8", "replace")
+            self._looks.append(Look.parse(text, time.time()))
+            self.error = ""
+        except (OSError, ValueError, urllib.error.URLError) as error:
+            self.error = f"{self.url} does not answer: {getattr(error, 'reason', None) or error}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rates and latencies between every two looks, and the last figures."""
+        looks = list(self._looks)
+        who = sorted(looks[-1].requests.keys() | looks[-1].gauges.keys()) if looks else []
+        versions = []
+        for one in who:
+            pairs = list(pairwise(looks))
+            found = {
+                "x": [after.t for _, after in pairs],
+                "rate": [_rate(before, after, one) for before, after in pairs],
+                "p50": [_quantile(before, after, one, 0.5) for before, after in pairs],
+                "p99": [_quantile(before, after, one, 0.99) for before, after in pairs],
+            }
+            about = {"codes": looks[-1].requests.get(one, {}), **looks[-1].gauges.get(one, {})}
+            versions.append({"model": one[0], "version": one[1], **about, "series": found})
+        return {"url": self.url, "error": self.error, "versions": versions}
+
+
+def _rate(before: Look, after: Look, who: tuple[str, str]) -> float:
+    """Requests a second, whatever became of them."""
+    counts = [sum(look.requests.get(who, {}).values()) for look in (before, after)]
+    return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
+
+
+def _quantile(before: Look, after: Look, who: tuple[str, str], share: float) -> float | None:
+    """Seconds within which this share of the requests between two looks was answered."""
+    now, then = after.latency.get(who, {}), before.latency.get(who, {})
+    counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
+    total = max(counts.values(), default=0.0)
+    if total <= 0:
+        return None
+    bound = next((bound for bound, count in counts.items() if count >= share * total), float("inf"))
+    return bound if bound < float("inf") else None

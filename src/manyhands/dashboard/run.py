@@ -1,0 +1,305 @@
+"""A run: its curves, where every rank's time goes, what was lost and how it went on."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .series import Series
+from .source import Source, read_json
+
+RECORD = "run.json"
+SILENT_SECONDS = 60.0
+"""A run that said nothing for so long, and did not end, was interrupted, unless a program still holds its lock."""
+NUM_NEWS = 1000
+"""Lines of the time line that are kept."""
+NUM_SAMPLES = 64
+"""Timed steps of a rank whose median is shown."""
+LEAST_SECONDS = 0.2
+"""A throughput is of at least so long, because the clock of two events close to each other says little."""
+NEWS = (
+    "notice", "skipped", "lost", "recovered", "straggler", "hang", "member_lost", "followed", "chosen", "sync",
+)  # fmt: skip
+FAULTS = ("lost", "hang", "straggler", "skipped", "member_lost", "failed")
+TALKED = ("v", "t", "kind", "text")
+
+
+class Rank:
+    """What is known of one rank."""
+
+    def __init__(self) -> None:
+        self.host = self.device = self.limit = ""
+        self.seconds: dict[str, float] = {}
+        """Where its time went so far."""
+        self.memory, self.pace = Series(), Series()
+        self.held: dict[str, int] = {}
+        self.samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
+        self.peak = 0
+        self.is_slow = False
+
+    def phases(self) -> dict[str, float]:
+        """The median step by what it does, where steps were timed."""
+        names = dict.fromkeys(name for sample in self.samples for name in sample)
+        return {name: median(sample.get(name, 0.0) for sample in self.samples) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "host": self.host,
+            "device": self.device,
+            "limit": self.limit,
+            "seconds": self.seconds,
+            "phases": self.phases(),
+            "pace": self.pace.last if len(self.pace) else None,
+            "memory": self.memory.last if len(self.memory) else None,
+            "peak": self.peak,
+            "held": self.held,
+            "slow": self.is_slow,
+        }
+
+
+class Run(Source):
+    """A folder that `fit` wrote."""
+
+    kind = "run"
+
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name, path)
+        self.record: dict[str, Any] = {}
+        self.losses: defaultdict[str, Series] = defaultdict(Series)
+        self.metrics: defaultdict[str, Series] = defaultdict(Series)
+        self.logged: defaultdict[str, Series] = defaultdict(Series)
+        self.rates: defaultdict[str, Series] = defaultdict(Series)
+        self.speed = Series()
+        self.ranks: dict[int, Rank] = {}
+        self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
+        self.checkpoints: deque[tuple[float, int]] = deque(maxlen=NUM_NEWS)
+        self.num_faults = self.num_recovered = 0
+        self.step = self.epoch = 0
+        self.total: int | None = None
+        self.parameters: int | None = None
+        self.end: dict[str, Any] = {}
+        self.cut: dict[str, Any] | None = None
+        self.split: dict[str, Any] | None = None
+        self.plan: dict[str, Any] | None = None
+        self.is_held = False
+        """Whether a program holds its lock."""
+        self.trial_state = ""
+        """What its study says of it, where it is a trial that has ended."""
+        self._timed_from: tuple[float, int] | None = None
+        self._began_at = 0
+
+    def refresh(self) -> bool:
+        # The record is there before the first event, and is written again at the end under parameter servers.
+        seen = super().refresh()
+        if seen or not self.record:
+            self.record = read_json(self.path / RECORD) or self.record
+        return seen
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped, failed or interrupted."""
+        if self.end or self.trial_state:
+            return str(self.end.get("state") or self.trial_state)
+        return "running" if self.is_held or time.time() - self.changed < SILENT_SECONDS else "interrupted"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step alone: the median of those that were timed, else the mean without validation and checkpoints."""
+        rank = self.ranks.get(0, Rank())
+        if rank.samples:
+            return median(sum(sample.values()) for sample in rank.samples)
+        busy = rank.seconds.get("total", 0.0) - rank.seconds.get("save", 0.0) - rank.seconds.get("validation", 0.0)
+        num_steps = self.step - self._began_at
+        return busy / num_steps if busy > 0 and num_steps > 0 else None
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def on_start(self, entry: dict[str, Any]) -> None:
+        self.total, self.parameters, self.end = entry["total"], entry["parameters"], {}
+        self._timed_from, self._began_at = (entry["t"], entry["step"]), entry["step"]
+        self._tell(entry, "resumed" if entry["step"] else "started")
+        if entry["step"]:
+            self._forget_after(entry["step"])
+
+    def on_steps(self, entry: dict[str, Any]) -> None:
+        steps = entry["steps"]
+        for name, values in entry["losses"].items():
+            self.losses[name].extend(steps, values)
+        for name, value in entry.get("lr", {}).items():
+            self.rates[name or "lr"].add(steps[-1], value)
+        self.step, self.epoch = steps[-1], entry["epoch"]
+        self._time(entry["t"])
+
+    def _time(self, moment: float) -> None:
+        """Steps a second since the last look, validation and checkpoints included."""
+        if self._timed_from is None:
+            self._timed_from = moment, self.step
+        then, step = self._timed_from
+        if moment - then >= LEAST_SECONDS and self.step > step:
+            self.speed.add(self.step, (self.step - step) / (moment - then))
+            self._timed_from = moment, self.step
+
+    def on_epoch(self, entry: dict[str, Any]) -> None:
+        self.step, self.epoch = max(self.step, entry["step"]), entry["epoch"] + 1
+        for name, value in entry["metrics"].items():
+            self.metrics[name].add(entry["step"], value)
+
+    def on_log(self, entry: dict[str, Any]) -> None:
+        for name, value in entry["values"].items():
+            self.logged[name].add(entry["step"], float(value))
+
+    def on_waits(self, entry: dict[str, Any]) -> None:
+        rank = self._rank(entry)
+        rank.seconds, rank.limit = entry["seconds"], entry.get("limit", "")
+        rank.memory.add(entry["t"], entry.get("memory"))
+
+    def on_pace(self, entry: dict[str, Any]) -> None:
+        self._rank(entry).pace.add(entry["step"], entry["seconds"])
+
+    def on_profile(self, entry: dict[str, Any]) -> None:
+        rank = self._rank(entry)
+        rank.samples.append(entry["seconds"])
+        rank.peak = max(rank.peak, entry["peak"])
+
+    def on_used(self, entry: dict[str, Any]) -> None:
+        rank = self._rank(entry)
+        rank.held = {name: entry[name] for name in ("parameters", "optimizer")}
+        rank.peak = max(rank.peak, entry["peak"])
+
+    def on_straggler(self, entry: dict[str, Any]) -> None:
+        self._rank(entry).is_slow = "is slow" in entry["text"]
+
+    def on_recovered(self, entry: dict[str, Any]) -> None:
+        self.num_recovered += 1
+        self._forget_after(entry["step"])
+        size = entry["size"]
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number < size}
+
+    def on_checkpoint(self, entry: dict[str, Any]) -> None:
+        self.checkpoints.append((entry["t"], entry["step"]))
+
+    def on_cut(self, entry: dict[str, Any]) -> None:
+        self.cut = {name: entry[name] for name in ("title", "boxes", "arrows")}
+
+    def on_split(self, entry: dict[str, Any]) -> None:
+        self.split = {"lines": entry["lines"]}
+
+    def on_plan(self, entry: dict[str, Any]) -> None:
+        self.plan = entry
+
+    def on_end(self, entry: dict[str, Any]) -> None:
+        self.step = max(self.step, entry["step"])
+        self.end = {"state": "stopped" if entry["stopped"] else "finished", "t": entry["t"]}
+        self._tell(entry, self.end["state"])
+
+    def on_failed(self, entry: dict[str, Any]) -> None:
+        self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"]}
+        self._tell(entry, entry["reason"])
+
+    def take(self, entry: dict[str, Any]) -> None:
+        super().take(entry)
+        kind = entry["kind"]
+        self.num_faults += kind in FAULTS
+        if kind in NEWS:
+            self._tell(entry, str(entry.get("text") or _said(entry)))
+
+    # -- what pages get -------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        first = next(iter(self.losses.values()), None)
+        batch_size = self.record.get("batch_size")
+        speed = self.speed.last if len(self.speed) else None
+        return {
+            "id": self.id,
+            "name": self.path.name,
+            "state": self.state,
+            "began": self.began,
+            "changed": self.changed,
+            "step": self.step,
+            "total": self.total,
+            "epoch": self.epoch,
+            "loss": first.last if first is not None and len(first) else None,
+            "metrics": {name: series.last for name, series in self.metrics.items()},
+            "steps_per_second": speed,
+            "samples_per_second": speed * batch_size if speed is not None and batch_size else None,
+            "task": self.record.get("task", ""),
+            "strategy": _text(self.record.get("spec", {})),
+            "devices": self.record.get("devices", []),
+            "faults": self.num_faults,
+            "recovered": self.num_recovered,
+            "pending": self.pending,
+        }
+
+    def detail(self) -> dict[str, Any]:
+        series = {
+            "losses": self.losses, "metrics": self.metrics, "logged": self.logged, "rates": self.rates,
+            "speed": {"steps a second": self.speed} if len(self.speed) else {},
+            "pace": {f"rank {n}": rank.pace for n, rank in sorted(self.ranks.items()) if len(rank.pace)},
+            "memory": {f"rank {n}": rank.memory for n, rank in sorted(self.ranks.items()) if len(rank.memory)},
+        }  # fmt: skip
+        return {
+            **self.summary(),
+            "record": self.record,
+            "parameters": self.parameters,
+            "reason": self.end.get("reason", ""),
+            "series": {group: {name: one.to_dict() for name, one in found.items()} for group, found in series.items()},
+            "ranks": {number: rank.to_dict() for number, rank in sorted(self.ranks.items())},
+            "news": list(self.news),
+            "checkpoints": list(self.checkpoints),
+            "cut": self.cut,
+            "split": self.split,
+            "has_plan": self.plan is not None,
+        }
+
+    def placed(self) -> list[dict[str, Any]]:
+        """Which rank is where, for the page of the cluster."""
+        devices = self.record.get("devices", [])
+        found = []
+        for number in sorted({*self.ranks, *range(len(devices))}):
+            rank = self.ranks.get(number, Rank())
+            named = str(devices[number]) if number < len(devices) else rank.device
+            host, _, device = named.rpartition("/")
+            memory = rank.memory.last if len(rank.memory) else None
+            place = {"host": host or rank.host or "this host", "device": device or rank.device}
+            found.append({**place, "rank": number, "memory": memory, "slow": rank.is_slow})
+        return found
+
+    def _rank(self, entry: dict[str, Any]) -> Rank:
+        number = int(entry["rank"])
+        rank = self.ranks.get(number)
+        if rank is None:
+            rank = self.ranks[number] = Rank()
+        rank.host, rank.device = entry.get("host") or rank.host, entry.get("device") or rank.device
+        return rank
+
+    def _tell(self, entry: dict[str, Any], text: str) -> None:
+        told = {"t": entry["t"], "kind": entry["kind"], "text": text, "fault": entry["kind"] in FAULTS}
+        self.news.append({**told, "step": entry.get("step"), "rank": entry.get("rank")})
+
+    def _forget_after(self, step: int) -> None:
+        """Steps behind the state that a run goes on from are taken again."""
+        self.step = step
+        for group in (self.losses, self.metrics, self.logged, self.rates):
+            for series in group.values():
+                series.forget_after(step)
+        self.speed.forget_after(step)
+        self._timed_from = None
+
+
+def _said(entry: dict[str, Any]) -> str:
+    """An event without a text of its own, in words."""
+    if entry["kind"] == "lost":
+        return f"rank {entry.get('rank')} on {entry.get('host')} was lost: {entry.get('reason')}"
+    if entry["kind"] == "recovered":
+        return f"goes on at step {entry.get('step')} with {entry.get('size')} replicas, from {entry.get('source')}"
+    if entry["kind"] == "skipped":
+        return f"step {entry.get('step')} was left out"
+    return ", ".join(f"{key} {value}" for key, value in entry.items() if key not in TALKED)
+
+
+def _text(spec: dict[str, Any]) -> str:
+    """A strategy as a person writes it."""
+    return ",".join(f"{name}={value}" for name, value in spec.items()) or "single"

@@ -1,0 +1,106 @@
+"""Series: a curve of bounded size, whatever number of points it is made of."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+MOST = 1000
+"""Points that are kept; beyond, two neighbours become one."""
+
+
+class Series:
+    """Values by step: the mean of every stretch, and the lowest and highest within it.
+
+    A stretch is one step until there are too many; then stretches are joined in pairs, so that any number of points
+    takes the same memory and the same time to draw. A value that is not finite is left out.
+
+    >>> series = Series(most=4)
+    >>> for step in range(8):
+    ...     series.add(step, float(step))
+    >>> series.stride, series.to_dict()["x"], series.to_dict()["mean"]
+    (2, [1.0, 3.0, 5.0, 7.0], [0.5, 2.5, 4.5, 6.5])
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self.stride = 1
+        """Points that a stretch is made of."""
+        self.num = 0
+        """Points that were ever added."""
+        self.last = math.nan
+        self._first, self._x, self._sum, self._count = array("d"), array("d"), array("d"), array("q")
+        self._low, self._high = array("d"), array("d")
+
+    def add(self, x: float, value: float | None) -> None:
+        """Adds a point behind the others."""
+        if value is not None and math.isfinite(value):
+            self._take(x, x, value, 1, value, value)
+            self.last = value
+
+    def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
+        """Adds points behind the others; many of them at once where they fall into one stretch."""
+        pairs = [(x, v) for x, v in zip(xs, values, strict=True) if v is not None and math.isfinite(v)]
+        at = 0
+        while at < len(pairs):
+            room = self.stride - (self._count[-1] if self._count else 0)
+            some = pairs[at : at + (room if room > 0 else self.stride)]
+            found = [value for _, value in some]
+            self._take(some[0][0], some[-1][0], sum(found), len(found), min(found), max(found))
+            self.last = found[-1]
+            at += len(some)
+
+    def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:
+        """Adds some points, as many as there is room for in a stretch: to the last one, or to a new one."""
+        self.num += count
+        if len(self._x) >= self._most and self._count[-1] >= self.stride:
+            self._join()
+        if not self._count or self._count[-1] >= self.stride:
+            self._first.append(first)
+            self._x.append(x)
+            self._sum.append(total)
+            self._count.append(count)
+            self._low.append(low)
+            self._high.append(high)
+            return
+        self._x[-1] = x
+        self._sum[-1] += total
+        self._count[-1] += count
+        self._low[-1] = min(self._low[-1], low)
+        self._high[-1] = max(self._high[-1], high)
+
+    def forget_after(self, x: float) -> None:
+        """Lets go of what lies behind a step: it was taken again."""
+        kept = bisect_right(self._first, x)
+        for column in (self._first, self._x, self._sum, self._count, self._low, self._high):
+            del column[kept:]
+        if kept:
+            self._x[-1] = min(self._x[-1], x)
+            self.last = self._sum[-1] / self._count[-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Columns for a chart; low and high only where a stretch has several points."""
+        mean = [total / count for total, count in zip(self._sum, self._count, strict=True)]
+        columns: dict[str, Any] = {"x": list(self._x), "mean": mean}
+        if self.stride > 1:
+            columns |= {"low": list(self._low), "high": list(self._high)}
+        return columns
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def _join(self) -> None:
+        """Every two neighbours become one; one without a neighbour stays, and is filled on."""
+        even = len(self._x) // 2 * 2
+        left, right = slice(0, even, 2), slice(1, even, 2)
+        rest = slice(even, None)
+        self._first = self._first[left] + self._first[rest]
+        self._x = self._x[right] + self._x[rest]
+        self._sum = array("d", map(sum, zip(self._sum[left], self._sum[right], strict=True))) + self._sum[rest]
+        self._count = array("q", map(sum, zip(self._count[left], self._count[right], strict=True))) + self._count[rest]
+        self._low = array("d", map(min, self._low[left], self._low[right])) + self._low[rest]
+        self._high = array("d", map(max, self._high[left], self._high[right])) + self._high[rest]
+        self.stride *= 2

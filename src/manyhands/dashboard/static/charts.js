@@ -1,0 +1,210 @@
+// Charts on a canvas (uPlot), with a legend that the keyboard reaches, and the numbers as a table for who cannot see them.
+import { fill, h, number } from "./dom.js";
+
+const COLOURS = 8;
+const HEIGHT = 220;
+const live = new Set();
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// A chart of curves by name: {x: [...], mean: [...], low?, high?}; `points` draws dots without lines.
+export class Chart {
+  constructor(title, { x = "step", time = false, format = number, log = false, logX = false, doublings = false, height = HEIGHT } = {}) {
+    Object.assign(this, { title, x, time, format, log, logX, doublings, height });
+    this.curves = {};
+    this.hidden = new Set();
+    this.zoomed = false;
+    this.canvas = h("div");
+    this.legend = h("ul", { class: "legend" });
+    this.numbers = h("details", {}, h("summary", {}, "Numbers"));
+    this.numbers.addEventListener("toggle", () => this.#tabulate());
+    this.figure = h("figure", { class: "chart", role: "group", tabindex: "0", "aria-label": title, onkeydown: (event) => this.#key(event) }, this.canvas);
+    const scale = doublings ? null : h("button", { type: "button", "aria-pressed": String(log), "aria-label": `Logarithmic scale of ${title}`, onclick: () => this.#toggle(scale) }, "log");
+    this.node = h("section", { class: "card" }, h("div", { class: "tools" }, h("h3", {}, title), scale), this.figure, this.legend, this.numbers);
+    this.canvas.addEventListener("dblclick", () => { this.zoomed = false; });
+    new ResizeObserver(() => this.#resize()).observe(this.canvas);
+    live.add(this);
+  }
+
+  update(curves) {
+    const names = Object.keys(curves);
+    const same = this.plot && names.join("\n") === Object.keys(this.curves).join("\n") && this.#banded(curves) === this.#banded(this.curves);
+    this.curves = curves;
+    if (!same) this.draw();
+    else this.plot.setData(this.#data(), !this.zoomed);
+    this.#describe();
+    this.#values(null);
+    this.#tabulate();
+  }
+
+  draw() {
+    this.plot?.destroy();
+    this.plot = null;
+    const names = Object.keys(this.curves);
+    if (!this.canvas.isConnected && !this.canvas.clientWidth) queueMicrotask(() => this.#resize());
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const scale = this.doublings ? { distr: 3, log: 2 } : { distr: this.log ? 3 : 1 };
+    const series = [{}];
+    const bands = [];
+    names.forEach((name, place) => {
+      const colour = css(`--c${place % COLOURS}`);
+      const curve = this.curves[name];
+      const dots = curve.points === true;
+      series.push({ label: name, stroke: colour, width: dots ? 0 : 1.75, dash: curve.dash ? [5, 4] : undefined, spanGaps: !dots, show: !this.hidden.has(name), paths: dots ? () => null : undefined, points: dots ? { show: true, size: 8, fill: colour } : { show: curve.x.length < 40, size: 5 } });
+      if (curve.low) {
+        const at = series.length;
+        for (const edge of ["high", "low"]) series.push({ label: `${name} ${edge}`, stroke: "transparent", width: 0, spanGaps: true, show: !this.hidden.has(name), points: { show: false } });
+        bands.push({ series: [at, at + 1], fill: `${colour}33` });
+      }
+    });
+    this.plot = new uPlot(
+      {
+        width: this.canvas.clientWidth || 480, height: this.height, series, bands,
+        scales: { x: this.doublings ? { time: false, distr: 3, log: 2 } : { time: this.time, distr: this.logX ? 3 : 1, range: this.#dotted() ? (_, low, high) => this.#margin(low, high) : undefined }, y: scale },
+        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, values: this.doublings ? (_, splits) => splits.map((v) => (v === null ? "" : number(v))) : undefined }, { ...axis, size: 62, values: (_, splits) => splits.map((v) => (v === null ? "" : this.format(v, 3))) }],
+        legend: { show: false }, cursor: { points: { size: 6 }, drag: { x: true, y: false } },
+        hooks: { setCursor: [(plot) => this.#values(plot.cursor.idx)], setSelect: [(plot) => { if (plot.select.width > 0) this.zoomed = true; }] },
+      },
+      this.#data(), this.canvas,
+    );
+    this.node.plot = this.plot;
+    fill(this.legend, names.map((name, place) => {
+      const button = h("button", { type: "button", "data-key": name, "aria-pressed": String(!this.hidden.has(name)), onclick: () => this.#hide(name, button) }, h("i", { class: `s${place % COLOURS}` }), h("span", {}, name), h("output", { class: "soft" }));
+      return h("li", {}, button);
+    }));
+  }
+
+  // Columns as uPlot wants them: one x for all, gaps where a curve has no point.
+  #data() {
+    const positive = (column) => (this.log || this.doublings ? column.map((v) => (v > 0 ? v : null)) : column);
+    const tables = Object.values(this.curves).map((curve) => [curve.x, positive(curve.mean), ...(curve.low ? [positive(curve.high), positive(curve.low)] : [])]);
+    return tables.length ? uPlot.join(tables) : [[]];
+  }
+
+  #banded(curves) {
+    return Object.values(curves).map((curve) => Boolean(curve.low)).join();
+  }
+
+  #dotted() {
+    return Object.values(this.curves).some((curve) => curve.points);
+  }
+
+  // Dots at the edge of a chart would be cut.
+  #margin(low, high) {
+    if (this.logX) return [low / (high / low || 2) ** 0.04, high * (high / low || 2) ** 0.04];
+    const room = 0.04 * (high - low || Math.abs(high) || 1);
+    return [low - room, high + room];
+  }
+
+  #hide(name, button) {
+    if (!this.hidden.delete(name)) this.hidden.add(name);
+    const shown = !this.hidden.has(name);
+    button.setAttribute("aria-pressed", String(shown));
+    this.plot.series.forEach((one, place) => {
+      if (one.label === name || one.label === `${name} low` || one.label === `${name} high`) this.plot.setSeries(place, { show: shown });
+    });
+  }
+
+  #toggle(button) {
+    this.log = !this.log;
+    button.setAttribute("aria-pressed", String(this.log));
+    this.draw();
+    this.#values(null);
+  }
+
+  // The values at the cursor, or the last ones.
+  #values(place) {
+    const outputs = this.legend.querySelectorAll("output");
+    Object.values(this.curves).forEach((curve, at) => {
+      let shown = curve.mean.findLastIndex((one) => one !== null);
+      if (place !== null && place !== undefined && this.plot) shown = nearest(curve.x, this.plot.data[0][place]);
+      if (outputs[at]) outputs[at].textContent = shown >= 0 ? this.format(curve.mean[shown]) : "";
+    });
+    if (place !== null && place !== undefined) this.at = place;
+  }
+
+  #describe() {
+    const parts = Object.entries(this.curves).slice(0, 8).map(([name, curve]) => `${name} ${this.format(curve.mean.findLast((one) => one !== null))}`);
+    this.figure.setAttribute("aria-label", `${this.title}: ${parts.join(", ") || "nothing yet"}`);
+  }
+
+  #tabulate() {
+    if (!this.numbers.open) return;
+    const rows = [];
+    for (const [name, curve] of Object.entries(this.curves)) {
+      const every = Math.max(1, Math.ceil(curve.x.length / 50));
+      for (let place = curve.x.length - 1; place >= 0; place -= every) rows.push([name, curve.x[place], curve.mean[place]]);
+    }
+    const head = h("tr", {}, ["curve", this.x, "value"].map((text) => h("th", { scope: "col" }, text)));
+    const body = rows.map((row) => h("tr", {}, h("td", {}, row[0]), h("td", { class: "num" }, number(row[1], 8)), h("td", { class: "num" }, this.format(row[2], 6))));
+    fill(this.numbers, h("summary", { "data-key": "numbers" }, "Numbers"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body))));
+  }
+
+  #key(event) {
+    if (!this.plot || !["ArrowLeft", "ArrowRight", "Home", "End", "Escape"].includes(event.key)) return;
+    event.preventDefault();
+    const last = this.plot.data[0].length - 1;
+    if (event.key === "Escape") {
+      this.zoomed = false;
+      this.plot.setData(this.plot.data, true);
+      return;
+    }
+    const step = Math.max(1, Math.round(last / 100)) * (event.key === "ArrowLeft" ? -1 : 1);
+    const at = event.key === "Home" ? 0 : event.key === "End" ? last : Math.min(last, Math.max(0, (this.at ?? last) + step));
+    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][at], "x"), top: 10 });
+    this.#values(at);
+  }
+
+  #resize() {
+    const width = this.canvas.clientWidth;
+    if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
+  }
+}
+
+function nearest(xs, x) {
+  let low = 0;
+  let high = xs.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (xs[middle] <= x) low = middle;
+    else high = middle - 1;
+  }
+  return low + 1 < xs.length && Math.abs(xs[low + 1] - x) < Math.abs(xs[low] - x) ? low + 1 : low;
+}
+
+// Colours are read when a chart is drawn.
+export function redraw() {
+  for (const chart of live) {
+    if (chart.node.isConnected && chart.plot) {
+      chart.draw();
+      chart.update(chart.curves);
+    }
+  }
+}
+
+export function forget() {
+  for (const chart of live) chart.plot?.destroy();
+  live.clear();
+}
+
+// Charts that come and go with the groups of curves that there are: {title: curves}.
+export class Charts {
+  constructor(host) {
+    this.host = host;
+    this.charts = new Map();
+  }
+
+  update(groups) {
+    for (const [title, { curves, ...options }] of Object.entries(groups)) {
+      const has = Object.keys(curves).length > 0;
+      let chart = this.charts.get(title);
+      if (!has && !chart) continue;
+      if (!chart) {
+        chart = new Chart(title, options);
+        this.charts.set(title, chart);
+        this.host.append(chart.node);
+      }
+      chart.update(curves);
+    }
+  }
+}

@@ -1,0 +1,103 @@
+// Elements and words. Everything that comes from a log becomes text, never markup.
+
+export function h(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+export function s(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child !== null && child !== undefined && child !== false) element.append(child);
+  }
+  return element;
+}
+
+// Replaces what an element holds; the focus stays on the element with the same data-key, and so does scrolling.
+export function fill(host, ...children) {
+  const key = host.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  host.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  if (key !== undefined) host.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(digits - 1);
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 12 });
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(1, value)) / 10)));
+  return `${number(value / 1024 ** power, 3)} ${units[power]}`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1e-3) return `${number(value * 1e6, 3)} µs`;
+  if (value < 1) return `${number(value * 1e3, 3)} ms`;
+  if (value < 120) return `${number(value, 3)} s`;
+  if (value < 7200) return `${number(value / 60, 3)} min`;
+  return `${number(value / 3600, 3)} h`;
+}
+
+export function moment(t) {
+  if (!t) return "–";
+  const date = new Date(t * 1000);
+  const pad = (part) => String(part).padStart(2, "0");
+  const day = `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())}`;
+  return `${day} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+}
+
+export function value(one) {
+  if (one === null || one === undefined) return "–";
+  if (typeof one === "number") return number(one);
+  return typeof one === "object" ? JSON.stringify(one) : String(one);
+}
+
+export function link(page, ids, ...children) {
+  const query = [ids].flat().map((id) => `id=${encodeURIComponent(id)}`).join("&");
+  const href = query ? `#/${page}?${query}` : `#/${page}`;
+  return h("a", { href, "data-key": href }, ...children);
+}
+
+export function facts(entries) {
+  const shown = entries.filter(([, what]) => what !== null && what !== undefined && what !== "");
+  return h("dl", { class: "facts" }, shown.map(([name, what]) => h("div", {}, h("dt", {}, name), h("dd", {}, what))));
+}
+
+// A table: columns are [title, cell(row), {num, wide}]; titles that can be sorted by have a key.
+export function table(label, columns, rows, { row = () => ({}), sort, onsort } = {}) {
+  const heads = columns.map(([title, , how = {}]) => {
+    const order = sort && sort[0] === how.key ? (sort[1] > 0 ? "ascending" : "descending") : null;
+    const inner = how.key && onsort ? h("button", { type: "button", "data-key": `sort ${how.key}`, onclick: () => onsort(how.key) }, title, order === "ascending" ? " ▲" : order ? " ▼" : "") : title;
+    return h("th", { scope: "col", class: how.num ? "num" : null, "aria-sort": order }, inner);
+  });
+  const body = rows.map((one) => h("tr", row(one), columns.map(([, cell, how = {}]) => h("td", { class: how.num ? "num" : how.wide ? "wide" : null }, cell(one)))));
+  return h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, h("table", {}, h("caption", { class: "skip" }, label), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)));
+}
+
+export function state(text) {
+  return h("span", { class: `state ${["running", "finished", "failed", "interrupted", "stopped", "serving"].includes(text) ? text : ""}` }, text);
+}
+
+export function empty(...text) {
+  return h("p", { class: "empty" }, ...text);
+}
+
+export async function get(path, query = {}) {
+  const text = new URLSearchParams(query).toString();
+  const answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`);
+  return answer.ok ? answer.json() : null;
+}

@@ -1,0 +1,114 @@
+// Drawings that are no curves: stacked bars, a time line, parallel coordinates, a network in pieces.
+import { bytes, h, moment, number, s, seconds, value } from "./dom.js";
+
+const MEANING = { compute: 2, forward: 2, recorded: 2, backward: 5, sync: 4, communication: 4, input: 6, copy: 1, optimizer: 0, save: 3, validation: 1, idle: 7 };
+const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+// A bar for every row, cut into parts: rows are [name, {part: amount}].
+export function bars(label, rows, { format = seconds, names = null } = {}) {
+  const parts = names ?? [...new Set(rows.flatMap(([, amounts]) => Object.keys(amounts)))];
+  const total = Math.max(1e-12, ...rows.map(([, amounts]) => parts.reduce((sum, part) => sum + (amounts[part] ?? 0), 0)));
+  const [left, width, line] = [90, 560, 24];
+  const colour = (part, place) => `s${MEANING[part] ?? place % 8}`;
+  const drawn = rows.flatMap(([name, amounts], row) => {
+    let x = left;
+    const y = row * line;
+    const boxes = parts.map((part, place) => {
+      const size = (width * (amounts[part] ?? 0)) / total;
+      const box = s("rect", { x, y: y + 3, width: Math.max(0, size), height: line - 6, class: colour(part, place) }, s("title", {}, `${name}, ${part}: ${format(amounts[part] ?? 0)}`));
+      x += size;
+      return box;
+    });
+    return [s("text", { x: left - 6, y: y + 16, "text-anchor": "end" }, name), ...boxes];
+  });
+  const said = rows.map(([name, amounts]) => `${name}: ${parts.filter((part) => amounts[part]).map((part) => `${part} ${format(amounts[part])}`).join(", ")}`).join("; ");
+  const key = h("div", { class: "key" }, parts.map((part, place) => h("span", {}, h("i", { class: colour(part, place) }), part)));
+  const height = Math.max(line, rows.length * line);
+  return h("figure", {}, key, s("svg", { viewBox: `0 0 ${left + width} ${height}`, width: left + width, role: "img", "aria-label": `${label}. ${said}` }, drawn));
+}
+
+// Moments on a line: marks are {t, text, kind: "fault" | "good" | "plain"}, ticks are plain times.
+export function timeline(label, marks, ticks, from, to) {
+  const [width, height] = [1000, 64];
+  const span = Math.max(1e-6, to - from);
+  const at = (t) => 10 + ((width - 20) * (t - from)) / span;
+  const drawn = marks.map((mark) => {
+    const [x, y] = [at(mark.t), mark.kind === "fault" ? 14 : 26];
+    const title = s("title", {}, `${moment(mark.t)} ${mark.text}`);
+    if (mark.kind === "fault") return s("path", { d: `M${x} ${y - 7}l7 7l-7 7l-7 -7z`, class: "mark fault" }, title);
+    return s("circle", { cx: x, cy: y, r: mark.kind === "good" ? 6 : 3.5, class: `mark ${mark.kind}` }, title);
+  });
+  const faults = marks.filter((mark) => mark.kind === "fault").length;
+  const said = `${label}: ${marks.length} events, ${faults} of them faults, ${ticks.length} checkpoints`;
+  return h("figure", {}, s("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": said },
+    s("line", { x1: 10, x2: width - 10, y1: 36, y2: 36, class: "axis" }),
+    ticks.map((t) => s("line", { x1: at(t), x2: at(t), y1: 36, y2: 46, class: "tick" }, s("title", {}, `${moment(t)} checkpoint`))),
+    drawn,
+    s("text", { x: 10, y: 60, class: "soft" }, moment(from)),
+    s("text", { x: width - 10, y: 60, class: "soft", "text-anchor": "end" }, `${moment(to)} (${seconds(to - from)})`)));
+}
+
+// One line for every trial through an axis for every parameter: axes are {name, log, choices}.
+export function parallel(label, axes, trials, best, cost) {
+  const [width, height, top, bottom] = [Math.min(1100, Math.max(640, 240 * axes.length)), 280, 26, 30];
+  const x = (place) => 50 + ((width - 110) * place) / Math.max(1, axes.length - 1);
+  const scales = axes.map((axis) => scaleOf(axis, trials));
+  const y = (place, trial) => top + (height - top - bottom) * (1 - scales[place].place(axes[place].of(trial)));
+  const costs = trials.map(cost).filter(Number.isFinite).sort((a, b) => a - b);
+  const shade = (trial) => Math.min(7, Math.floor((8 * costs.findIndex((one) => one >= cost(trial))) / Math.max(1, costs.length)));
+  const ways = trials.map((trial) => {
+    const path = axes.map((_, place) => `${place ? "L" : "M"}${x(place).toFixed(1)} ${y(place, trial).toFixed(1)}`).join("");
+    const way = s("path", { d: path, class: `way${trial.number === best ? " best" : ""}`, "data-trial": trial.number }, s("title", {}, `trial ${trial.number}: ${axes.map((axis) => `${axis.name} ${value(axis.of(trial))}`).join(", ")}`));
+    way.style.stroke = trial.number === best ? "var(--c1)" : `color-mix(in srgb, var(--c0) ${100 - 10 * Math.max(0, shade(trial))}%, var(--line))`;
+    return way;
+  });
+  const drawnAxes = axes.flatMap((axis, place) => [
+    s("line", { x1: x(place), x2: x(place), y1: top, y2: height - bottom, class: "axis" }),
+    s("text", { x: x(place), y: 14, "text-anchor": "middle" }, axis.name),
+    ...scales[place].ticks.map(([text, part]) => s("text", { x: x(place) + 4, y: top + (height - top - bottom) * (1 - part) + 4, class: "soft" }, text)),
+  ]);
+  return h("figure", {}, s("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": `${label}: ${trials.length} trials over ${axes.map((axis) => axis.name).join(", ")}${best === null ? "" : `; the best is trial ${best}`}` }, drawnAxes, ways));
+}
+
+// Where a value lies on an axis, from 0 to 1, and what is written beside it.
+export function scaleOf(axis, trials) {
+  if (axis.choices) {
+    const last = Math.max(1, axis.choices.length - 1);
+    const find = (one) => Math.max(0, axis.choices.findIndex((choice) => String(choice) === String(one)));
+    return { place: (one) => find(one) / last, ticks: axis.choices.map((choice, place) => [value(choice).slice(0, 14), place / last]) };
+  }
+  const values = trials.map(axis.of).filter((one) => typeof one === "number" && Number.isFinite(one));
+  const low = axis.low ?? Math.min(...values);
+  const high = axis.high ?? Math.max(...values);
+  const bend = axis.log ? Math.log : (one) => one;
+  const span = bend(high) - bend(low) || 1;
+  return { place: (one) => (typeof one === "number" ? Math.min(1, Math.max(0, (bend(one) - bend(low)) / span)) : 0), ticks: values.length || axis.low !== undefined ? [[number(high, 3), 1], [number(low, 3), 0]] : [] };
+}
+
+// A network that is cut: a row for every device, pieces in the order in which they run, arrows for what crosses.
+export function pieces(cut) {
+  const [width, height, gap] = [200, 66, 40];
+  const ranks = [...new Set(cut.boxes.map((box) => box.rank))].sort((a, b) => a - b);
+  const spots = cut.boxes.map((box, place) => [110 + place * (width / 2 + gap), 16 + ranks.indexOf(box.rank) * (height + gap)]);
+  const all = [Math.max(...spots.map(([x]) => x)) + width + 20, 16 + ranks.length * (height + gap)];
+  const arrows = cut.arrows.map((arrow) => {
+    const [[x1, y1], [x2, y2]] = [spots[arrow.source], spots[arrow.to]];
+    const down = y2 > y1;
+    const [fromY, toY] = [y1 + (down ? height : 0), y2 + (down ? 0 : height)];
+    const [fromX, toX] = [x1 + width * 0.6, x2 + width * 0.3];
+    return [
+      s("path", { class: "edge", "marker-end": "url(#tip)", d: `M${fromX} ${fromY}C${fromX} ${(fromY + toY) / 2} ${toX} ${(fromY + toY) / 2} ${toX} ${toY}` }),
+      s("text", { x: (fromX + toX) / 2 + 6, y: (fromY + toY) / 2 + 4, class: "soft" }, bytes(arrow.num_bytes)),
+    ];
+  });
+  const boxes = cut.boxes.map((box, place) => {
+    const [x, y] = spots[place];
+    const names = box.parts.length > 3 ? `${box.parts.slice(0, 2).join(", ")} … ${box.parts.at(-1)}` : box.parts.join(", ") || "between modules";
+    const lines = [names, plural(box.num_operations, "operation"), `${plural(box.num_parameters, "parameter")}${box.seconds ? `, ${seconds(box.seconds)}` : ""}`];
+    return s("g", {}, s("title", {}, box.parts.join(", ")), s("rect", { x, y, width, height, rx: 6, class: "box" }), lines.map((text, line) => s("text", { x: x + 8, y: y + 18 + 19 * line, class: line ? "soft" : null }, text.slice(0, 32))));
+  });
+  const named = ranks.map((rank, row) => s("text", { x: 4, y: 16 + row * (height + gap) + height / 2 }, cut.boxes.find((box) => box.rank === rank).device.slice(0, 16)));
+  const said = cut.boxes.map((box) => `${box.parts.join(", ") || "between modules"} on ${box.device}`).join("; ");
+  const tip = s("defs", {}, s("marker", { id: "tip", markerWidth: 8, markerHeight: 8, refX: 7, refY: 3, orient: "auto" }, s("path", { d: "M0,0 L7,3 L0,6 z", class: "tip" })));
+  return h("figure", { class: "scroll" }, s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `The network in pieces: ${said}` }, tip, boxes, arrows, named));
+}

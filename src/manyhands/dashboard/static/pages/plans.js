@@ -1,0 +1,76 @@
+// Plans: speed against devices, with what was measured on the curve, and every way of splitting.
+import { Chart } from "../charts.js";
+import { bytes, empty, facts, fill, get, h, link, moment, number, seconds, table } from "../dom.js";
+
+export const title = "Plans";
+
+export function open(host, [from]) {
+  let chosen = null;
+  const pick = h("div", { class: "tools" });
+  const head = h("div");
+  const chart = new Chart("Speed-up against devices", { x: "devices", doublings: true, height: 320 });
+  const below = h("div");
+  const body = h("div", { hidden: true }, head, chart.node, below);
+  host.append(h("h1", {}, title), pick, body);
+
+  async function update() {
+    const plans = await get("plans");
+    if (!plans.length) {
+      fill(pick, empty("No plans yet. ", h("code", {}, "manyhands plan FILE.py --log plans/first"), " keeps one, and so does a run with the strategy auto."));
+      return;
+    }
+    body.hidden = false;
+    const key = (plan) => `${plan.from} ${plan.t}`;
+    const plan = plans.find((one) => key(one) === chosen) ?? plans.find((one) => one.from === from) ?? plans[0];
+    chosen = key(plan);
+    const select = h("select", { "aria-label": "Which plan", "data-key": "plan", onchange: (event) => { chosen = event.target.value; update(); } }, plans.map((one) => h("option", { value: key(one), selected: one === plan }, `${one.task} on ${one.cluster}, ${moment(one.t)} (${one.from})`)));
+    if (!pick.contains(document.activeElement)) fill(pick, select);
+    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", `${number(plan.curve.saturates)} devices`], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
+    chart.update(curves(plan));
+    fill(below, measured(plan), remedies(plan), h("h2", {}, "Ways of splitting"), options(plan));
+  }
+
+  return { title, update };
+}
+
+function curves(plan) {
+  const { devices, speedup } = plan.curve;
+  const dots = (points) => {
+    const best = new Map();
+    for (const one of points) if (!(best.get(one.devices)?.speedup >= one.speedup)) best.set(one.devices, one);
+    const sorted = [...best.values()].sort((a, b) => a.devices - b.devices);
+    return { x: sorted.map((one) => one.devices), mean: sorted.map((one) => one.speedup), points: true };
+  };
+  const at = devices.reduce((best, count, place) => (Math.abs(Math.log(count / plan.curve.saturates)) < Math.abs(Math.log(devices[best] / plan.curve.saturates)) ? place : best), 0);
+  const found = { predicted: { x: devices, mean: speedup }, perfect: { x: devices, mean: devices, dash: true }, saturation: { x: [plan.curve.saturates], mean: [speedup[at]], points: true } };
+  const [tried, runs] = [plan.points.filter((one) => one.what.startsWith("tried")), plan.points.filter((one) => !one.what.startsWith("tried"))];
+  if (tried.length) found["tried by the planner"] = dots(tried);
+  if (runs.length) found["measured by runs"] = dots(runs);
+  return found;
+}
+
+function measured(plan) {
+  if (!plan.points.length) return null;
+  const name = (point) => (point.what.startsWith("run ") ? link("run", point.what.slice(4), point.what) : point.what);
+  return [h("h2", {}, "Measured"), table("Measured", [["devices", (one) => number(one.devices), { num: true }], ["speed-up over one", (one) => number(one.speedup, 3), { num: true }], ["", name]], plan.points)];
+}
+
+function remedies(plan) {
+  const found = plan.curve.remedies;
+  if (!found.length) return null;
+  return [h("h2", {}, "What would move that point"), table("Remedies", [["", (one) => one.text, { wide: true }], ["speed here", (one) => `${number(one.gain, 3)}×`, { num: true }], ["saturates at", (one) => number(one.saturates), { num: true }], ["", (one) => (one.is_lossy ? "changes the mathematics" : "")]], found)];
+}
+
+function options(plan) {
+  const columns = [
+    ["strategy", (one) => one.strategy],
+    ["devices", (one) => number(one.devices), { num: true }],
+    ["step", (one) => seconds(one.seconds), { num: true }],
+    ["measured", (one) => (one.measured ? seconds(one.measured) : "–"), { num: true }],
+    ["memory", (one) => bytes(one.memory), { num: true }],
+    ["samples/s", (one) => number(one.samples_per_second, 3), { num: true }],
+    ["efficiency", (one) => `${Math.round(100 * one.efficiency)}%`, { num: true }],
+    ["", (one) => (one.fits ? one.refused : "does not fit"), { wide: true }],
+  ];
+  return table("Ways of splitting", columns, plan.options.slice(0, 40), { row: (one) => ({ class: one.strategy === plan.best ? "chosen" : null }) });
+}

@@ -1,0 +1,117 @@
+// One run: curves, ranks, time line, the network in pieces.
+import { Charts } from "../charts.js";
+import { bytes, empty, facts, fill, get, h, link, moment, number, seconds, state, table, value } from "../dom.js";
+import { bars, pieces, timeline } from "../drawings.js";
+
+export const title = "Run";
+const WAITS = ["compute", "input", "sync", "optimizer", "save", "validation"];
+const MOST_NEWS = 200;
+
+export function open(host, [id]) {
+  const head = h("div");
+  const grid = h("div", { class: "grid" });
+  const charts = new Charts(grid);
+  const ranks = h("section", { "aria-label": "Ranks" });
+  const rankGrid = h("div", { class: "grid" });
+  const rankCharts = new Charts(rankGrid);
+  const line = h("section", { "aria-label": "Time line" });
+  const news = h("div");
+  const faultsOnly = h("input", { type: "checkbox", id: "faults-only", onchange: () => tell() });
+  const below = h("div");
+  let run = null;
+  host.append(head, grid, ranks, rankGrid, line, below);
+
+  function tell() {
+    const shown = run.news.filter((one) => !faultsOnly.checked || one.fault).slice(-MOST_NEWS).reverse();
+    const columns = [
+      ["when", (one) => moment(one.t)],
+      ["step", (one) => number(one.step), { num: true }],
+      ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.kind)],
+      ["", (one) => one.text, { wide: true }],
+    ];
+    fill(news, shown.length ? table("What happened", columns, shown) : h("p", { class: "soft" }, "Nothing to tell."));
+  }
+
+  async function update() {
+    const found = await get("run", { id });
+    if (!found) {
+      fill(head, empty(`There is no run ${id}.`));
+      return;
+    }
+    run = found;
+    fill(head, h("h1", {}, run.id, state(run.state)), run.reason ? h("p", { class: "fault" }, run.reason) : null, about(run));
+    charts.update({
+      Loss: { curves: run.series.losses },
+      Metrics: { curves: run.series.metrics },
+      "Steps a second": { curves: run.series.speed },
+      "Learning rate": { curves: run.series.rates },
+      Logged: { curves: run.series.logged },
+    });
+    const numbers = Object.keys(run.ranks);
+    if (numbers.length) fill(ranks, h("h2", {}, "Ranks"), ...breakdown(run), rankTable(run));
+    rankCharts.update({
+      "Own work of a step, by rank": { curves: run.series.pace, format: seconds },
+      "Memory, by rank": { curves: run.series.memory, format: bytes, time: true },
+    });
+    drawLine();
+    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", {}, JSON.stringify(run.record, null, 2))));
+  }
+
+  function drawLine() {
+    const marks = run.news.map((one) => ({ t: one.t, text: `${one.kind}: ${one.text}`, kind: one.fault ? "fault" : one.kind === "recovered" || one.kind === "start" || one.kind === "end" ? "good" : "plain" }));
+    const drawn = timeline("Time line", marks, run.checkpoints.map(([t]) => t), run.began, run.changed);
+    if (!line.childElementCount) line.append(h("h2", {}, "Time line"), h("div", { class: "drawn" }), h("div", { class: "tools" }, h("label", { for: "faults-only" }, faultsOnly, " faults only")), news);
+    fill(line.querySelector(".drawn"), drawn);
+    tell();
+  }
+
+  return { title: id ?? title, update };
+}
+
+function about(run) {
+  const steps = run.total ? `${number(run.step)} of ${number(run.total)}` : number(run.step);
+  const left = run.state === "running" && run.total && run.steps_per_second ? seconds((run.total - run.step) / run.steps_per_second) : null;
+  return facts([
+    ["step", steps],
+    ["time left", left],
+    ["loss", number(run.loss)],
+    ...Object.entries(run.metrics).map(([name, last]) => [name, number(last)]),
+    ["steps/s", number(run.steps_per_second, 3)],
+    ["samples/s", number(run.samples_per_second, 3)],
+    ["strategy", run.strategy],
+    ["devices", run.devices.join(", ")],
+    ["batch", value(run.record.batch_size)],
+    ["parameters", number(run.parameters)],
+    ["began", moment(run.began)],
+    ["lasted", seconds(run.changed - run.began)],
+    ["faults", String(run.faults)],
+    ["recoveries", String(run.recovered)],
+    ...Object.entries(run.record.params ?? {}).map(([name, one]) => [name, value(one)]),
+  ]);
+}
+
+// Where each rank's time went: steps that were timed where there are some, and the whole run's waits.
+function breakdown(run) {
+  const rows = (pick) => Object.entries(run.ranks).map(([number, rank]) => [`rank ${number}`, pick(rank)]).filter(([, amounts]) => Object.keys(amounts).length);
+  const phases = rows((rank) => rank.phases);
+  const waits = rows((rank) => Object.fromEntries(WAITS.filter((name) => name in rank.seconds).map((name) => [name, rank.seconds[name]])));
+  return [
+    phases.length ? h("div", { class: "card" }, h("h3", {}, "The usual step, by what it does (median of timed steps)"), bars("The usual step by rank", phases)) : null,
+    waits.length ? h("div", { class: "card" }, h("h3", {}, "Where the time went so far"), bars("Time so far by rank", waits)) : null,
+  ].filter(Boolean);
+}
+
+function rankTable(run) {
+  const columns = [
+    ["rank", ([name]) => name, { num: true }],
+    ["host", ([, rank]) => rank.host || "–"],
+    ["device", ([name, rank]) => rank.device || run.devices[Number(name)] || "–"],
+    ["own work", ([, rank]) => (rank.pace === null ? "–" : seconds(rank.pace)), { num: true }],
+    ["memory", ([, rank]) => bytes(rank.memory), { num: true }],
+    ["at the most", ([, rank]) => (rank.peak ? bytes(rank.peak) : "–"), { num: true }],
+    ["parameters", ([, rank]) => bytes(rank.held.parameters), { num: true }],
+    ["optimizer", ([, rank]) => bytes(rank.held.optimizer), { num: true }],
+    ["", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "slow: all wait for it") : "")],
+  ];
+  return table("Ranks", columns, Object.entries(run.ranks));
+}

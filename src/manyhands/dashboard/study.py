@@ -1,0 +1,116 @@
+"""A study: its trials from the journal; and the team that its members are, where it is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..core import EVENTS
+from .source import Source
+from .tail import Tail
+
+JOURNAL = "journal.log"
+STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 2, 4, 6, 7, 8
+STATES = ("running", "finished", "stopped", "failed")
+MOST_TRIALS = 2000
+"""Trials that a page gets: the best ones and the last; a summary counts all of them."""
+
+
+class Study(Source):
+    """A folder that `tune` or `ensemble` wrote, in the format of Optuna's journal."""
+
+    kind = "study"
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.about: dict[str, Any] = {}
+        self.trials: list[dict[str, Any]] = []
+        self.ranges: dict[str, dict[str, Any]] = {}
+        self.counts = dict.fromkeys(STATES, 0)
+        self.best: int | None = None
+        self.team: dict[str, Any] | None = None
+        self._described = ""
+        super().__init__(name, path)
+
+    def _open(self) -> list[tuple[Tail, Any]]:
+        return [(Tail(self.path / JOURNAL), self.take_line), (Tail(self.path / EVENTS), self.take)]
+
+    @property
+    def objectives(self) -> list[list[str]]:
+        """Names and modes, "min" or "max"."""
+        return list(self.about.get("objectives", []))
+
+    def on_team(self, entry: dict[str, Any]) -> None:
+        self.team = {name: value for name, value in entry.items() if name not in ("v", "kind")}
+
+    def take_line(self, line: dict[str, Any]) -> None:
+        """Takes a line of the journal."""
+        code = line["op_code"]
+        if code == STUDY_ATTRIBUTE:
+            self.about = line["user_attr"]["manyhands"]
+        elif code == CREATE_TRIAL:
+            self._create(line)
+        elif code == REPORT:
+            trial = self.trials[line["trial_id"]]
+            trial["reports"].append([line["step"], line["intermediate_value"]])
+            trial["seconds"] = line["seconds"]
+        elif code == TRIAL_ATTRIBUTE and "lease" in line["user_attr"]:
+            self.trials[line["trial_id"]]["worker"] = line["user_attr"]["lease"]["worker"]
+        elif code == END_TRIAL:
+            self._end(line)
+
+    def _create(self, line: dict[str, Any]) -> None:
+        number = len(self.trials)
+        trial = {"number": number, "params": line["given"], "state": STATES[0], "values": [], "metrics": {}}
+        self.trials.append({**trial, "reports": [], "seconds": 0.0, "reason": "", "feasible": True, "worker": None})
+        self.counts[STATES[0]] += 1
+        described = json.dumps(line["distributions"])
+        if described != self._described:
+            self._described = described
+            self.ranges = {name: json.loads(text) for name, text in line["distributions"].items()}
+
+    def _end(self, line: dict[str, Any]) -> None:
+        trial = self.trials[line["trial_id"]]
+        self.counts[trial["state"]] -= 1
+        trial["state"] = STATES[line["state"]]
+        self.counts[trial["state"]] += 1
+        trial["values"], trial["metrics"] = line["values"] or [], line["metrics"]
+        trial["seconds"], trial["reason"], trial["feasible"] = line["seconds"], line["reason"], line["feasible"]
+        is_fit = trial["state"] == STATES[1] and trial["feasible"]
+        if is_fit and (self.best is None or self._cost(trial) < self._cost(self.trials[self.best])):
+            self.best = trial["number"]
+
+    def _cost(self, trial: dict[str, Any]) -> float:
+        sign = -1.0 if self.objectives and self.objectives[0][1] == "max" else 1.0
+        return sign * float(trial["values"][0]) if trial["values"] else float("inf")
+
+    def summary(self) -> dict[str, Any]:
+        best = None if self.best is None else self.trials[self.best]
+        return {
+            "id": self.id,
+            "name": self.path.name,
+            "counts": self.counts,
+            "objectives": self.objectives,
+            "search": self.about.get("search", ""),
+            "stop": self.about.get("stop"),
+            "best": best,
+            "is_team": self.team is not None or list(self.about.get("space", {})) == ["seed"],
+            "changed": _changed(self.path / JOURNAL),
+            "pending": self.pending,
+        }
+
+    def detail(self) -> dict[str, Any]:
+        trials = self.trials
+        if len(trials) > MOST_TRIALS:
+            by_cost = sorted(trials, key=self._cost)
+            chosen = {trial["number"] for trial in (*by_cost[: MOST_TRIALS // 2], *trials[-MOST_TRIALS // 2 :])}
+            trials = [trial for trial in trials if trial["number"] in chosen]
+        about = {"about": self.about, "ranges": self.ranges, "team": self.team, "num_trials": len(self.trials)}
+        return {**self.summary(), **about, "trials": trials}
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,341 @@
+"""The page in a real Chromium: it loads, follows what happens, shows the right values and escapes every name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+import manyhands as mh
+from manyhands.core import keep_event
+from manyhands.dashboard import Dashboard
+
+from .logs import Written, a_run
+
+WAIT = 30_000
+"""Milliseconds for anything to appear: the machine may be busy."""
+EVIL = '<img src=x onerror="window.harmed=1">\'&quot;</script>'
+NAMELESS = """() => {
+  const name = (e) => (e.getAttribute("aria-label") || e.textContent.trim() || e.getAttribute("alt")
+    || (e.id && document.querySelector(`label[for="${e.id}"]`)?.textContent.trim()) || e.title || "").trim();
+  const all = document.querySelectorAll(
+    "a, button, input, select, summary, progress, [role=img], [role=group], [role=region], [tabindex='0']");
+  return [...all].filter((e) => !name(e)).map((e) => e.outerHTML.slice(0, 120))
+    .concat([...document.querySelectorAll("img:not([alt]), table:not(:has(th))")].map((e) => e.outerHTML.slice(0, 120)))
+    .concat(document.querySelectorAll("h1").length === 1 ? [] : ["not one h1"])
+    .concat(document.documentElement.lang ? [] : ["no lang"])
+    .concat([...new Set([...document.querySelectorAll("[id]")].map((e) => e.id))].length
+      === document.querySelectorAll("[id]").length ? [] : ["an id twice"]);
+}"""
+PLOT = (
+    "(title) => [...document.querySelectorAll('section.card')]"
+    ".find((s) => s.querySelector('h3')?.textContent === title)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = shutil.which("chromium")
+    assert found, "these tests need Debian's chromium: make system, as root"
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=found, args=arguments)
+        # Its helpers come with the first page, and stay.
+        page = browser.new_page()
+        page.goto("data:text/html,<title>first</title>")
+        page.close()
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens a page of the dashboard for this test's folders; fails on errors, and on requests to other hosts."""
+    wrong: list[str] = []
+    closing: list[Any] = []
+
+    def opened(page: str = "", **options: Any) -> Page:
+        folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+        dashboard = Dashboard(folders, servers=options.pop("servers", ()))
+        context = browser.new_context(viewport={"width": 1200, "height": 800}, **options)
+        closing.extend([context, dashboard])
+        tab = context.new_page()
+        tab.set_default_timeout(WAIT)
+        tab.on("console", lambda line: wrong.append(line.text) if line.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("dialog", lambda dialog: wrong.append(dialog.message))
+        tab.on("request", lambda r: None if r.url.startswith(dashboard.url) else wrong.append(r.url))
+        tab.goto(f"{dashboard.url}#/{page}")
+        expect(tab.locator("main h1")).to_be_visible(timeout=WAIT)
+        return tab
+
+    yield opened
+    for one in closing:
+        one.close()
+    assert not wrong, wrong
+
+
+def until(page: Page, condition: str) -> None:
+    """Waits for an expression to hold; Playwright's own way would need a weaker security policy."""
+    for _ in range(WAIT // 50):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"waited {WAIT} ms for {condition}")
+
+
+def data_of(page: Page, title: str) -> list[list[float | None]]:
+    """What a chart has drawn: x, and each curve."""
+    until(page, f"Boolean(({PLOT})('{title}')?.plot)")
+    return list(page.evaluate(f"({PLOT})('{title}').plot.data.map((column) => [...column])"))
+
+
+def small_task() -> mh.Task:
+    torch.manual_seed(0)
+    return mh.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=(torch.randn(64, 4), torch.ones(64, 1)),
+        valid=(torch.randn(16, 4), torch.ones(16, 1)),
+        batch_size=8,
+    )
+
+
+class Kill(mh.Callback):
+    """Kills a rank once."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_step(self, hand: mh.Hand) -> None:
+        if hand.world.rank == 1 and hand.num_steps == 5 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_lost_a_rank_from_its_curve_to_its_time_line(show: Callable[..., Page], tmp_path: Path) -> None:
+    folder, callbacks = tmp_path / "runs", [Kill(tmp_path / "killed")]
+    run = mh.fit(
+        small_task(), "mirrored", on="cpu*2", epochs=2, folder=folder, name="first", progress=False, callbacks=callbacks
+    )
+    page = show("run?id=runs%2Ffirst")
+    expect(page.locator("h1")).to_contain_text("finished")
+    steps, losses = data_of(page, "Loss")
+    assert steps == list(range(1, run.num_steps + 1))
+    assert losses == pytest.approx(run.losses)
+    expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1")
+    expect(page.locator("svg .mark.fault")).not_to_have_count(0)
+    drawn = page.get_by_role("img", name="Time line").get_attribute("aria-label") or ""
+    assert "of them faults" in drawn
+    expect(page.get_by_role("img", name="Time so far by rank")).to_be_visible()
+    rows = page.get_by_role("region", name="Ranks").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    # A pointer over the chart reads off the loss of that very step.
+    spot = page.evaluate(
+        f"() => {{ const p = ({PLOT})('Loss').plot; const b = p.over.getBoundingClientRect();"
+        " return [b.left + p.valToPos(p.data[0][7], 'x'), b.top + 40]; }"
+    )
+    page.mouse.move(*spot)
+    expect(page.locator("section.card", has_text="Loss").first.locator("output").first).to_have_text(
+        f"{run.losses[7]:.4g}"
+    )
+    assert page.evaluate(NAMELESS) == []
+
+
+def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> None:
+    run = Written(tmp_path / "runs" / "live")
+    run.t = time.time()
+    run.start(total=4)
+    run.steps({1: 4.0, 2: 3.0})
+    page = show("run?id=runs%2Flive")
+    expect(page.locator("h1")).to_contain_text("running")
+    page.evaluate("window.same = true")
+    assert data_of(page, "Loss") == [[1, 2], [4.0, 3.0]]
+    run.steps({3: 2.5, 4: 1.25})
+    expect(page.locator(".facts").first).to_contain_text("1.25", timeout=WAIT)
+    assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
+    run.say("end", step=4, stopped=False, seconds={})
+    expect(page.locator("h1")).to_contain_text("finished", timeout=WAIT)
+    assert page.evaluate("window.same") is True
+    a_run(tmp_path / "runs" / "another")
+    page.keyboard.press("1")
+    expect(page.get_by_role("link", name="runs/another")).to_be_visible(timeout=WAIT)
+    run.close()
+
+
+def test_names_of_any_kind_are_text(show: Callable[..., Page], tmp_path: Path) -> None:
+    name = EVIL.replace("/", "_")
+    run = Written(
+        tmp_path / "runs" / name, task=EVIL, params={EVIL: EVIL}, devices=[EVIL, f"{name}/cpu"], spec={EVIL: EVIL}
+    )
+    run.t = time.time()
+    run.start()
+    run.say("steps", steps=[1], losses={EVIL: [1.0]}, epoch=0, lr={EVIL: 0.1})
+    run.say("epoch", epoch=0, step=1, metrics={EVIL: 0.5}, losses={})
+    run.say("notice", text=EVIL)
+    run.say("pace", rank=0, host=EVIL, step=1, seconds=1.0)
+    run.say("profile", rank=0, host=EVIL, step=1, peak=0, total=1.0, seconds={EVIL: 1.0})
+    box = {"rank": 0, "device": EVIL, "parts": [EVIL], "num_operations": 1, "num_parameters": 1, "seconds": 0.0}
+    run.say("cut", title=EVIL, boxes=[box], arrows=[])
+    run.say("failed", reason=EVIL)
+    study = tmp_path / "studies" / name
+    study.mkdir(parents=True)
+    (study / "journal.log").write_text(EVIL_JOURNAL)
+    keep_event(tmp_path / "logs" / name, {"v": 1, "t": 1.0, "kind": "serving", "devices": [EVIL]})
+    keep_event(tmp_path / "logs" / name, {"v": 1, "t": 1.0, "kind": "version_failed", "model": EVIL, "version": EVIL})
+    page = show("runs")
+    for where in ("run", "study", "log"):
+        folder = {"run": "runs", "study": "studies", "log": "logs"}[where]
+        page.evaluate("([where, id]) => { location.hash = `#/${where}?id=${encodeURIComponent(id)}`; }",
+                      [where, f"{folder}/{name}"])  # fmt: skip
+        expect(page.locator("h1")).to_contain_text(name)
+        expect(page.locator("main")).to_contain_text("onerror='" if where == "study" else EVIL)
+    for where in ("runs", "compare", "studies", "serving", "cluster", f"compare?id=runs%2F{name.replace('&', '%26')}"):
+        page.goto(f"{page.url.partition('#')[0]}#/{where}")
+        expect(page.locator("main")).to_contain_text("onerror", timeout=WAIT)
+    assert page.evaluate("window.harmed") is None
+    assert page.locator("main img").count() == 0
+    run.close()
+
+
+EVIL_JOURNAL = "".join(
+    line + "\n"
+    for line in (
+        '{"op_code":0,"study_name":"x","directions":[1]}',
+        '{"op_code":2,"study_id":0,"user_attr":{"manyhands":{"space":{"EVIL":"x"},"objectives":[["EVIL","min"]],'
+        '"epochs":1,"stop":"EVIL","search":"EVIL"}}}',
+        '{"op_code":4,"study_id":0,"state":0,"distributions":{"EVIL":"{\\"attributes\\":{\\"choices\\":[\\"EVIL\\"]}}"},'
+        '"given":{"EVIL":"EVIL"}}',
+        '{"op_code":6,"trial_id":0,"state":1,"values":[1.0],"metrics":{"EVIL":1.0},"seconds":1.0,"reason":"EVIL",'
+        '"feasible":true}',
+    )
+).replace("EVIL", "<img src=x onerror='window.harmed=1'>")
+
+
+def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], tmp_path: Path) -> None:
+    task = small_task()
+
+    def make(lr: float = 0.1) -> mh.Task:
+        return task.replace(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr))
+
+    options: dict[str, Any] = {"on": "cpu", "progress": False}
+    study = mh.tune(
+        make,
+        {"lr": mh.loguniform(1e-3, 1e-1)},
+        trials=5,
+        epochs=1,
+        name="first",
+        folder=tmp_path / "studies",
+        **options,
+    )
+    mh.ensemble(make, members=2, epochs=1, name="team", folder=tmp_path / "studies", **options)
+    mh.fit(make, mh.Placed({"0": 0, "2": 1}), on="cpu*2", name="cut", folder=tmp_path / "runs", progress=False)
+    plan = mh.plan(make, "4 hosts x 8 A100, 100Gb/s")
+    plan.log(tmp_path / "plans" / "first")
+    mh.profile(make, on="cpu", steps=2).log(tmp_path / "profiles" / "first")
+    page = show("runs")
+    expect(page.get_by_role("link", name="runs/cut")).to_be_visible(timeout=WAIT)
+    titles = page.locator("nav a").all_text_contents()
+    for number, title in enumerate(titles, 1):
+        page.keyboard.press(str(number))
+        expect(page.locator("main h1")).to_have_text(title)
+        expect(page.locator("nav a[aria-current=page]")).to_have_text(title)
+        assert page.evaluate(NAMELESS) == []
+    page.get_by_role("checkbox").check()
+    expect(page.locator(".device")).to_have_count(3)  # the two of the run, and the one of all trials
+    expect(page.get_by_role("img", name="The network in pieces")).to_be_visible()
+    page.keyboard.press("5")
+    devices, predicted, perfect, *_ = data_of(page, "Speed-up against devices")
+    points = {point.num_devices: point.speedup for point in plan.curve.points}
+    shown = {count: value for count, value in zip(devices, predicted, strict=True) if value is not None}
+    assert shown == {count: pytest.approx(value, abs=1e-3) for count, value in points.items()}
+    assert [value for value in perfect if value is not None] == sorted(points)
+    page.goto(f"{page.url.partition('#')[0]}#/study?id=studies%2Ffirst")
+    expect(page.locator("svg .way")).to_have_count(5)
+    best = page.locator("svg .way.best")
+    assert best.get_attribute("data-trial") == str(study.best.number)
+    rates, values = data_of(page, "valid_loss by lr")
+    assert dict(zip(rates, values, strict=True)) == {trial.params["lr"]: trial.value for trial in study.trials}
+    expect(page.get_by_role("region", name="Trials").last.locator("tr.chosen")).to_contain_text(str(study.best.number))
+    assert page.evaluate(NAMELESS) == []
+    page.keyboard.press("4")
+    expect(page.locator("main")).to_contain_text("mean")
+    expect(page.get_by_role("region", name="Members").last.locator("tbody tr")).to_have_count(2)
+
+
+def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "apple", {1: 1.0, 2: 0.5}, params={"lr": 0.1})
+    a_run(tmp_path / "runs" / "pear", {1: 2.0, 2: 0.25}, params={"lr": 0.2})
+    page = show("runs")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.keyboard.press("/")
+    page.keyboard.type("pear")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.keyboard.press("Escape")
+    page.locator("input[type=search]").fill("")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.textContent") in ("runs/apple", "runs/pear")
+    for box in page.get_by_role("checkbox", name="Compare runs/").all():
+        box.check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    steps, *curves = data_of(page, "loss")
+    assert steps == [1, 2]
+    assert sorted(curves) == [[1.0, 0.5], [2.0, 0.25]]
+    row = page.get_by_role("region", name="Differences").last.locator("tr", has=page.get_by_text("lr", exact=True))
+    expect(row).to_contain_text("0.2")
+    page.locator("figure.chart").first.focus()
+    page.keyboard.press("Home")
+    expect(page.locator("section.card").first.locator("output").first).to_have_text("2" if curves[0][0] == 2 else "1")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_can_be_read(show: Callable[..., Page], tmp_path: Path, scheme: Any) -> None:
+    a_run(tmp_path / "runs" / "first")
+    page = show("run?id=runs%2Ffirst", color_scheme=scheme)
+    ratio = """(names) => {
+      const style = getComputedStyle(document.documentElement);
+      const light = (name) => { const hex = style.getPropertyValue(name).trim();
+        const part = (at) => { const v = parseInt(hex.slice(at, at + 2), 16) / 255;
+          return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+        return 0.2126 * part(1) + 0.7152 * part(3) + 0.0722 * part(5); };
+      const [a, b] = names.map(light).sort((x, y) => y - x);
+      return (a + 0.05) / (b + 0.05); }"""
+    for ink in ("--ink", "--soft", "--accent", "--good", "--bad", "--warn"):
+        for ground in ("--ground", "--raised"):
+            assert page.evaluate(ratio, [ink, ground]) >= 4.5, (ink, ground)
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (before == "rgb(255, 255, 255)") == (scheme == "light")
+    page.keyboard.press("t")
+    until(page, f"getComputedStyle(document.body).backgroundColor !== '{before}'")
+    data_of(page, "Loss")
+
+
+def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) -> None:
+    run = mh.fit(small_task(), "single", on="cpu", folder=tmp_path / "runs", name="first", progress=False)
+    log = tmp_path / "logs" / "first"
+    with mh.serve(run.predictor(), name="adder", on="cpu", http=0, grpc=0, manage=0, log=str(log)) as server:
+        client = mh.Client(server.url)
+        client("adder", torch.ones(2, 4))
+        page = show("serving", servers=[server.url])
+        row = page.get_by_role("region", name="Versions").locator("tbody tr")
+        expect(row).to_contain_text("adder", timeout=WAIT)
+        expect(row).to_contain_text("OK 1", timeout=WAIT)
+        client("adder", torch.ones(2, 4))
+        expect(row).to_contain_text("OK 2", timeout=WAIT)
+        assert page.evaluate(NAMELESS) == []
+        page.get_by_role("link", name="logs/first").click()
+        expect(page.locator("h1")).to_contain_text("serving")
+    expect(page.locator("h1")).to_contain_text("stopped", timeout=WAIT)

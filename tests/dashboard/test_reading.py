@@ -1,0 +1,321 @@
+"""What the dashboard makes of logs: read once, bounded in size, whatever lines there are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.dashboard.library import Library
+from manyhands.dashboard.log import NUM_BUCKETS, Log
+from manyhands.dashboard.metrics import Look, Metrics
+from manyhands.dashboard.run import SILENT_SECONDS, Run
+from manyhands.dashboard.series import MOST, Series
+from manyhands.dashboard.study import Study
+from manyhands.dashboard.tail import Tail
+
+from .logs import Written, a_run
+
+
+def read_all(library: Library) -> None:
+    library._scanned_at = float("-inf")
+    while library.refresh():
+        pass
+
+
+def test_a_tail_reads_every_byte_once_and_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path, without=(b'"parts"',))
+    assert tail.read() == []
+    path.write_bytes(b'{"a": 1}\n{"b": "parts"}\nnot json\n[1]\n{"a": 2')
+    assert tail.read() == [{"a": 1}]
+    assert tail.read() == []
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert tail.read() == [{"a": 2}]
+    read = tail.num_read
+    assert tail.read() == []
+    assert tail.num_read == read
+    assert not tail.was_replaced
+
+
+def test_a_log_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "first", {1: 3.0, 2: 2.0})
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    run = library.sources["runs/first"]
+    assert run.summary()["loss"] == 2.0
+    a_run(tmp_path / "runs" / "second", {1: 9.0})
+    os.replace(tmp_path / "runs" / "second" / "events.jsonl", tmp_path / "runs" / "first" / "events.jsonl")
+    read_all(library)
+    read_all(library)
+    assert library.sources["runs/first"].summary()["loss"] == 9.0
+
+
+def test_a_series_is_exact_while_it_is_short_and_bounded_when_it_is_long() -> None:
+    series = Series()
+    series.extend(range(10), [float(step) for step in range(10)])
+    assert series.to_dict() == {"x": list(range(10)), "mean": list(range(10))}
+    series.extend(range(10, 100_000), [float(step % 10) for step in range(10, 100_000)])
+    columns = series.to_dict()
+    assert len(columns["x"]) <= MOST
+    assert columns["x"][-1] == 99_999
+    assert columns["x"] == sorted(columns["x"])
+    assert columns["low"][-1] >= 0
+    assert columns["high"][-1] == 9
+    weights = [series.stride] * (len(columns["x"]) - 1)
+    weights.append(100_000 - sum(weights))
+    mean = sum(w * m for w, m in zip(weights, columns["mean"], strict=True)) / 100_000
+    assert mean == pytest.approx((45 + sum(step % 10 for step in range(10, 100_000))) / 100_000)
+
+
+def test_points_one_by_one_and_together_are_the_same() -> None:
+    one, together = Series(most=50), Series(most=50)
+    values = [math.sin(step) for step in range(777)]
+    for step, value in enumerate(values):
+        one.add(step, value)
+    for start in range(0, 777, 10):
+        together.extend(range(start, min(777, start + 10)), values[start : start + 10])
+    assert one.to_dict()["x"] == together.to_dict()["x"]
+    assert one.to_dict()["mean"] == pytest.approx(together.to_dict()["mean"])
+    assert one.to_dict()["high"] == together.to_dict()["high"]
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    series = Series()
+    series.extend([1, 2, 3, 4], [1.0, math.nan, None, 2.0])
+    series.add(5, math.inf)
+    assert series.to_dict() == {"x": [1, 4], "mean": [1.0, 2.0]}
+
+
+def test_a_real_run_is_told_as_it_was(tmp_path: Path) -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=(torch.randn(64, 4), torch.ones(64, 1)),
+        valid=(torch.randn(16, 4), torch.ones(16, 1)),
+        batch_size=8,
+    )
+    folder = tmp_path / "runs"
+    placed = mh.Placed({"0": 0, "2": 1})
+    run = mh.fit(task, placed, on="cpu*2", epochs=8, name="first", folder=folder, progress=False, profile=True)
+    library = Library([folder])
+    read_all(library)
+    told = library.sources["runs/first"].detail()
+    assert told["state"] == "finished"
+    assert told["step"] == told["total"] == run.num_steps == 64
+    assert told["series"]["losses"]["loss"]["mean"] == pytest.approx(run.losses)
+    assert told["metrics"]["valid_loss"] == pytest.approx(run.metrics["valid_loss"])
+    assert told["devices"] == ["cpu#0", "cpu#1"]
+    assert [rank["device"] for rank in told["ranks"].values()] == ["cpu#0", "cpu#1"]
+    assert all(rank["memory"] > 1 << 20 for rank in told["ranks"].values())
+    assert all(rank["phases"]["forward"] > 0 for rank in told["ranks"].values())
+    assert [box["parts"] for box in told["cut"]["boxes"]] == [["0", "1"], ["2"]]
+    assert told["cut"]["arrows"][0]["num_bytes"] > 0
+    where = {(one["device"], one["rank"]) for one in library.cluster()}
+    assert where == {("cpu#0", 0), ("cpu#1", 1)}
+
+
+def test_what_was_lost_is_told_and_steps_that_were_taken_again_count_once(tmp_path: Path) -> None:
+    run = Written(tmp_path / "runs" / "first")
+    run.start()
+    run.steps({1: 4.0, 2: 3.0, 3: 2.0})
+    run.waits(0, compute=1.0)
+    run.waits(1, compute=1.0)
+    run.say("lost", rank=1, host="host1", reason="was killed (SIGKILL)")
+    run.say("recovered", step=2, generation=1, size=1, source="the memory of rank 0")
+    run.steps({3: 2.5, 4: 1.5})
+    run.say("straggler", rank=0, host="host1", step=4, seconds=1.0, text="rank 0 on host1 is slow: ...")
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    told = library.sources["runs/first"].detail()
+    assert told["series"]["losses"]["loss"] == {"x": [1, 2, 3, 4], "mean": [4.0, 3.0, 2.5, 1.5]}
+    assert [one["kind"] for one in told["news"]] == ["start", "lost", "recovered", "straggler"]
+    assert told["news"][1]["text"] == "rank 1 on host1 was lost: was killed (SIGKILL)"
+    assert list(told["ranks"]) == [0]
+    assert told["ranks"][0]["slow"]
+    assert (told["faults"], told["recovered"]) == (2, 1)
+    run.close()
+
+
+def test_a_run_that_says_nothing_any_more_was_interrupted(tmp_path: Path) -> None:
+    import fcntl
+    import time
+
+    run = Written(tmp_path / "runs" / "first")
+    run.t = time.time() - 2 * SILENT_SECONDS
+    run.start()
+    run.close()
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    assert library.sources["runs/first"].summary()["state"] == "interrupted"
+    with (run.path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = library.stamp
+        read_all(library)
+        assert library.sources["runs/first"].summary()["state"] == "running"
+        assert library.stamp > before
+
+
+def test_lines_of_another_version_do_no_harm(tmp_path: Path) -> None:
+    run = Written(tmp_path / "runs" / "first")
+    run.start()
+    run.say("steps", steps="none", losses=7)
+    run.say("waits", rank="first")
+    run.say("epoch")
+    run.say("tomorrow's news", text=3)
+    run.steps({1: 2.0})
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    assert library.sources["runs/first"].detail()["loss"] == 2.0
+    run.close()
+
+
+def test_of_hundreds_of_runs_only_what_is_new_is_read_and_told(tmp_path: Path) -> None:
+    for number in range(200):
+        a_run(tmp_path / "runs" / f"run-{number:03d}")
+    live = Written(tmp_path / "runs" / "live")
+    live.start()
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    overview = library.overview()
+    assert len(overview["runs"]) == 201
+    read = {name: source._tails[0][0].num_read for name, source in library.sources.items()}
+    live.steps({1: 2.0})
+    read_all(library)
+    now = library.overview(overview["stamp"])
+    assert [run["id"] for run in now["runs"]] == ["runs/live"]
+    assert len(now["ids"]) == 201
+    again = {name for name, source in library.sources.items() if source._tails[0][0].num_read != read[name]}
+    assert again == {"runs/live"}
+    live.close()
+
+
+def test_a_log_of_many_events_takes_a_bounded_answer(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "long"
+    a_run(path)
+    lines = []
+    for number in range(60_000):
+        step = 10 * number
+        losses = [1 / (1 + step + i) for i in range(10)]
+        told = {"steps": list(range(step, step + 10)), "losses": {"loss": losses}, "epoch": 0, "lr": {"": 0.1}}
+        lines.append(json.dumps({"v": 1, "t": 1.8e9 + number, "kind": "steps", **told}))
+    with (path / "events.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    run = library.sources["runs/long"]
+    assert isinstance(run, Run)
+    assert run.step == 599_999
+    assert run.losses["loss"].num == 600_002
+    assert len(json.dumps(run.detail())) < 500_000
+
+
+def test_a_real_study_and_a_real_team(tmp_path: Path) -> None:
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    labels = (inputs.sum(1) > 0).long()
+
+    def task(lr: float = 0.1) -> mh.Task:
+        return mh.Task(
+            model=lambda: torch.nn.Linear(4, 2),
+            loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+            data=(inputs, labels),
+            valid=(inputs, labels),
+            batch_size=8,
+        )
+
+    folder, options = tmp_path / "studies", {"on": "cpu", "progress": False, "folder": tmp_path / "studies"}
+    study = mh.tune(task, {"lr": mh.loguniform(1e-3, 1.0)}, trials=4, epochs=1, name="first", **options)
+    team = mh.ensemble(task, members=2, epochs=1, name="team", **options)
+    library = Library([folder])
+    read_all(library)
+    read_all(library)
+    told = library.sources["studies/first"].detail()
+    assert told["best"]["number"] == study.best.number
+    assert told["best"]["values"][0] == study.best.value
+    assert [trial["params"] for trial in told["trials"]] == [trial.params for trial in study.trials]
+    assert told["ranges"]["lr"]["attributes"]["log"] is True
+    assert told["counts"] == {"running": 0, "finished": 4, "stopped": 0, "failed": 0}
+    assert not told["is_team"]
+    joined = library.sources["studies/team"]
+    assert isinstance(joined, Study)
+    assert joined.summary()["is_team"]
+    assert joined.team is not None
+    assert joined.team["calibration"]["accuracy"] == pytest.approx(team.calibration()[0].accuracy)
+    assert len(joined.team["alone"]) == 2
+    trials = [source.summary() for name, source in library.sources.items() if name.startswith("studies/team/trials")]
+    assert [trial["state"] for trial in trials] == ["finished", "finished"]
+
+
+def test_measured_points_stand_on_a_plans_curve(tmp_path: Path) -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=torch.ones(64, 4),
+        batch_size=8,
+    )
+    plan = mh.plan(task, "4 hosts x 8 A100, 100Gb/s")
+    plan.log(tmp_path / "plans" / "first")
+    run = Written(tmp_path / "runs" / "first", task=plan.name)
+    run.start()
+    run.steps({1: 1.0, 2: 1.0})
+    run.waits(0, compute=0.25, save=5.0)
+    library = Library([tmp_path / "plans", tmp_path / "runs"])
+    read_all(library)
+    (found,) = library.plans()
+    assert found["curve"]["saturates"] == plan.curve.saturates
+    (point,) = found["points"]
+    assert point["devices"] == 2
+    assert point["speedup"] == pytest.approx(plan.alone / 0.125)
+    run.close()
+
+
+def test_requests_of_a_servers_log_are_counted_in_stretches(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text(
+        '{"v": 1, "t": 1.0, "kind": "serving", "devices": ["cpu"]}\n'
+        '{"v": 1, "t": 1.1, "kind": "version_available", "model": "m", "version": 2}\n'
+    )
+    seconds = 3 * NUM_BUCKETS
+    lines = [{"t": t + 0.5, "status": 200 if t % 2 else 503, "ms": 4.0} for t in range(seconds) for _ in range(5)]
+    (folder / "access.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    library = Library([tmp_path / "logs"])
+    read_all(library)
+    log = library.sources["logs/first"]
+    assert isinstance(log, Log)
+    told = log.detail()
+    assert told["is_up"]
+    assert told["versions"] == {"m": {"2": "available"}}
+    assert len(told["requests"]["x"]) <= NUM_BUCKETS
+    assert set(told["requests"]["rate"]) == {5.0}
+    assert set(told["requests"]["refused"]) == {2.5}
+    assert told["requests"]["p99"][0] == pytest.approx(0.004, rel=0.25)
+
+
+def test_two_looks_at_metrics_make_rates() -> None:
+    def text(num: int, slow: int) -> str:
+        labels = 'model="m",version="1"'
+        return (
+            f'manyhands_requests_total{{{labels},code="OK"}} {num}\n'
+            f'manyhands_request_seconds_bucket{{{labels},le="0.001"}} {num - slow}\n'
+            f'manyhands_request_seconds_bucket{{{labels},le="0.1"}} {num}\n'
+            f'manyhands_request_seconds_bucket{{{labels},le="+Inf"}} {num}\n'
+            f"manyhands_queue_rows{{{labels}}} 3\n"
+        )
+
+    metrics = Metrics("http://127.0.0.1:1/")
+    metrics._looks += [Look.parse(text(100, 10), 10.0), Look.parse(text(300, 20), 12.0)]
+    (version,) = metrics.to_dict()["versions"]
+    assert version["series"] == {"x": [12.0], "rate": [100.0], "p50": [0.001], "p99": [0.1]}
+    assert version["queue_rows"] == 3
+    metrics.look()
+    assert "does not answer" in metrics.error
