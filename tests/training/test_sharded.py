@@ -66,9 +66,10 @@ def test_sharded_equals_one_device(
                 torch.testing.assert_close(found_weights[key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
 
 
-def test_several_optimizers_share_their_state_out(run_ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"sharding": "optimizer"}, {"accumulate": 2}, {"sharding": "gradients"}], ids=str)
+def test_several_optimizers_share_their_state_out(settings: dict[str, Any], run_ranks: Any, tmp_path: Path) -> None:
     only = {"gan": problem("gan", "adamw")}
-    spec = mh.Sharded(sharding="optimizer", precision="fp64")
+    spec = mh.Sharded(precision="fp64", **settings)
     losses, weights = trained(NullWorld(), only, mh.Single(precision="fp64"), tmp_path / "whole")["gan"]
     found, found_weights = run_ranks(partial(trained, tasks=only, spec=spec, folder=tmp_path / "parts"), 2)[0]["gan"]
     for key in ("critic", "generator"):
@@ -147,8 +148,8 @@ def test_numbers_that_do_not_fit_are_told() -> None:
         mh.Sharded(replicas=None)
     with pytest.raises(StrategyError, match="sharding must be one of"):
         mh.Sharded(sharding="some")
-    with pytest.raises(StrategyError, match="a task with several optimizers"):
-        mh.fit(problem("gan"), mh.Sharded(), on="cpu*2", progress=False)
+    with pytest.raises(StrategyError, match="shards with several optimizers agree in every step"):
+        mh.fit(problem("gan"), "replicas=2,shards=2,sync=localsteps(2)", on="cpu*4", progress=False)
 
 
 def hugging_face() -> dict[str, mh.Task]:

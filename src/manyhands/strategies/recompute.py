@@ -23,7 +23,7 @@ _MARK = "recomputes"
 """The attribute of a wrapped forward that holds what the module had in its place, None where that was its class's."""
 SMALL = 1 << 16
 """Elements up to which a buffer is kept as it was before every forward, whether or not it was ever changed."""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 Scope = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -90,12 +90,12 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules with parts of their own of which a container has several of one class."""
     found: dict[str, nn.Module] = {}
     for name, container in model.named_modules():
-        if not isinstance(container, (*_CONTAINERS, nn.Sequential)) or _is_within(name, found):
+        if not isinstance(container, (*CONTAINERS, nn.Sequential)) or _is_within(name, found):
             continue
         classes = [type(child) for child in container.children()]
         for child_name, child in container.named_children():
             is_block = classes.count(type(child)) > 1 and any(True for _ in child.children())
-            if is_block and not isinstance(child, _CONTAINERS) and any(p.requires_grad for p in child.parameters()):
+            if is_block and not isinstance(child, CONTAINERS) and any(p.requires_grad for p in child.parameters()):
                 found[f"{name}.{child_name}".lstrip(".")] = child
     return found
 
@@ -104,7 +104,7 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """The outermost modules whose name fits."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        fits = name and fnmatchcase(name, pattern) and not isinstance(module, _CONTAINERS)
+        fits = name and fnmatchcase(name, pattern) and not isinstance(module, CONTAINERS)
         if fits and not _is_within(name, found):
             found[name] = module
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,24 +25,55 @@ from .batch_stats import BatchStats
 from .deferred import Take
 from .local import common_slots
 from .mirrored import hash_of
-from .recompute import blocks_of
+from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
 
 # Sums and gathers along two axes are two operations; that this is said for each of them helps nobody.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def shard(model: nn.Module, spec: StrategySpec, world: World) -> None:
-    """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time."""
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = False) -> None:
+    """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time.
+
+    With `apart` its parts are called one by one, as those of several optimizers are: each gathers its own parameters.
+    """
+    if isinstance(model, CONTAINERS) and not apart:
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
     # A single number has no parts: every rank keeps it.
     numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    roots = list(_called(model)) if apart else [model]
+    _require_own(model, roots)
     for block in blocks_of(model).values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
-    fully_shard(model, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+        if block not in roots:
+            fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+    for root in roots:
+        fully_shard(root, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a network that can be called by themselves, the outermost of them."""
+    for child in model.children():
+        if isinstance(child, CONTAINERS):
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _require_own(model: nn.Module, roots: Sequence[nn.Module]) -> None:
+    """Parts that are called one by one cannot share a parameter: each gathers and lets go of its own."""
+    owners: dict[nn.Parameter, nn.Module] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for root in roots:
+        for parameter in root.parameters():
+            other = owners.setdefault(parameter, root)
+            if other is not root:
+                raise StrategyError(
+                    "parts of a network that several optimizers train share no parameter where they are sharded",
+                    got=f"one of both {names[other]} and {names[root]}",
+                    remedy='use sharding="optimizer", or mh.Mirrored()',
+                )
 
 
 def taking(model: nn.Module) -> Take:
@@ -76,18 +108,20 @@ class ShardedReplica(Replica):
         stats: BatchStats | None,
     ) -> None:
         super().__init__(spec, world, model, optimizers)
-        if len(optimizers) > 1:
-            raise StrategyError(
-                "a task with several optimizers cannot be sharded: its parts are called one by one",
-                got=", ".join(optimizers),
-                remedy='use sharding="optimizer", or mh.Mirrored()',
-            )
         self._stats = stats
         self._policy = make_policy(spec.sync)
+        if len(optimizers) > 1 and isinstance(self._policy, Local):
+            raise StrategyError(
+                "shards with several optimizers agree in every step",
+                got=f"sync={spec.sync} and the optimizers {', '.join(optimizers)}",
+                remedy='leave sync away, or use sync="int8" or mh.Mirrored()',
+            )
+        self._roots = list(_outermost(model))
+        """The modules that gather their parameters when they are called."""
         self._outer = world.along(spec.axes, "replicas")
         self._inner = [axis for axis in spec.axes if axis != "replicas"]
-        self._course: Course | None = None
-        self._course_of: tuple[str, ...] = ()
+        self._courses: dict[str, Course] = {}
+        self._course_of: dict[str, tuple[str, ...]] = {}
         self._saved: State | None = None
         """What a checkpoint knew of the policy, until gradients come for it."""
         self._agreement: Agreement | None = None
@@ -110,11 +144,25 @@ class ShardedReplica(Replica):
             self._stats.is_ghost = is_ghost
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+        for root in self._roots:
+            # What belongs to another optimizer must not wait within torch for the next backward.
+            root.set_requires_gradient_sync(last or len(self.groups) > 1)
+        if self._roots:
             # Gradients are averaged over the group; ours are parts of a sum.
             objective = objective * self.spec.axes["shards"]
-        super().backward(objective, key, last=last)
+        with self._others_kept(key):
+            objective.backward()
+
+    @contextmanager
+    def _others_kept(self, key: str) -> Iterator[None]:
+        """Leaves the gradients of other optimizers as they are: torch computes those of whatever took part."""
+        others = [p for other, group in self.groups.items() if other != key for p in group.values()]
+        before = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        yield
+        for parameter, gradient in zip(others, before, strict=True):
+            parameter.grad = gradient
 
     def finish(self, key: str, count: Tensor | None) -> None:
         self._add_numbers(key)
@@ -126,13 +174,14 @@ class ShardedReplica(Replica):
 
     def _add_numbers(self, key: str) -> None:
         """Means over the shards for what every one of them keeps, as torch does for the rest."""
-        if not isinstance(self.model, FSDPModule):
+        if not self._roots:
             return
-        kept = [_local(p.grad) for p in self.groups[key].values() if p.dim() == 0 and p.grad is not None]
+        kept = [_local(p.grad) for p in self.groups[key].values() if not _is_sharded(p) and p.grad is not None]
         if kept:
-            flat = torch.stack(kept)
+            flat = torch.cat([gradient.flatten() for gradient in kept])
             self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
-            torch._foreach_copy_(kept, list(flat))
+            sums = flat.split([gradient.numel() for gradient in kept])
+            torch._foreach_copy_(kept, [part.view_as(gradient) for part, gradient in zip(sums, kept, strict=True)])
 
     @property
     def drifts(self) -> bool:
@@ -160,7 +209,9 @@ class ShardedReplica(Replica):
 
     def _add_over_replicas(self, key: str, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        course = self._course_for({n: _local(p.detach()) for n, p in self.groups[key].items() if p.grad is not None})
+        course = self._course_for(
+            key, {n: _local(p.detach()) for n, p in self.groups[key].items() if p.grad is not None}
+        )
         course.begin(flat)
         while course.advance():
             pass
@@ -170,22 +221,27 @@ class ShardedReplica(Replica):
         parts = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(gradients, parts)
 
-    def _course_for(self, parts: Mapping[str, Tensor]) -> Course:
+    def _course_for(self, key: str, parts: Mapping[str, Tensor]) -> Course:
         """The course of these parts; where others are used than before, what is known of them goes along."""
-        if self._course is None or self._course_of != tuple(parts):
+        if self._course_of.get(key) != tuple(parts):
             made = Course(self._policy, self._outer, parts)
             made.measures = True
-            known = self._saved if self._course is None else self._course.state()
+            known = self._courses[key].state() if key in self._courses else self._saved
             if known is not None:
                 made.take_over(known)
-            self._course, self._course_of = made, tuple(parts)
-        return self._course
+            self._courses[key], self._course_of[key] = made, tuple(parts)
+        return self._courses[key]
+
+    def _remembered(self) -> State | None:
+        """What the policy knows of all gradients."""
+        known = State.joined(course.state() for course in self._courses.values()) if self._courses else None
+        return self._saved if known is None else known
 
     @property
     def num_bytes(self) -> int:
         if self._agreement is not None:
             return self._agreement.num_bytes
-        return 0 if self._course is None else self._course.num_bytes
+        return sum(course.num_bytes for course in self._courses.values())
 
     def policy_state(self) -> dict[str, Tensor]:
         if self._agreement is None:
@@ -200,14 +256,14 @@ class ShardedReplica(Replica):
             return self._agreement.state().own().tensors()
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return {}
-        state = self._saved if self._course is None else self._course.state()
+        state = self._remembered()
         return {} if state is None else state.own().tensors()
 
     def _unsent(self) -> dict[str, Tensor]:
         """What the policy keeps of every replica, each parameter whole; the first rank alone has it in the end."""
-        if self._course is None or not self._policy.changes_mathematics or self._outer.size == 1:
+        if not self._courses or not self._policy.changes_mathematics or self._outer.size == 1:
             return {}
-        state, kept = self._course.state(), {}
+        state, kept = State.joined(course.state() for course in self._courses.values()), {}
         for name, part in state.feedback.items():
             whole = self.whole(_global(part.contiguous(), self._named(name)), name)
             stacked = self._outer.all_gather(whole)
@@ -316,6 +372,19 @@ class ShardedReplica(Replica):
     def close(self) -> None:
         if self._stats is not None:
             self._stats.close()
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """The modules that torch has sharded, without those within others."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and "shards" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _window(tensor: DTensor) -> tuple[slice, ...]:
