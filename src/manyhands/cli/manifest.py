@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ..core import SettingsError
+from .manifest_serving import Served, serving
 from .options import add_verb
 
 PORT = 29500
@@ -48,10 +49,16 @@ Name = Annotated[str, typer.Option(help="The job's name.")]
 Image = Annotated[str, typer.Option(help="The container's image, with manyhands in it (Kubernetes).")]
 Claim = Annotated[str, typer.Option(help="A volume claim for the runs, mounted at /runs on all hosts (Kubernetes).")]
 Time = Annotated[str, typer.Option(help="The job's time limit (SLURM).")]
+Serve = Annotated[
+    bool, typer.Option("--serve", help="A server of the models in --claim instead of a job (Kubernetes).")
+]
+MaxHosts = Annotated[int, typer.Option(help="Pods of a server at most, when its queue grows.")]
+QueueRows = Annotated[int, typer.Option(help="Rows that wait in a server's pod before another one is started.")]
 
 EXAMPLES = (
     "manyhands manifest slurm --hosts 4 --gpus 8 -- manyhands fit train.py --epochs 3 > job.sh",
     "manyhands manifest kubernetes --hosts 2 --gpus 1 --image registry/train:1 -- manyhands fit train.py",
+    "manyhands manifest kubernetes --serve --image registry/serve:1 --claim models --gpus 0",
 )
 
 
@@ -69,13 +76,26 @@ def manifest(
     image: Image = "IMAGE",
     claim: Claim = "",
     time: Time = "24:00:00",
+    serve: Serve = False,
+    max_hosts: MaxHosts = 10,
+    queue_rows: QueueRows = 64,
 ) -> None:
     """Print a manifest that runs a command on many hosts: sbatch for SLURM, a PyTorchJob or a JobSet for Kubernetes.
 
-    Every host runs the same command; manyhands finds out who the others are by what the scheduler sets.
+    Every host runs the same command; manyhands finds out who the others are by what the scheduler sets. With --serve:
+    a deployment that serves a volume of models, with probes, time to finish, and scaling by the queue.
     """
     if scheduler not in MANIFESTS:
         raise SettingsError(f"a scheduler is {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="name one of these")
+    if serve:
+        _check_server(scheduler, command, hosts, max_hosts, queue_rows, gpus)
+        _check_names(name, claim)
+        served = Served(
+            name="serve" if name == "train" else name, image=image, claim=claim, pods=hosts, max_pods=max_hosts,
+            gpus=gpus, queue_rows=queue_rows,
+        )  # fmt: skip
+        typer.echo(serving(served), nl=False)
+        return
     wanted = Wanted(
         command=tuple(command or ()), name=name, hosts=hosts, gpus=gpus, image=image, claim=claim, time=time
     )
@@ -202,10 +222,31 @@ def _check(wanted: Wanted) -> None:
     for what, value, least in (("--hosts", wanted.hosts, 1), ("--gpus", wanted.gpus, 0)):
         if value < least:
             raise SettingsError(f"{what} is at least {least}", got=value, remedy="correct it")
-    for what, text in (("--name", wanted.name), ("--claim", wanted.claim or "a")):
+    _check_names(wanted.name, wanted.claim or "a")
+    if not re.fullmatch(r"[0-9:-]+", wanted.time):
+        raise SettingsError("--time is written like 24:00:00", got=repr(wanted.time), remedy="correct it")
+
+
+def _check_names(name: str, claim: str) -> None:
+    for what, text in (("--name", name), ("--claim", claim)):
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
             raise SettingsError(
                 f"{what} has small letters, digits and - only (at most 40)", got=repr(text), remedy="rename it"
             )
-    if not re.fullmatch(r"[0-9:-]+", wanted.time):
-        raise SettingsError("--time is written like 24:00:00", got=repr(wanted.time), remedy="correct it")
+
+
+def _check_server(
+    scheduler: str, command: list[str] | None, hosts: int, max_hosts: int, queue_rows: int, gpus: int
+) -> None:
+    if scheduler != "kubernetes" or command:
+        got = scheduler if scheduler != "kubernetes" else " ".join(command or [])
+        raise SettingsError(
+            "--serve makes a manifest for kubernetes, without a command",
+            got=repr(got),
+            remedy="write manyhands manifest kubernetes --serve --image IMAGE --claim models",
+        )
+    for what, value, least in (("--hosts", hosts, 1), ("--max-hosts", max_hosts, hosts), ("--gpus", gpus, 0)):
+        if value < least:
+            raise SettingsError(f"{what} is at least {least}", got=value, remedy="correct it")
+    if queue_rows < 1:
+        raise SettingsError("--queue-rows is at least 1", got=queue_rows, remedy="correct it")
