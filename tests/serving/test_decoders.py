@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import zlib
 from typing import Any
@@ -21,6 +22,8 @@ from manyhands.serving.http import BadRequest, decompressed
 from manyhands.serving.kinds import KINDS, from_numbers
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
 from manyhands.serving.protocols.open_inference_rest import header_size, version_number
+from manyhands.serving.protocols.protocol import parse_json
+from manyhands.serving.protocols.rows import fast_rows
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 from manyhands.serving.routing.backend import Address
 from manyhands.serving.slots import Dims
@@ -152,3 +155,26 @@ def test_bytes_that_are_no_message_are_the_clients_mistake(served: Server, metho
         channel.unary_unary(f"/{method}")(b"\xff\xff\xff", timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     assert "the message is no" in caught.value.details()  # type: ignore[attr-defined]
+
+
+@MANY
+@given(
+    rows=st.lists(
+        st.lists(st.floats(width=32) | st.integers(-(2**70), 2**70) | st.none() | st.booleans(), max_size=4), max_size=4
+    )
+    | st.lists(st.lists(st.floats(allow_nan=False), min_size=3, max_size=3), max_size=4)
+)
+def test_the_fast_way_reads_what_the_ordinary_way_reads(rows: Any) -> None:
+    signature = Signature({"x": SIGNATURE.inputs["x"]}, SIGNATURE.outputs)
+    text = json.dumps({"instances": rows}).encode()
+    fast = fast_rows(text, signature)
+    if fast is not None:
+        slow, _ = tensorflow_rest.parse_predict(parse_json(text, 10_000), signature)
+        np.testing.assert_array_equal(fast, slow["x"])
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[1]", b"{}", b'{"instances": 1}', b'{"instances": [1, 2, 3]}', b'{"instances": [], "a": 1}', b"\xff", b"[" * 5000]
+)  # fmt: skip
+def test_the_fast_way_leaves_mistakes_to_the_ordinary_one(text: bytes) -> None:
+    assert fast_rows(text, Signature({"x": SIGNATURE.inputs["x"]}, {})) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -140,7 +141,13 @@ class Background(ABC):
 
     async def _work(self, started: Future[None]) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        await self.serve(self._stopping, lambda: started.set_result(None))
+        # What is there by now is there to stay: looking through all of torch for garbage would hold requests up.
+        gc.collect()
+        gc.freeze()
+        try:
+            await self.serve(self._stopping, lambda: started.set_result(None))
+        finally:
+            gc.unfreeze()
 
     def _say(self, kind: str, **values: Any) -> None:
         entry = event(kind, **values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -82,6 +83,9 @@ class Computing:
             compute = Compute(predictor, slots, self.device.torch)
             compute.warm_up(self.sizes)
             compute.choose_threads(self.sizes[-1])
+            # Nothing of what is there by now is garbage; looking for it would hold batches up.
+            gc.collect()
+            gc.freeze()
             server.send(b"ready")
             while message := server.recv(MAX_MESSAGE):
                 server.send(compute(message))

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -49,7 +50,7 @@ class OpenInferenceRest(RestProtocol):
     def handle(self, request: Request) -> None:
         path = request.path
         if path.startswith("/v2/models/"):
-            match = PATH.fullmatch(path)
+            match = matched(path)
             if match is None:
                 raise BadRequest(404, "Not Found")
             try:
@@ -113,6 +114,12 @@ class OpenInferenceRest(RestProtocol):
             priority=priority,
             then=then,
         )
+
+
+@lru_cache(1024)
+def matched(path: str) -> re.Match[str] | None:
+    """A path in its parts; clients ask the same ones again and again."""
+    return PATH.fullmatch(path)
 
 
 def index(catalogue: Catalogue) -> list[dict[str, str]]:
