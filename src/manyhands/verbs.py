@@ -377,6 +377,10 @@ def serve(
     queue_rows: int = 1024,
     timeout: float = 30.0,
     probation: float = 30.0,
+    precision: str = "fp32",
+    warmup: str | Path | None = None,
+    record: str | Path | None = None,
+    traces: bool = False,
     log: str | Path | None = None,
 ) -> Server:
     """Serves a folder of exported models, or predictors, on every device; returns when they answer.
@@ -389,6 +393,9 @@ def serve(
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
     - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
+    - `precision`: "bf16" computes in bfloat16 where torch thinks that safe;
+    - `warmup`: a folder with NAME.jsonl, requests that every version of NAME computes before it takes over; `record`: a
+      folder where a server writes such files; `traces`: a span of OpenTelemetry for every request;
     - `log`: a folder for the event log and the access log.
 
         server = mh.serve("models")
@@ -408,6 +415,10 @@ def serve(
         timeout=timeout,
         batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
         probation=Probation(seconds=probation),
+        precision=precision,
+        warmup=Path(warmup) if warmup is not None else None,
+        record=Path(record) if record is not None else None,
+        traces=traces,
         log=Path(log) if log is not None else None,
     )
     served = {name: models} if isinstance(models, Predictor) else models

@@ -44,6 +44,10 @@ class ServeOptions:
     queue_rows: int = 1024
     timeout: float = 30.0
     probation: float = 30.0
+    precision: str = "fp32"
+    warmup: str | None = None
+    record: str | None = None
+    traces: bool = False
     log: str | None = None
 
 
@@ -101,6 +105,13 @@ ProbationSeconds = Annotated[
     float | None,
     typer.Option("--probation", help="Seconds in which a new version that fails or is slow is sent back; 30."),
 ]
+Precision = Annotated[str | None, typer.Option(help="fp32, or bf16 to compute in bfloat16 where that is safe.")]
+WarmupFolder = Annotated[
+    str | None,
+    typer.Option("--warmup", metavar="FOLDER", help="Requests (NAME.jsonl) to compute before a version takes over."),
+]
+Record = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the first requests of each model there.")]
+Traces = Annotated[bool | None, typer.Option("--traces", help="A span of OpenTelemetry for every request.")]
 Log = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write events.jsonl and access.jsonl there.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file with these options as keys.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but errors.")]
@@ -138,6 +149,10 @@ def serve(
     queue_rows: QueueRows = None,
     timeout: Timeout = None,
     probation: ProbationSeconds = None,
+    precision: Precision = None,
+    warmup: WarmupFolder = None,
+    record: Record = None,
+    traces: Traces = None,
     log: Log = None,
     config: Config = None,
     quiet: Quiet = False,
@@ -166,7 +181,7 @@ def serve(
         raise SettingsError("there must be something to serve", got="none", remedy="write manyhands serve models/")
     own = {
         "on": on, "versions": versions, "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows,
-        "probation": probation,
+        "probation": probation, "precision": precision, "warmup": warmup, "record": record, "traces": traces,
     }  # fmt: skip
     settings = resolve_settings(ServeOptions, {**shared, **own}, file=config).values
     target = _target(models)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from .batcher import BatchSettings
 from .computing import Exported, Given
 from .folder import NAME, Policy, Print, complete_versions, models_in
 from .model import Model, Probation, Unknown
-from .version import Place, Version, end_all
+from .version import Place, Version, end_all, nothing
 
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 
@@ -48,6 +48,7 @@ class CatalogueSettings:
     policy: Policy
     probation: Probation
     batch: BatchSettings
+    precision: str = "fp32"
     poll: float = 1.0
     patience: float = 30.0
     """Seconds for requests to finish when a version goes."""
@@ -60,6 +61,8 @@ class Catalogue:
         self.settings = settings
         self.models: dict[str, Model] = {}
         self.splits: dict[str, list[Share]] = {}
+        self.warm_up: Callable[[Version], Awaitable[None]] = nothing
+        """What a version does before it is available."""
         self._place, self._say = place, say
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +75,7 @@ class Catalogue:
         """Loads what is there; a model that cannot be loaded does not keep the others from being served."""
         for name, predictor in (self.settings.given or {}).items():
             model = self.models.setdefault(name, Model(name))
-            version = self._version(model, 1, Given(predictor))
+            version = self._version(model, 1, Given(predictor, self.settings.precision))
             await version.load()
             self._switch(model)
         await self.look()
@@ -251,7 +254,7 @@ class Catalogue:
             return
         assert self.settings.root is not None
         path = models_in(self.settings.root)[model.name] / str(number)
-        version = self._version(model, number, Exported(path))
+        version = self._version(model, number, Exported(path, self.settings.precision))
         self._say("version_loading", model=model.name, version=number)
         try:
             await version.load()
@@ -265,6 +268,7 @@ class Catalogue:
 
     def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
         version = Version(model.name, number, source, self._place, self.settings.batch)
+        version.warm_up = self.warm_up
         version.on_event = lambda kind, **values: self._say(kind, model=model.name, version=number, **values)
         model.versions[number] = version
         return version

@@ -21,6 +21,7 @@ from ..cluster import Device, World
 from ..core import ArchiveError, Predictor, Signature
 from ..store import load
 from .kinds import BY_TORCH, Array
+from .precision import in_precision
 from .slots import Dims, Layout, Slots
 
 MAX_MESSAGE = 65536
@@ -45,9 +46,10 @@ class Exported:
     """A version's folder."""
 
     path: Path
+    precision: str = "fp32"
 
     def open(self, device: str) -> Predictor:
-        return load(self.path, device)
+        return in_precision(load(self.path, device), self.precision)
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class Given:
     """A predictor of a person's own program, with whatever Python it needs."""
 
     predictor: Predictor
+    precision: str = "fp32"
 
     def open(self, device: str) -> Predictor:
-        return self.predictor
+        return in_precision(self.predictor, self.precision)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,12 @@ from .folder import Policy, require_name
 from .http import Listener, Request
 from .meeting import Meeting
 from .model import Probation
+from .precision import require_precision
 from .protocols import GRPC, REST, Desk, GrpcListener, Management, OpenInferenceRest, RestProtocol, TensorflowRest
 from .security import is_loopback
+from .tracing import Tracing
 from .version import Place
+from .warmup import Recorder, Warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +35,19 @@ class ServeSettings(ListenSettings):
     poll: float = 1.0
     batch: BatchSettings = field(default_factory=BatchSettings)
     probation: Probation = field(default_factory=Probation)
+    precision: str = "fp32"
+    """Or bf16: computed in bfloat16 where torch thinks that safe."""
+    warmup: Path | None = None
+    """A folder with requests that a version computes before it takes over."""
+    record: Path | None = None
+    """A folder where the first requests of each model are written, for a warm-up."""
+    traces: bool = False
+    """Whether every request is a span of OpenTelemetry."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Policy.parse(self.versions)
+        require_precision(self.precision)
         if self.poll <= 0:
             raise SettingsError("poll must be above 0", got=self.poll, remedy="pass seconds")
 
@@ -83,10 +95,14 @@ class Server(Background):
             policy=Policy.parse(self.settings.versions),
             probation=self.settings.probation,
             batch=self.settings.batch,
+            precision=self.settings.precision,
             poll=self.settings.poll,
             patience=self.settings.patience,
         )
         self._management: Management | None = None
+        self._warmup = Warmup(self.settings.warmup, self._say) if self.settings.warmup is not None else None
+        self._recorder = Recorder(self.settings.record) if self.settings.record is not None else None
+        self._tracing = Tracing() if self.settings.traces else None
 
     def state(self) -> dict[str, Any]:
         assert self._management is not None
@@ -99,6 +115,8 @@ class Server(Background):
         # Who may ask may change the list of models only where management is as easy to reach.
         may_reload = settings.manage_host == settings.host or is_loopback(settings.host)
         desk = Desk(catalogue, settings.limits, settings.timeout, may_reload=may_reload)
+        catalogue.warm_up = self._warmup or catalogue.warm_up
+        desk.record, desk.trace = self._recorder, self._tracing.over if self._tracing is not None else None
         self._management = Management(desk)
         rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
@@ -128,5 +146,7 @@ class Server(Background):
             public.close()
             private.close()
             meeting.close()
+            if self._tracing is not None:
+                self._tracing.close()
             await asyncio.sleep(0)
             self._say("stopped")

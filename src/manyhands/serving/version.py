@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Version:
         self.figures = Figures()
         self.replicas: list[Replica] = []
         self.on_event: Callable[..., None] = lambda kind, **values: None
+        self.warm_up: Callable[[Version], Awaitable[None]] = nothing
         self._source, self._place, self._settings = source, place, settings
         self._batcher: Batcher | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +95,7 @@ class Version:
         for replica in replicas:
             self._admit(replica)
         self._spawn(self._sweep())
+        await self.warm_up(self)
         self.state = AVAILABLE
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
@@ -169,6 +171,10 @@ class Version:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def nothing(version: Version) -> None:
+    """No warm-up but the replicas' own."""
 
 
 async def end_all(versions: Sequence[Version], patience: float) -> None:

@@ -17,7 +17,7 @@ from ..batcher import Arrays, Ticket
 from ..http import BadRequest
 from ..security import Tls, Token
 from ..version import Version
-from .protocol import KEY, Desk
+from .protocol import KEY, TRACE, Desk
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
@@ -47,7 +47,13 @@ class GrpcService(ABC):
 
         deadline = self.desk.deadline(min(left, default=None))
         cancel = self.desk.ask(
-            version, inputs, began=time.perf_counter(), deadline=deadline, priority=priority, then=then
+            version,
+            inputs,
+            began=time.perf_counter(),
+            deadline=deadline,
+            priority=priority,
+            then=then,
+            parent=said(context, TRACE),
         )
         try:
             ticket = await future
@@ -61,8 +67,13 @@ class GrpcService(ABC):
 
 def key_of(context: Any) -> bytes:
     """What decides the part of a split."""
+    return said(context, KEY)
+
+
+def said(context: Any, wanted: bytes) -> bytes:
+    """A header of a call; empty where there is none."""
     for name, value in context.invocation_metadata() or ():
-        if name.encode() == KEY:
+        if name.encode() == wanted:
             return value.encode() if isinstance(value, str) else bytes(value)
     return b""
 

@@ -22,7 +22,7 @@ from ..http import BadRequest, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
 from ..version import Version
-from .protocol import KEY, RestProtocol, dump_json, parse_json, require_method
+from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method
 
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
@@ -113,6 +113,7 @@ class OpenInferenceRest(RestProtocol):
             deadline=self.desk.deadline(timeout),
             priority=priority,
             then=then,
+            parent=request.headers.get(TRACE, b""),
         )
 
 

@@ -32,6 +32,7 @@ STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+TRACE = b"traceparent"
 KEY = b"x-manyhands-key"
 """The header whose value decides which part of a split answers, always the same for the same value."""
 
@@ -41,6 +42,10 @@ class Desk:
 
     def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, *, may_reload: bool = False) -> None:
         self.catalogue, self.limits, self.timeout, self.may_reload = catalogue, limits, timeout, may_reload
+        self.record: Callable[[Version, Arrays], None] | None = None
+        """Notes requests for a warm-up."""
+        self.trace: Callable[[Version, int, str, float, bytes], None] | None = None
+        """Hears of every request that is over: version, rows, outcome, beginning, and the trace that it is part of."""
         self.is_ready = False
         """Whether clients should come here."""
 
@@ -57,6 +62,7 @@ class Desk:
         deadline: float,
         then: Callable[[Ticket], None],
         priority: int = 0,
+        parent: bytes = b"",
     ) -> Callable[[], None]:
         """Asks a version; `then` gets the ticket with its answer or refusal. Returns what cancels the request."""
         figures = version.figures
@@ -65,6 +71,8 @@ class Desk:
         def done(ticket: Ticket) -> None:
             code = "OK" if ticket.refusal is None else ticket.refusal.code
             figures.count(code, time.perf_counter() - began)
+            if self.trace is not None:
+                self.trace(version, rows, code, began, parent)
             then(ticket)
 
         try:
@@ -72,6 +80,9 @@ class Desk:
         except RequestRefused as refusal:
             figures.count(refusal.code, 0.0)
             raise
+
+        if self.record is not None:
+            self.record(version, inputs)
 
         def cancel() -> None:
             figures.count("CANCELLED", 0.0)

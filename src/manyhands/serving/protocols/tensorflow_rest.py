@@ -16,7 +16,7 @@ from ..http import BadRequest, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers, to_numbers
 from ..version import Version
 from .examples import classes_of, rows_of, values_of
-from .protocol import KEY, RestProtocol, dump_json, parse_json, require_method
+from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method
 from .rows import SMALLEST, fast_rows
 
 PATH = re.compile(
@@ -71,7 +71,10 @@ class TensorflowRest(RestProtocol):
             if refusal is not None:
                 self.refuse(request, refusal)
 
-        request.cancel = self.desk.ask(version, inputs, began=request.arrived, deadline=deadline, then=then)
+        parent = request.headers.get(TRACE, b"")
+        request.cancel = self.desk.ask(
+            version, inputs, began=request.arrived, deadline=deadline, then=then, parent=parent
+        )
 
     def _status(self, name: str, number: int | None, label: str | None) -> dict[str, Any]:
         model = self.desk.catalogue.model(name)

@@ -1,0 +1,38 @@
+"""Computing in bfloat16, where somebody declared that this is good enough: inputs and outputs keep their types."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import Predictor, SettingsError
+
+PRECISIONS = ("fp32", "bf16")
+
+
+def in_precision(predictor: Predictor, precision: str) -> Predictor:
+    """The predictor itself, or one that lets torch use bfloat16 where that is safe."""
+    return Bfloat16(predictor) if precision == "bf16" else predictor
+
+
+def require_precision(precision: str) -> None:
+    """Refuses what is not known."""
+    if precision not in PRECISIONS:
+        raise SettingsError(
+            f"precision is {' or '.join(PRECISIONS)}", got=repr(precision), remedy='pass precision="bf16"'
+        )
+
+
+class Bfloat16(Predictor):
+    """Matrix products and convolutions in bfloat16, by torch's own rules for mixed precision."""
+
+    def __init__(self, inner: Predictor) -> None:
+        self._inner = inner
+        self.signature = inner.signature
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = next(iter(inputs.values())).device.type
+        with torch.autocast(device, torch.bfloat16):
+            answers = self._inner.run(inputs)
+        outputs = self.signature.outputs
+        return {name: answer.to(getattr(torch, outputs[name].dtype)) for name, answer in answers.items()}

@@ -1,0 +1,64 @@
+"""Traces: a span for every request, under the trace that its client began, as OpenTelemetry has them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..core import SettingsError
+from .version import Version
+
+
+class Tracing:
+    """Makes spans when requests are over, so that a request on its way costs nothing.
+
+    Where the program has no provider of its own, spans go where OTEL_EXPORTER_OTLP_ENDPOINT says.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry import propagate, trace
+            from opentelemetry.sdk.trace import TracerProvider
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                "traces need packages of their own", got=f"no {error.name}", remedy="pip install 'manyhands[traces]'"
+            ) from None
+        self._trace, self._propagate = trace, propagate
+        provider: Any = trace.get_tracer_provider()
+        self._own: Any = None
+        if not isinstance(provider, TracerProvider):
+            provider = self._own = _exporting()
+        self._tracer = provider.get_tracer("manyhands.serving")
+
+    def over(self, version: Version, rows: int, code: str, began: float, parent: bytes) -> None:
+        """A request that began then has ended now."""
+        now = time.time_ns()
+        start = now - int((time.perf_counter() - began) * 1e9)
+        carrier = {"traceparent": parent.decode("latin1")} if parent else {}
+        attributes = {"manyhands.model": version.model, "manyhands.version": version.number, "manyhands.rows": rows}
+        span = self._tracer.start_span(
+            f"infer {version.model}",
+            context=self._propagate.extract(carrier),
+            kind=self._trace.SpanKind.SERVER,
+            start_time=start,
+            attributes={**attributes, "manyhands.code": code},
+        )
+        if code != "OK":
+            span.set_status(self._trace.StatusCode.ERROR, code)
+        span.end(now)
+
+    def close(self) -> None:
+        """Sends what was not sent yet."""
+        if self._own is not None:
+            self._own.shutdown()
+
+
+def _exporting() -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": "manyhands"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider

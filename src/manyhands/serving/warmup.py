@@ -1,0 +1,96 @@
+"""Warm-up with real requests: those of a file are computed by every replica before a version takes over.
+
+A file NAME.jsonl has a request of the model NAME in each line, as `:predict` takes it. A server can write such files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core import RequestRefused, SettingsError
+from .batcher import Arrays, Ticket
+from .http import BadRequest
+from .kinds import BY_TORCH, to_numbers
+from .protocols.protocol import parse_json
+from .protocols.tensorflow_rest import parse_predict
+from .version import Version
+
+MAX_REQUESTS, MAX_BYTES = 100, 1 << 20
+"""Of a model, and of each of them."""
+_PATIENCE = 600.0
+
+
+class Warmup:
+    """Asks every replica of a version what the file of its model says."""
+
+    def __init__(self, folder: Path, say: Callable[..., None]) -> None:
+        require_folder(folder, "warmup")
+        self._folder, self._say = folder, say
+
+    async def __call__(self, version: Version) -> None:
+        """Returns when all is computed; a request that does not fit this version is told and passed over."""
+        path = self._folder / f"{version.model}.jsonl"
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            lines = [line for line in (file.readline(MAX_BYTES + 1) for _ in range(MAX_REQUESTS)) if line.strip()]
+        codes: Counter[str] = Counter()
+        workers = list(version.batcher.workers)
+        try:
+            for worker in workers:
+                version.batcher.workers = [worker]
+                for line in lines:
+                    codes[await self._ask(version, line)] += 1
+        finally:
+            version.batcher.workers = workers
+        self._say("warmed_up", model=version.model, version=version.number, requests=dict(codes))
+
+    async def _ask(self, version: Version, line: bytes) -> str:
+        over: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        try:
+            inputs, _ = parse_predict(parse_json(line, MAX_BYTES), version.signature)
+            rows = len(next(iter(inputs.values())))
+            version.batcher.submit(inputs, rows, deadline=time.monotonic() + _PATIENCE, done=over.set_result)
+        except BadRequest:
+            return "INVALID_ARGUMENT"
+        except RequestRefused as refusal:
+            return refusal.code
+        ticket = await over
+        return "OK" if ticket.refusal is None else ticket.refusal.code
+
+
+class Recorder:
+    """Writes the first requests of every model down, as a warm-up reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        require_folder(folder, "record")
+        self._folder = folder
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, version: Version, inputs: Arrays) -> None:
+        """Notes a request."""
+        if (
+            self._counts[version.model] >= MAX_REQUESTS
+            or sum(array.nbytes for array in inputs.values()) > MAX_BYTES // 8
+        ):
+            return
+        self._counts[version.model] += 1
+        specs = version.signature.inputs
+        values = {name: to_numbers(array, BY_TORCH[specs[name].dtype]).tolist() for name, array in inputs.items()}
+        with (self._folder / f"{version.model}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"inputs": values}) + "\n")
+
+
+def require_folder(folder: Path, what: str) -> None:
+    """Refuses what is no folder."""
+    if not folder.is_dir():
+        raise SettingsError(
+            f"{what} is a folder with a file NAME.jsonl for each model",
+            got=f"{str(folder)!r}, which is none",
+            remedy="make it first",
+        )
