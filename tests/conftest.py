@@ -33,6 +33,7 @@ BUDGETS = {
     "population": 1.0,
     "keras": 1.0,
     "dashboard": 0.75,
+    "test_package.py": 0.75,
     "test_examples.py": 3.0,
 }
 """Minutes that a room's tests may take on two cores, 0.5 where none is named; longer ones belong to `make bench`."""

@@ -89,7 +89,12 @@ export function scaleOf(axis, trials) {
 export function pieces(cut) {
   const [width, height, gap] = [200, 66, 40];
   const ranks = [...new Set(cut.boxes.map((box) => box.rank))].sort((a, b) => a - b);
-  const spots = cut.boxes.map((box, place) => [110 + place * (width / 2 + gap), 16 + ranks.indexOf(box.rank) * (height + gap)]);
+  const ends = new Map();
+  const spots = cut.boxes.map((box, place) => {
+    const x = Math.max(110 + place * (width / 2 + gap), (ends.get(box.rank) ?? 0) + gap / 2);
+    ends.set(box.rank, x + width);
+    return [x, 16 + ranks.indexOf(box.rank) * (height + gap)];
+  });
   const all = [Math.max(...spots.map(([x]) => x)) + width + 20, 16 + ranks.length * (height + gap)];
   const arrows = cut.arrows.map((arrow) => {
     const [[x1, y1], [x2, y2]] = [spots[arrow.source], spots[arrow.to]];

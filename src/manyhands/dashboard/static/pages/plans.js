@@ -25,7 +25,7 @@ export function open(host, [from]) {
     chosen = key(plan);
     const select = h("select", { "aria-label": "Which plan", "data-key": "plan", onchange: (event) => { chosen = event.target.value; update(); } }, plans.map((one) => h("option", { value: key(one), selected: one === plan }, `${one.task} on ${one.cluster}, ${moment(one.t)} (${one.from})`)));
     if (!pick.contains(document.activeElement)) fill(pick, select);
-    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", `${number(plan.curve.saturates)} devices`], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
+    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", `${number(plan.curve.saturates)} device${plan.curve.saturates === 1 ? "" : "s"}`], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
     chart.update(curves(plan));
     fill(below, measured(plan), remedies(plan), h("h2", {}, "Ways of splitting"), options(plan));
   }

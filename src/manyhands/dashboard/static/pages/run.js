@@ -108,9 +108,8 @@ function rankTable(run) {
     ["device", ([name, rank]) => rank.device || run.devices[Number(name)] || "–"],
     ["own work", ([, rank]) => (rank.pace === null ? "–" : seconds(rank.pace)), { num: true }],
     ["memory", ([, rank]) => bytes(rank.memory), { num: true }],
-    ["at the most", ([, rank]) => (rank.peak ? bytes(rank.peak) : "–"), { num: true }],
-    ["parameters", ([, rank]) => bytes(rank.held.parameters), { num: true }],
-    ["optimizer", ([, rank]) => bytes(rank.held.optimizer), { num: true }],
+    ...(Object.values(run.ranks).some((rank) => rank.peak) ? [["at the most", ([, rank]) => bytes(rank.peak), { num: true }]] : []),
+    ...(Object.values(run.ranks).some((rank) => rank.held.parameters) ? ["parameters", "optimizer"].map((what) => [what, ([, rank]) => bytes(rank.held[what]), { num: true }]) : []),
     ["", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "slow: all wait for it") : "")],
   ];
   return table("Ranks", columns, Object.entries(run.ranks));
