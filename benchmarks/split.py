@@ -168,6 +168,63 @@ def fully_sharded(world: World, data: Any, batch_size: int) -> Steps:
             yield
 
 
+class Together(nn.Module):
+    """A block whose layers two ranks compute: heads of attention and features of the MLP, by DTensors."""
+
+    def __init__(self, plain: Any, mesh: Any) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+
+        def cut(tensor: Tensor, dim: int) -> nn.Parameter:
+            return nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(dim)], src_data_rank=None))
+
+        attention = plain.self_attn
+        self.norms = nn.ModuleList([plain.norm1, plain.norm2])
+        self.projections = nn.ParameterList(cut(part, 0) for part in attention.in_proj_weight.chunk(3))
+        self.shifts = nn.ParameterList(cut(part, 0) for part in attention.in_proj_bias.chunk(3))
+        self.out, self.out_shift = cut(attention.out_proj.weight, 1), nn.Parameter(attention.out_proj.bias.detach())
+        self.up, self.up_shift = cut(plain.linear1.weight, 0), cut(plain.linear1.bias, 0)
+        self.down, self.down_shift = cut(plain.linear2.weight, 1), nn.Parameter(plain.linear2.bias.detach())
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self._shared(x)
+        parts = [
+            F.linear(whole, w.to_local(), b.to_local()) for w, b in zip(self.projections, self.shifts, strict=True)
+        ]
+        heads = [part.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for part in parts]
+        found = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = self.norms[0](x + self._summed(F.linear(found, self.out.to_local())) + self.out_shift)
+        inner = F.relu(F.linear(self._shared(x), self.up.to_local(), self.up_shift.to_local()))
+        return self.norms[1](x + self._summed(F.linear(inner, self.down.to_local())) + self.down_shift)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The same on both ranks; each has a term of its gradient."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+    def _summed(self, term: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial
+
+        return DTensor.from_local(term, self.mesh, [Partial()], run_check=False).full_tensor()
+
+
+def tensor_parallel(world: World, data: Any, batch_size: int) -> Steps:
+    """Tensor parallelism by hand, with torch.distributed.tensor."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    plain = deep()
+    network = nn.Sequential(*(Together(layer, mesh) for layer in plain[:-1]), plain[-1])
+    optimizer = adamw(network)
+    while True:
+        for batch in batches(data, batch_size):
+            loss(network, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            yield
+
+
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
@@ -270,15 +327,20 @@ def _alone_under(world: World, data: Any, spec: mh.StrategySpec, batch_size: int
 
 
 def by_hand(report: Report, batch_size: int, rounds: int) -> None:
-    """Sharded beside FSDP2 that is written by hand."""
+    """Sharded and TensorParallel beside FSDP2 and DTensors that are written by hand."""
     data = rows(2 * batch_size, 1)
-    contenders: Contenders = {
-        "sharded": partial(ours, model=deep, data=data, spec=mh.Sharded(2), batch_size=batch_size),
-        "fully_shard": partial(fully_sharded, data=data, batch_size=batch_size),
+    cases: dict[str, tuple[mh.StrategySpec, str, Callable[..., Steps]]] = {
+        "sharded": (mh.Sharded(2), "fully_shard", fully_sharded),
+        "tensor parallel": (mh.TensorParallel(2), "DTensor", tensor_parallel),
     }
-    found = report.add("a deep network in two shards", measured(contenders, 2, rounds), "fully_shard")
-    worst = max(report.checks["over_handwritten"].value, found["sharded"].ratio)
-    report.checks["over_handwritten"] = Check(value=worst, at_most=1.03)
+    for name, (spec, peer, steps) in cases.items():
+        contenders: Contenders = {
+            name: partial(ours, model=deep, data=data, spec=spec, batch_size=batch_size),
+            peer: partial(steps, data=data, batch_size=batch_size),
+        }
+        found = report.add(f"a deep network, {name} on two", measured(contenders, 2, rounds), peer)
+        worst = max(report.checks["over_handwritten"].value, found[name].ratio)
+        report.checks["over_handwritten"] = Check(value=worst, at_most=1.03)
 
 
 if __name__ == "__main__":
