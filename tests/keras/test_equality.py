@@ -25,7 +25,7 @@ def run_all(hand: Any, folder: Path) -> dict[str, Any]:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one device and two replicas give, of all scenarios; the replicas are started once."""
     folder = tmp_path_factory.mktemp("keras")
-    two = mh.launch(functools.partial(run_all, folder=folder), "mirrored", on="cpu*2", progress=False)
+    two = mh.launch(functools.partial(run_all, folder=folder), "mirrored", on="cpu*2", progress=False, timeout=30)
     return run_all(None, folder), two
 
 

@@ -12,6 +12,7 @@ from .backend import require_torch_backend
 
 require_torch_backend()
 
+from .boards import TensorBoard  # noqa: E402
 from .hooks import install  # noqa: E402
 from .inputs import DistributedInput, InputContext  # noqa: E402
 from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "ReduceOp",
     "compute_average_loss",
     "scale_regularization_loss",
+    "TensorBoard",
     "DistributedInput",
     "InputContext",
     "ClusterResolver",

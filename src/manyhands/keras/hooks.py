@@ -16,6 +16,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.trainers.trainer import Trainer
 
 from ..core import mix
 from . import losses, statistics, trainer
@@ -32,7 +33,7 @@ def install() -> None:
     TorchTrainer.knows_manyhands = True
     for owner, name, wrap in (
         (TorchTrainer, "__init__", _remembering),
-        (TorchTrainer, "compile", _remembering),
+        (Trainer, "compile", _remembering),
         (BatchNormalization, "_moments", statistics.over_replicas),
         (keras_loss, "reduce_weighted_values", losses.over_replicas),
         (keras_random, "torch_seed_generator", _own_seed),

@@ -118,6 +118,15 @@ class InputContext:
 class OwnInput(DistributedInput):
     """Batches that every replica makes for itself; whoever runs out first borrows until all have."""
 
+    def __init__(self, adapter: Any, strategy: Strategy) -> None:
+        super().__init__(adapter, strategy)
+        counts = strategy.hand.world.gather_objects(adapter.num_batches)
+        self._most = None if None in counts else max(counts)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._most
+
     def __iter__(self) -> Iterator[Any]:
         hand, last = self._strategy.hand, None
         batches = iter(self._adapter.get_torch_dataloader())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..cluster import Device, NullWorld
+from ..cluster import NullWorld, resolve
 from ..core import StrategySpec
 from ..training import Hand
-from .placing import hand_of_all
+from .placing import hand_of_all, named
 from .resolvers import TFConfigClusterResolver
 from .strategy import Strategy
 
@@ -17,28 +17,29 @@ class MirroredStrategy(Strategy):
     """A replica on every device. Under plain `python script.py` the script is started again on all of them.
 
     - `devices`: names as TensorFlow has them, or as manyhands has: ["gpu:0", "gpu:1"], "cpu*2"; by default all;
-    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`;
-    - `cross_device_ops`: taken and not needed: gloo or nccl is chosen by what the devices are.
+    - `cross_device_ops`: taken and not needed: gloo or nccl is chosen by what the devices are;
+    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
     """
 
     def __init__(self, devices: Sequence[str] | str | None = None, cross_device_ops: Any = None, **chosen: Any) -> None:
-        super().__init__(hand_of_all(devices, type(self).__name__, over_hosts=False), **chosen)
+        super().__init__(hand_of_all(devices, type(self).__name__), **chosen)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """A replica on every device of every worker that TF_CONFIG, a scheduler or `manyhands launch` has put together."""
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None, **chosen: Any) -> None:
-        super().__init__(hand_of_all(None, type(self).__name__, over_hosts=True), **chosen)
+        super().__init__(hand_of_all(None, type(self).__name__), **chosen)
         self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica on one device."""
+    """One replica on one device.
+
+    >>> OneDeviceStrategy("/cpu:0").num_replicas_in_sync
+    1
+    """
 
     def __init__(self, device: str = "cpu", **chosen: Any) -> None:
-        from .placing import named
-
-        spec = StrategySpec(**chosen)
-        kind, _, number = (named([device]) or "cpu").replace("*1", "").partition(":")
-        super().__init__(Hand(NullWorld(Device(kind, int(number or 0))), spec))
+        found, _ = resolve(named([device]), 1)
+        super().__init__(Hand(NullWorld(found[0]), StrategySpec()), **chosen)

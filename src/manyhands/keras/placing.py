@@ -12,15 +12,16 @@ from ..core import DeviceError
 from ..training import Hand, hand, joined_world
 
 
-def hand_of_all(devices: Sequence[str] | str | None, name: str, *, over_hosts: bool) -> Hand:
+def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
     """This process's hand among all replicas; a plain program with several devices is started again on all of them."""
-    if current_world() is None and not (over_hosts and whole_host() is None and joined_world() is not None):
+    if current_world() is None:
         on = named(devices)
-        if over_hosts and whole_host(on) is not None:
+        if whole_host(on) is not None:
             _start_again(on, name, "every device of this host")
-        found = [] if on is None and os.environ.get("MANYHANDS_STARTED_BY") else resolve(on)[0]
-        if len(found) > 1:
-            _start_again(on, name, ", ".join(map(str, found)))
+        elif joined_world(on) is None:
+            found, _ = resolve(on)
+            if len(found) > 1:
+                _start_again(on, name, ", ".join(map(str, found)))
     return hand()
 
 

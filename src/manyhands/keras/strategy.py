@@ -15,7 +15,7 @@ from keras import tree
 from torch import Tensor
 
 from ..cluster import NullWorld
-from ..core import StrategySpec
+from ..core import StrategyError, StrategySpec
 from ..training import Hand
 from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
 from .share import Share, last_share
@@ -32,10 +32,19 @@ class ReduceOp(Enum):
 class Strategy:
     """A replica's view of all replicas. `hand` is what it stands on: rank, size, device, collectives."""
 
-    def __init__(self, hand: Hand, **chosen: Any) -> None:
-        if chosen:
-            hand.spec = dataclasses.replace(hand.spec, **chosen)
+    def __init__(
+        self,
+        hand: Hand,
+        *,
+        accumulate: int | None = None,
+        precision: str | None = None,
+        recompute: str | None = None,
+    ) -> None:
+        chosen = {"accumulate": accumulate, "precision": precision, "recompute": recompute}
         self.hand = hand
+        self.spec = dataclasses.replace(hand.spec, **{name: value for name, value in chosen.items() if value})
+        """How it is split, as far as Keras lets it be."""
+        _require_mirrored(self.spec)
         self._num_alone = 0
         if hand.device.type != "cpu" or hand.size > 1:
             keras.src.backend.common.global_state.set_global_attribute("torch_device", str(hand.device))
@@ -49,8 +58,8 @@ class Strategy:
     @property
     def is_active(self) -> bool:
         """Whether there is something to join: several replicas, several micro-batches, another precision."""
-        spec = self.hand.spec
-        return not self._num_alone and (self.hand.size > 1 or spec.accumulate > 1 or spec.precision != "fp32")
+        changes = self.spec.accumulate > 1 or self.spec.precision != "fp32"
+        return not self._num_alone and (self.hand.size > 1 or changes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -58,7 +67,7 @@ class Strategy:
         share_randomness(self.hand)
         _scopes.append(self)
         try:
-            with keras.RematScope() if self.hand.spec.recompute else contextlib.nullcontext():
+            with keras.RematScope() if self.spec.recompute else contextlib.nullcontext():
                 yield self
         finally:
             _scopes.pop()
@@ -171,6 +180,19 @@ class Strategy:
         state = _state_of(model)
         for index in told["changed"]:
             self.hand.replicas.broadcast(state[index]._value.data)
+
+
+_OURS = ("replicas", "accumulate", "precision", "recompute", "capture")
+
+
+def _require_mirrored(spec: StrategySpec) -> None:
+    plain = StrategySpec(**{name: getattr(spec, name) for name in _OURS})
+    if spec != plain or spec.precision == "fp64":
+        raise StrategyError(
+            "a Keras model is mirrored: replicas, accumulate, precision fp32 or bf16, and recompute are what there is",
+            got=str(spec),
+            remedy='write --strategy mirrored, and keras.config.set_dtype_policy("float64") for fp64',
+        )
 
 
 _FLAGS = ("stop_training", "stop_evaluating", "stop_predicting", "_initial_epoch")

@@ -65,7 +65,7 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
         strategy.mirror(self)
         trained_on = distributed(
             strategy, x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight,
-            micros=strategy.hand.spec.accumulate,
+            micros=strategy.spec.accumulate,
         )  # fmt: skip
         if validation_data is not None:
             held = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
@@ -187,7 +187,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
         if strategy is None:
             return plain(data)
         share = take_share(data[0])
-        with _narrow(strategy.hand):
+        with _narrow(strategy):
             if kind == "predict":
                 return _predicted(strategy.hand, plain, share, data[0])
             return _stepped(model, strategy.hand, plain, share, data[0])
@@ -212,8 +212,8 @@ def _predicted(hand: Hand, plain: Callable[..., Any], share: Share, own: Any) ->
     return tree.map_structure(lambda output: hand.gather(output[: rows.size].contiguous()), outputs)
 
 
-def _narrow(hand: Hand) -> contextlib.AbstractContextManager[Any]:
+def _narrow(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
     """The precision that was asked for: `--strategy mirrored,precision=bf16`."""
-    if hand.spec.precision != "bf16":
+    if strategy.spec.precision != "bf16":
         return contextlib.nullcontext()
-    return torch.autocast(hand.device.type, dtype=torch.bfloat16)
+    return torch.autocast(strategy.hand.device.type, dtype=torch.bfloat16)

@@ -1,0 +1,219 @@
+"""What replicas do besides computing the same: each a function of a folder that returns facts, run by two replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands.keras as mhk
+
+from .scenarios import INPUTS, LABELS, TARGETS
+
+BEHAVIOURS: dict[str, Callable[[Path], dict[str, Any]]] = {}
+
+
+def behaviour(fn: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    BEHAVIOURS[fn.__name__] = fn
+    return fn
+
+
+def network(*more: Any, strategy: mhk.Strategy | None = None, **compiled: Any) -> Any:
+    with (strategy or mhk.MirroredStrategy()).scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="relu"), *more, layers.Dense(2)])
+        model.compile(**{"optimizer": keras.optimizers.SGD(0.05), "loss": "mse", **compiled})
+    return model
+
+
+def weights(model: Any) -> list[Any]:
+    return [np.asarray(weight) for weight in model.get_weights()]
+
+
+class Meddler(keras.callbacks.Callback):
+    """Looks at other data in the middle, and changes the learning rate and a weight."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.file = folder / "meddled.txt"
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        loss = self.model.evaluate(INPUTS, TARGETS, verbose=0)
+        with self.file.open("a") as file:
+            file.write(f"{epoch} {loss:.9g}\n")
+        self.model.optimizer.learning_rate = 0.01 / (epoch + 1)
+        self.model.layers[-1].bias.assign([0.5, -0.5])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2 and self.params["epochs"] == 1:
+            self.model.stop_training = True
+
+
+@behaviour
+def callbacks_run_once(folder: Path) -> dict[str, Any]:
+    model = network()
+    called = [
+        keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True, monitor="val_loss"),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        mhk.TensorBoard(folder / "board", update_freq="batch"),
+        Meddler(folder),
+    ]
+    history = model.fit(
+        INPUTS, TARGETS, batch_size=32, epochs=3, verbose=0, callbacks=called, validation_data=(INPUTS, TARGETS)
+    )
+    model.save(folder / "last.keras")
+    model.save_weights(folder / "last.weights.h5")
+    return {
+        "history": history.history,
+        "weights": weights(model),
+        "rate": float(model.optimizer.learning_rate),
+        "answers": model.predict(INPUTS, verbose=0),
+        "val_loss": float(model.evaluate(INPUTS, TARGETS, verbose=0)),
+    }
+
+
+@behaviour
+def a_callback_stops_in_mid_epoch(folder: Path) -> dict[str, Any]:
+    model = network()
+    model.fit(INPUTS, TARGETS, batch_size=10, epochs=1, verbose=0, callbacks=[Meddler(folder / "..")])
+    return {"steps": int(model.optimizer.iterations.numpy())}
+
+
+@behaviour
+def early_stopping_restores(folder: Path) -> dict[str, Any]:
+    model = network(optimizer=keras.optimizers.SGD(5.0))
+    stop = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+    history = model.fit(INPUTS, TARGETS, epochs=8, verbose=0, callbacks=[stop])
+    return {"epochs": len(history.epoch), "weights": weights(model)}
+
+
+@behaviour
+def backup_and_restore(folder: Path) -> dict[str, Any]:
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False)
+
+    first = network(optimizer="adam")
+    first.fit(INPUTS, TARGETS, epochs=2, verbose=0, callbacks=[backup()])
+    second = network(optimizer="adam")
+    history = second.fit(INPUTS, TARGETS, epochs=5, verbose=0, callbacks=[backup()])
+    return {"epochs": history.epoch, "weights": weights(second), "steps": int(second.optimizer.iterations.numpy())}
+
+
+@behaviour
+def first_weights_are_one(folder: Path) -> dict[str, Any]:
+    """Without any seed."""
+    return {"weights": weights(network())}
+
+
+@behaviour
+def each_draws_its_own(folder: Path) -> dict[str, Any]:
+    """Dropout differs by replica, with a seed and without; orders and weights stay one."""
+    seen: list[Any] = []
+
+    class Look(layers.Layer):
+        def call(self, x: Any) -> Any:
+            if x.device.type != "meta":
+                seen.append(np.asarray(x.detach() == 0))
+            return x
+
+    model = network(layers.Dropout(0.5), Look(), layers.Dropout(0.5, seed=3), Look())
+    ones = np.ones((8, 8))
+    model.fit(ones, np.ones((8, 2)), batch_size=8, epochs=1, verbose=0)
+    zeros = seen[-2:]
+    model.fit(INPUTS, TARGETS, batch_size=16, epochs=2, verbose=0)
+    return {"zeros": zeros, "weights": weights(model)}
+
+
+@behaviour
+def each_reads_its_own(folder: Path) -> dict[str, Any]:
+    """A replica of a DataLoader reads only its samples; together they read each once."""
+    read: list[int] = []
+
+    class Noted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    data = Noted(torch.from_numpy(INPUTS).float(), torch.from_numpy(TARGETS).float())
+    model = network()
+    model.build((None, 8))
+    model.compile(optimizer="sgd", loss=lambda y, p: torch.mean((y - p) ** 2))
+    model.train_on_batch(INPUTS[:4].astype("float32"), TARGETS[:4].astype("float32"))
+    model.fit(DataLoader(data, batch_size=16, shuffle=True), epochs=1, verbose=0)
+    return {"read": read}
+
+
+@behaviour
+def each_makes_its_own(folder: Path) -> dict[str, Any]:
+    """Input made per replica, of which one has fewer batches."""
+    strategy = mhk.MirroredStrategy()
+
+    def made(context: mhk.InputContext) -> Any:
+        count = context.get_per_replica_batch_size(60 if context.input_pipeline_id == 0 else 40)
+        data = TensorDataset(torch.ones(count, 8), torch.ones(count, 2))
+        return DataLoader(data, batch_size=context.get_per_replica_batch_size(20))
+
+    model = network()
+    history = model.fit(strategy.distribute_datasets_from_function(made), epochs=1, verbose=0)
+    return {
+        "steps": int(model.optimizer.iterations.numpy()),
+        "weights": weights(model),
+        "loss": history.history["loss"],
+    }
+
+
+@behaviour
+def reductions(folder: Path) -> dict[str, Any]:
+    strategy = mhk.MirroredStrategy()
+    rank = strategy.hand.rank
+    rows = torch.arange(2.0 + rank)
+    with strategy.scope():
+        inside = mhk.get_strategy() is strategy
+    return {
+        "sum": float(strategy.reduce("SUM", rank + 1.0)),
+        "mean": float(strategy.reduce(mhk.ReduceOp.MEAN, rank + 1.0)),
+        "mean_of_rows": float(strategy.reduce("mean", rows, axis=0)),
+        "rows": strategy.gather(rows).tolist(),
+        "inside": inside,
+        "outside": mhk.has_strategy(),
+        "replica": strategy.run(lambda: mhk.get_replica_context().replica_id_in_sync_group),
+        "crossed": mhk.in_cross_replica_context(),
+    }
+
+
+@behaviour
+def micro_batches(folder: Path) -> dict[str, Any]:
+    """Two micro-batches per step are the mathematics of the whole batch, with a step of one's own too."""
+    keras.utils.set_random_seed(5)
+    model = network(strategy=mhk.MirroredStrategy(accumulate=3))
+    history = model.fit(INPUTS, TARGETS, batch_size=20, epochs=2, verbose=0)
+    return {"history": history.history, "weights": weights(model), "steps": int(model.optimizer.iterations.numpy())}
+
+
+@behaviour
+def narrow(folder: Path) -> dict[str, Any]:
+    """bfloat16, by the strategy and by Keras' own policy."""
+    losses = []
+    for precision, policy in (("bf16", "float32"), ("fp32", "mixed_bfloat16")):
+        keras.utils.set_random_seed(5)
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = network(strategy=mhk.MirroredStrategy(precision=precision))
+            losses.append(model.fit(INPUTS, TARGETS, batch_size=20, epochs=3, verbose=0).history["loss"])
+        finally:
+            keras.config.set_dtype_policy("float32")
+    return {"losses": losses, "weights": weights(model)}
+
+
+@behaviour
+def a_metric_with_states(folder: Path) -> dict[str, Any]:
+    """AUC, whose result is no mean of the replicas' results."""
+    with mhk.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1, activation="sigmoid", kernel_initializer="ones")])
+        model.compile(loss="binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
+    return {"values": model.evaluate(INPUTS, LABELS > 1, verbose=0, batch_size=13, return_dict=True)}

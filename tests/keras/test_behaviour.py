@@ -1,0 +1,155 @@
+"""Two replicas: callbacks and files once, one order of the data, each its own rows and its own dropout."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import manyhands as mh
+
+from .behaviours import BEHAVIOURS
+from .scenarios import INPUTS, TARGETS
+
+Facts = list[dict[str, Any]]
+
+
+def run_all(hand: Any, folder: Path) -> dict[str, Any]:
+    facts = {}
+    for name, act in BEHAVIOURS.items():
+        (folder / name).mkdir(exist_ok=True, parents=True)
+        facts[name] = act(folder / name)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keras")
+
+
+@pytest.fixture(scope="module")
+def every(folder: Path) -> dict[str, Facts]:
+    """The facts of both replicas, which are started once."""
+    two = mh.launch(
+        functools.partial(run_all, folder=folder / "two"), "mirrored", on="cpu*2", progress=False, timeout=30
+    )
+    return {name: [facts[name] for facts in two] for name in BEHAVIOURS}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """Those of one device that can be compared."""
+    names = ("micro_batches", "narrow", "a_metric_with_states")
+    return {name: BEHAVIOURS[name](folder) for name in names}
+
+
+def same(facts: Facts, key: str) -> Any:
+    """A value on which both replicas agree bit by bit."""
+    for mine, theirs in zip(facts[0][key], facts[1][key], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    return facts[0][key]
+
+
+def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
+    facts, made = every["callbacks_run_once"], folder / "two" / "callbacks_run_once"
+    assert facts[0]["history"] == facts[1]["history"]
+    same(facts, "weights")
+    assert len((made / "log.csv").read_text().splitlines()) == 1 + 3
+    meddled = (made / "meddled.txt").read_text().splitlines()
+    assert [line.split()[0] for line in meddled] == ["0", "1", "2"]
+    # What the callback measured alone is what all measured together just before.
+    assert [float(line.split()[1]) for line in meddled] == pytest.approx(facts[0]["history"]["val_loss"], rel=1e-5)
+    assert [fact["rate"] for fact in facts] == pytest.approx([0.01 / 3] * 2)
+    assert len(list((made / "board").rglob("*tfevents*"))) == 2
+
+
+def test_files_are_plain_keras(every: dict[str, Facts], folder: Path) -> None:
+    facts, made = every["callbacks_run_once"], folder / "two" / "callbacks_run_once"
+    read = keras.models.load_model(made / "last.keras")
+    np.testing.assert_allclose(read.predict(INPUTS, verbose=0), facts[1]["answers"], rtol=1e-5, atol=1e-6)
+    assert read.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(facts[0]["val_loss"], rel=1e-5)
+    best = keras.models.load_model(made / "best.keras")
+    assert best.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(min(facts[0]["history"]["val_loss"]), rel=1e-5)
+    best.load_weights(made / "last.weights.h5")
+    np.testing.assert_array_equal(best.get_weights()[0], read.get_weights()[0])
+
+
+def test_all_stop_together(every: dict[str, Facts]) -> None:
+    assert [fact["steps"] for fact in every["a_callback_stops_in_mid_epoch"]] == [3, 3]
+    stopped = every["early_stopping_restores"]
+    assert stopped[0]["epochs"] == stopped[1]["epochs"] < 8
+    assert np.isfinite(np.concatenate([w.ravel() for w in same(stopped, "weights")])).all()
+
+
+def test_a_backup_is_taken_up_by_all(every: dict[str, Facts]) -> None:
+    facts = every["backup_and_restore"]
+    assert [fact["epochs"] for fact in facts] == [[2, 3, 4]] * 2
+    assert [fact["steps"] for fact in facts] == [5 * 4] * 2
+    same(facts, "weights")
+
+
+def test_first_weights_are_equal_without_a_seed(every: dict[str, Facts]) -> None:
+    same(every["first_weights_are_one"], "weights")
+
+
+def test_dropout_is_each_ones_own(every: dict[str, Facts]) -> None:
+    facts = every["each_draws_its_own"]
+    for mine, theirs in zip(facts[0]["zeros"], facts[1]["zeros"], strict=True):
+        assert mine.shape == theirs.shape == (4, 16)
+        assert (mine != theirs).any()
+    same(facts, "weights")
+
+
+def test_a_replica_reads_its_own_samples(every: dict[str, Facts]) -> None:
+    first, second = (fact["read"] for fact in every["each_reads_its_own"])
+    assert sorted(first + second) == list(range(101))
+
+
+def test_input_of_each_ones_own(every: dict[str, Facts]) -> None:
+    facts = every["each_makes_its_own"]
+    assert [fact["steps"] for fact in facts] == [3, 3]
+    same(facts, "weights")
+    same(facts, "loss")
+
+
+def test_reductions(every: dict[str, Facts]) -> None:
+    for rank, fact in enumerate(every["reductions"]):
+        assert fact == {
+            "sum": 3.0,
+            "mean": 1.5,
+            "mean_of_rows": pytest.approx((0 + 1 + 0 + 1 + 2) / 5),
+            "rows": [0, 1, 0, 1, 2],
+            "inside": True,
+            "outside": False,
+            "replica": rank,
+            "crossed": True,
+        }
+
+
+def test_micro_batches_are_the_whole_batch(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+    keras.utils.set_random_seed(5)
+    from .behaviours import network, weights
+
+    whole = network()
+    history = whole.fit(INPUTS, TARGETS, batch_size=20, epochs=2, verbose=0)
+    for facts in (alone["micro_batches"], *every["micro_batches"]):
+        assert facts["steps"] == 12
+        assert facts["history"]["loss"] == pytest.approx(history.history["loss"], rel=1e-5)
+        for mine, theirs in zip(weights(whole), facts["weights"], strict=True):
+            np.testing.assert_allclose(theirs, mine, atol=1e-6)
+
+
+def test_bfloat16(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+    same(every["narrow"], "weights")
+    for mine, theirs in zip(alone["narrow"]["losses"], every["narrow"][0]["losses"], strict=True):
+        assert theirs == pytest.approx(mine, rel=0.02)
+        assert theirs[-1] < theirs[0]
+
+
+def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+    for fact in every["a_metric_with_states"]:
+        assert fact["values"] == pytest.approx(alone["a_metric_with_states"]["values"], rel=1e-5)
