@@ -122,7 +122,7 @@ _steps: list[Step] = []
 
 
 def current_step() -> Step | None:
-    """The step that is being computed, where there are several replicas."""
+    """The step that is being computed."""
     return _steps[-1] if _steps else None
 
 
@@ -131,7 +131,7 @@ def taking(step: Step) -> Iterator[None]:
     """Makes it the current step; what is drawn inside comes from the replica's own numbers."""
     _steps.append(step)
     try:
-        with own_numbers(step.hand.rank):
+        with own_numbers(step.hand.rank) if step.hand.size > 1 else contextlib.nullcontext():
             yield
     finally:
         _steps.pop()

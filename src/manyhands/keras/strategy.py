@@ -86,8 +86,6 @@ class Strategy:
         As in tf.distribute, a loss inside is the replica's part of the whole: Keras' own losses are, and
         `compute_average_loss` makes one of values per sample.
         """
-        if self.hand.size == 1:
-            return fn(*args, **(kwargs or {}))
         share = self._share_of(args)
         with taking(Step(self.hand, share.rows[0], Sums(), is_plain_sum=True)):
             return fn(*args, **(kwargs or {}))
