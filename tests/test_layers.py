@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {"core", "store", "training", "population", "cluster"},
     "ensembles": {"core", "store", "training", "population", "cluster"},
     "serving": {"core", "store", "cluster"},
-    "keras": {"core", "strategies", "training", "data", "cluster"},
+    "keras": {"core", "store", "strategies", "training", "data", "cluster"},
     "dashboard": {"core"},
     "testing": {"core", "cluster", "sync", "strategies", "data", "store"},
     "cli": EVERYTHING,

@@ -13,6 +13,7 @@ from .backend import require_torch_backend
 require_torch_backend()
 
 from .boards import TensorBoard  # noqa: E402
+from .exports import export  # noqa: E402
 from .hooks import install  # noqa: E402
 from .inputs import DistributedInput, InputContext  # noqa: E402
 from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
@@ -27,6 +28,7 @@ from .resolvers import (  # noqa: E402
     TPUClusterResolver,
     TPUStrategy,
 )
+from .servers import ParameterServerStrategy  # noqa: E402
 from .strategy import (  # noqa: E402
     ReduceOp,
     ReplicaContext,
@@ -38,6 +40,7 @@ from .strategy import (  # noqa: E402
     in_cross_replica_context,
     scale_regularization_loss,
 )
+from .tasks import as_task  # noqa: E402
 
 install()
 
@@ -45,6 +48,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "TPUStrategy",
     "Strategy",
     "get_strategy",
@@ -56,6 +60,8 @@ __all__ = [
     "compute_average_loss",
     "scale_regularization_loss",
     "TensorBoard",
+    "as_task",
+    "export",
     "DistributedInput",
     "InputContext",
     "ClusterResolver",

@@ -40,7 +40,7 @@ class Strategy:
         precision: str | None = None,
         recompute: str | None = None,
     ) -> None:
-        chosen = {"accumulate": accumulate, "precision": precision, "recompute": recompute}
+        chosen: dict[str, Any] = {"accumulate": accumulate, "precision": precision, "recompute": recompute}
         self.hand = hand
         self.spec = dataclasses.replace(hand.spec, **{name: value for name, value in chosen.items() if value})
         """How it is split, as far as Keras lets it be."""

@@ -1,0 +1,134 @@
+"""Keras models as tasks and as exported models; and what is refused, with the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+import manyhands as mh
+import manyhands.keras as mhk
+from manyhands.core import DataError, DeviceError, SettingsError, StrategyError, TaskError
+from manyhands.training import Hand
+
+from .scenarios import INPUTS, LABELS
+
+X, Y = torch.tensor(INPUTS[:96], dtype=torch.float32), torch.tensor(LABELS[:96])
+
+
+def made(*more: Any, optimizer: Any = "sgd", seed: int = 3) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="relu"), *more, layers.Dense(3)])
+    model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "rmsprop"])
+def test_a_task_learns_what_the_model_learns(optimizer: str, tmp_path: Path) -> None:
+    task = mhk.as_task(lambda: made(optimizer=optimizer), (X, Y), batch_size=32, shuffle=False)
+    run = mh.fit(task, "single", epochs=2, on="cpu", folder=tmp_path, progress=False)
+    losses: list[float] = []
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    model = made(optimizer=optimizer)
+    for _ in range(2):
+        for start in range(0, 96, 32):
+            model.fit(X[start : start + 32], Y[start : start + 32], batch_size=32, verbose=0, callbacks=[watch])
+    assert run.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_parameter_servers(tmp_path: Path) -> None:
+    task = mhk.as_task(made, (X, Y), batch_size=32, shuffle=False)
+    alone = mh.fit(task, "single", epochs=1, on="cpu", folder=tmp_path, progress=False)
+    served = mh.fit(task, mh.ParameterServer(servers=1), epochs=1, on="cpu*2", folder=tmp_path, progress=False)
+    assert served.losses == pytest.approx(alone.losses, rel=1e-5)
+    with pytest.raises(StrategyError, match="mhk.as_task"):
+        mhk.ParameterServerStrategy()
+
+
+def test_exported_models_are_served_and_put_in_teams(tmp_path: Path) -> None:
+    models = [made(layers.BatchNormalization(), seed=seed) for seed in (1, 2)]
+    for model in models:
+        model.fit(INPUTS, LABELS, verbose=0)
+    loaded = [mh.load(mhk.export(model, tmp_path / "digits")) for model in models]
+    for model, one in zip(models, loaded, strict=True):
+        np.testing.assert_allclose(one(X), model.predict(X, verbose=0), rtol=1e-5, atol=1e-5)
+    team = mh.ensemble(loaded, data=(X, Y))
+    wanted = np.mean([torch.softmax(torch.tensor(model.predict(X, verbose=0)), 1) for model in models], axis=0)
+    np.testing.assert_allclose(torch.softmax(team(X), 1), wanted, atol=1e-5)
+    with mh.serve(tmp_path, http=0, grpc=0, manage=0) as server:
+        answers = mh.Client(server.url)("digits", X[:5])
+    np.testing.assert_allclose(answers, models[1].predict(X[:5], verbose=0), rtol=1e-5, atol=1e-5)
+
+
+def test_export_of_several_inputs_and_free_lengths(tmp_path: Path) -> None:
+    words, size = keras.Input((None,), dtype="int32", name="words"), keras.Input((2,), name="size")
+    hidden = layers.GlobalAveragePooling1D()(layers.Embedding(9, 4)(words))
+    out = [layers.Dense(3, name="kind")(hidden), layers.Dense(1, name="price")(layers.Concatenate()([hidden, size]))]
+    model = keras.Model([words, size], out)
+    read = mh.load(mhk.export(model, tmp_path))
+    given = {"words": torch.randint(0, 9, (3, 11), dtype=torch.int32), "size": torch.ones(3, 2)}
+    kind, price = model.predict(list(given.values()), verbose=0)
+    answers = read(given)
+    np.testing.assert_allclose(answers["kind"], kind, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(answers["price"], price, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_task_cannot_take() -> None:
+    with pytest.raises(TaskError, match="GroupNormalization"):
+        mhk.as_task(lambda: made(layers.BatchNormalization()), (X, Y), batch_size=8).model()
+    with pytest.raises(TaskError, match="not compiled"):
+        mhk.as_task(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(1)]), (X, Y), batch_size=8).model()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    for optimizer in (keras.optimizers.Adam(schedule), keras.optimizers.Lion(), keras.optimizers.SGD(clipnorm=1.0)):
+        with pytest.raises(TaskError, match="that PyTorch has too"):
+            mhk.as_task(made, (X, Y), batch_size=8).optimizer(made(optimizer=optimizer))
+    with pytest.raises(TaskError, match="pass example="):
+        mhk.export(keras.Sequential([layers.Dense(1)]), "nowhere")
+
+
+def test_what_strategies_refuse() -> None:
+    with pytest.raises(DeviceError, match="TPUs are not supported"):
+        mhk.TPUClusterResolver(tpu="")
+    with pytest.raises(DeviceError, match="Keras with JAX"):
+        mhk.TPUStrategy()
+    with pytest.raises(SettingsError, match="--join"):
+        mhk.GCEClusterResolver("project", "zone", "group", 80)
+    with pytest.raises(DeviceError, match="of one kind"):
+        mhk.MirroredStrategy(devices=["cpu:0", "gpu:0"])
+    with pytest.raises(DataError, match="divisible"):
+        mhk.InputContext(2, 0, 2).get_per_replica_batch_size(7)
+    sharded = mh.StrategySpec(deterministic=True)
+    with pytest.raises(StrategyError, match="a Keras model is mirrored"):
+        mhk.Strategy(Hand(mhk.get_strategy().hand.world, sharded))
+
+
+def test_resolvers_know_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mhk.TFConfigClusterResolver().task_type is None
+    config = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
+    monkeypatch.setenv("TF_CONFIG", config)
+    resolver = mhk.TFConfigClusterResolver()
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.cluster_spec().as_dict() == {"worker": ["a:1", "b:2"]}
+    assert resolver.master() == "a:1"
+    with pytest.raises(SettingsError, match="leave one of them away"):
+        mhk.SimpleClusterResolver(mhk.ClusterSpec({"worker": ["c:1"]}))
+
+
+def test_another_backend_is_named() -> None:
+    code = "import keras.src.backend.config as c; c._BACKEND = 'jax'; import manyhands.keras"
+    environ = {"KERAS_BACKEND": "torch"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**_environ(), **environ})
+    assert "works with Keras on its PyTorch backend, but got the backend 'jax'" in done.stderr
+
+
+def _environ() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
