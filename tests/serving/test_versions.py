@@ -131,7 +131,7 @@ def test_an_emptied_folder_unloads_nothing(adder: Path, tmp_path: Path, start: S
 def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
     for number in (1, 2, 3):
         publish(adder, tmp_path / "adder", number)
-    server = start(tmp_path, versions="latest:2")
+    server = start(tmp_path, versions="latest:2", probation=Probation(max_slowdown=1e9))
     assert versions(server) == {2: "AVAILABLE", 3: "AVAILABLE"}
     with httpx.Client(base_url=server.url) as http, httpx.Client(base_url=server.manage_url) as manage:
 

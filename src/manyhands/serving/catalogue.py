@@ -129,7 +129,7 @@ class Catalogue:
 
     async def load(self, name: str, version: int | None = None) -> None:
         """Loads what somebody asks for, once more where it was sent back or unloaded; raises where it cannot."""
-        if name not in self.models and name not in self._there():
+        if name not in self.models and name not in self._folders():
             raise Unknown(name, version)
         model = self.models.setdefault(name, Model(name))
         model.is_unloaded = False
@@ -200,18 +200,20 @@ class Catalogue:
     async def look(self) -> None:
         """One look at the folder: loads what is new, one version after the other, and lets go what is not wanted."""
         async with self._turn:
-            for name, there in self._there().items():
+            for name, path in self._folders().items():
                 model = self.models.setdefault(name, Model(name))
-                await self._settle(model, there)
+                # Somebody may have asked for a version that is not among the latest ones.
+                policy = None if model.asked else model.policy or self.settings.policy
+                await self._settle(model, complete_versions(path, policy, model.rejected))
 
-    def _there(self) -> dict[str, dict[int, Print]]:
+    def _folders(self) -> dict[str, Path]:
         if self.settings.root is None:
             return {}
-        return {
-            name: complete_versions(path)
-            for name, path in models_in(self.settings.root).items()
-            if self._listed is None or name in self._listed
-        }
+        found = models_in(self.settings.root)
+        return {name: path for name, path in found.items() if self._listed is None or name in self._listed}
+
+    def _there(self) -> dict[str, dict[int, Print]]:
+        return {name: complete_versions(path) for name, path in self._folders().items()}
 
     async def _watch(self) -> None:
         while True:

@@ -78,20 +78,26 @@ class Computing:
 
     def __call__(self, world: World) -> None:
         own_cores(self.device)
-        predictor = _quietly(lambda: self.source.open(str(self.device.torch)))
-        require_rows(predictor.signature)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(self.meeting)
-            slots = self._introduce(server, predictor.signature)
-            compute = Compute(predictor, slots, self.device.torch)
-            compute.warm_up(self.sizes)
-            compute.choose_threads(self.sizes[-1])
+            compute = _quietly(lambda: self._prepare(server))
+            # Each thread has a number of its own.
+            torch.set_num_threads(compute.num_threads)
             # Nothing of what is there by now is garbage; looking for it would hold batches up.
             gc.collect()
             gc.freeze()
             server.send(b"ready")
             while message := server.recv(MAX_MESSAGE):
                 server.send(compute(message))
+
+    def _prepare(self, server: socket.socket) -> Compute:
+        predictor = self.source.open(str(self.device.torch))
+        require_rows(predictor.signature)
+        server.connect(self.meeting)
+        slots = self._introduce(server, predictor.signature)
+        compute = Compute(predictor, slots, self.device.torch)
+        compute.warm_up(self.sizes)
+        compute.choose_threads(self.sizes[-1])
+        return compute
 
     def _introduce(self, server: socket.socket, signature: Signature) -> Slots:
         hello = {"key": self.key, "pid": os.getpid(), "signature": signature.to_dict()}
@@ -111,6 +117,7 @@ class Compute:
         self._predictor, self._slots, self._device = predictor, slots, device
         signature = predictor.signature
         self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
+        self.num_threads = 1
         if device.type == "cuda":
             _pin(slots)
 
@@ -137,7 +144,7 @@ class Compute:
             for _ in range(3):
                 self.warm_up((size,))
             times[num] = time.perf_counter() - began
-        torch.set_num_threads(most if most > 1 and times[most] < 0.7 * times[1] else 1)
+        self.num_threads = most if most > 1 and times[most] < 0.7 * times[1] else 1
 
     def __call__(self, message: bytes) -> bytes:
         """A job's reply."""
@@ -198,9 +205,9 @@ def require_rows(signature: Signature) -> None:
                 )
 
 
-def _quietly(make: Callable[[], Predictor]) -> Predictor:
-    """Loads on a thread of the lowest priority, so that whoever is serving does not notice."""
-    made: list[Predictor | BaseException] = []
+def _quietly(make: Callable[[], Compute]) -> Compute:
+    """Loads and warms up on a thread of the lowest priority, so that whoever is serving does not notice."""
+    made: list[Compute | BaseException] = []
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -31,13 +31,21 @@ def models_in(root: Path) -> dict[str, Path]:
     }
 
 
-def complete_versions(model: Path) -> dict[int, Print]:
-    """Versions whose files all have the sizes that their manifest says, so that half a copy is not seen."""
-    found = {}
-    for number in versions(model):
+def complete_versions(model: Path, policy: Policy | None = None, rejected: Collection[int] = ()) -> dict[int, Print]:
+    """Versions whose files all have the sizes that their manifest says, so that half a copy is not seen.
+
+    A policy that wants the latest ones needs no look at those before them: old versions pile up, and a look is taken
+    every second while requests are answered.
+    """
+    found: dict[int, Print] = {}
+    num_fit = 0
+    for number in sorted(versions(model), reverse=True):
         print_ = _print_of(model / str(number))
         if print_ is not None:
             found[number] = print_
+            num_fit += number not in rejected
+        if policy is not None and policy.specific is None and num_fit == policy.latest:
+            break
     return found
 
 

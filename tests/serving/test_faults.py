@@ -1,0 +1,129 @@
+"""Clients that are slow, silent or gone: others do not notice, and nothing is computed for nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import psutil
+from torch import Tensor
+
+from manyhands.core import Predictor, Signature, TensorSpec
+from manyhands.serving import BatchSettings, Client, Limits, Server
+from manyhands.serving.protocols import open_inference_grpc
+
+from .conftest import Start
+from .test_versions import Moody, until
+
+REQUEST = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b"
+
+
+def figures(server: Server) -> dict[str, Any]:
+    return dict(server.state()["models"][0]["versions"][0])
+
+
+def test_slow_clients_are_cut_off_while_others_are_served(start: Start) -> None:
+    server = start({"moody": Moody()}, limits=Limits(receive=1.0, connections=64))
+    slow = [socket.create_connection(("127.0.0.1", server.http)) for _ in range(40)]
+    over = threading.Event()
+    for sock in slow:
+        sock.sendall(b"POST /v1/models/moody:predict HTTP/1.1\r\nA: ")
+
+    def drip() -> None:
+        """Another byte of the header now and then, on every connection."""
+        while not over.wait(0.05):
+            for sock in slow:
+                with contextlib.suppress(OSError):
+                    sock.send(b"b")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    client = Client(server.url, timeout=20)
+    try:
+        for value in range(30):
+            assert client("moody", np.full((1, 1), float(value), np.float32)).tolist() == [[value + 1.0]]
+        for sock in slow:
+            sock.settimeout(30)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 408 ")
+    finally:
+        over.set()
+        thread.join()
+        client.close()
+        for sock in slow:
+            sock.close()
+
+
+class Gate(Predictor):
+    """Answers when a file is there."""
+
+    signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 1))})
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        while inputs["x"].any() and not self.path.exists():
+            time.sleep(0.01)
+        return {"y": inputs["x"] + 1}
+
+
+def test_what_vanished_clients_asked_is_not_computed(start: Start, tmp_path: Path) -> None:
+    server = start({"gate": Gate(tmp_path / "open")}, batch=BatchSettings(max_rows=4))
+    path = "/v1/models/gate:predict"
+    blocker = threading.Thread(target=lambda: httpx.post(server.url + path, json={"instances": [[1.0]]}, timeout=60))
+    blocker.start()
+    until(lambda: taken(server) == 1)
+    body = b'{"instances": [[2.0]]}'
+    gone = [socket.create_connection(("127.0.0.1", server.http)) for _ in range(20)]
+    for sock in gone:
+        sock.sendall(REQUEST % (path.encode(), len(body), body))
+    until(lambda: figures(server)["queue"] + taken(server) == 21)
+    before = taken(server)
+    for sock in gone:
+        sock.close()
+    until(lambda: figures(server)["requests"].get("CANCELLED", 0) == 20)
+    messages = open_inference_grpc.MESSAGES
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "contents": {"fp32_contents": [3.0]}}
+    request = messages["ModelInferRequest"](model_name="gate", inputs=[tensor])
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+        method = "/inference.GRPCInferenceService/ModelInfer"
+        call = channel.unary_unary(method, lambda message: message.SerializeToString()).future(request, timeout=60)
+        until(lambda: figures(server)["queue"] + taken(server) == before + 1)
+        call.cancel()
+        until(lambda: figures(server)["requests"]["CANCELLED"] == 21)
+    before = max(before, taken(server))
+    assert figures(server)["queue"] == 0
+    (tmp_path / "open").touch()
+    blocker.join()
+    until(lambda: taken(server) == 0)
+    # Only what a replica had taken before its client went was computed.
+    assert figures(server)["rows"] == before < 21
+
+
+def taken(server: Server) -> int:
+    return sum(replica["rows"] for replica in figures(server)["replicas"])
+
+
+def test_memory_stays_flat(start: Start) -> None:
+    server = start({"moody": Moody()})
+    body = {"instances": [[1.0]] * 64}
+
+    def ask(num: int) -> None:
+        with httpx.Client(base_url=server.url) as http:
+            for _ in range(num):
+                assert http.post("/v1/models/moody:predict", json=body).status_code == 200
+                http.post("/v1/models/moody:predict", json={"instances": [["bad"]]})
+                http.get("/v2/models/nobody")
+
+    ask(300)
+    here = psutil.Process()
+    before = here.memory_info().rss
+    ask(600)
+    assert here.memory_info().rss - before < 24 << 20
