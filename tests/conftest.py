@@ -22,7 +22,7 @@ BUDGETS = {
     "store": 2.0,
     "data": 1.5,
     "cluster": 2.6,
-    "recovery": 2.6,
+    "recovery": 2.8,
     "sync": 1.5,
     "servers": 2.0,
     "profiling": 1.0,

@@ -211,6 +211,16 @@ def test_a_run_starts_from_another(invoke: Invoke) -> None:
     assert "of another shape (layers.0.weight is (8, 4) and should be (4, 4)" in wrong.stderr.replace("\n", "")
 
 
+def test_one_command_begins_a_run_and_goes_on_with_it(invoke: Invoke) -> None:
+    words = ("fit", TARGET, "--on", "cpu", "--name", "a", "--go-on", "--json", "--epochs")
+    assert json.loads(invoke(*words, 1).stdout)["steps"] == 4
+    result = invoke(*words, 2)
+    assert "resumed at step 4" in result.stderr
+    assert json.loads(result.stdout)["steps"] == 8
+    result = invoke("fit", TARGET, "--on", "cpu", "--name", "b", "--resume")
+    assert "or --go-on, does either" in result.stderr
+
+
 def test_a_run_that_exists_is_resumed_by_an_option(invoke: Invoke) -> None:
     Path("runs/a").mkdir(parents=True)
     result = invoke("fit", TARGET, "--on", "cpu", "--name", "a")

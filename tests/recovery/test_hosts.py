@@ -19,6 +19,7 @@ from manyhands.cluster import write_token
 from manyhands.core import read_events
 from manyhands.store import CheckpointStore
 from manyhands.testing import Hosts
+from tests.cluster.test_tls import Signer
 from tests.recovery import work
 
 pytestmark = pytest.mark.root
@@ -170,22 +171,27 @@ def test_four_hosts_through_everything(servers: Callable[[int], Servers], calm: 
 
 
 @pytest.mark.timeout(180)
-def test_the_others_hold_their_state_while_the_first_host_is_gone(
+def test_the_first_host_dies_twice_and_is_started_again_by_the_same_command(
     servers: Callable[[int], Servers], calm: mh.Run
 ) -> None:
-    job = servers(2)
-    for index in range(2):
-        job.start(index)
-    job.until(lambda: job.step > 5, 90)
-    family = psutil.Process(job.programs[0].pid).children(recursive=True)
-    job.programs[0].kill()
-    job.programs[0].wait()
-    psutil.wait_procs(family, timeout=10)
-    step = job.step
-    job.start(0, "--resume")
-    job.until(lambda: job.events("recovered"), 60)
-    went_on = job.events("recovered")[0]
-    assert went_on["source"] == "the memory of rank 1"
-    assert went_on["step"] >= step, "the last checkpoint is of step 50 or none"
+    """As a supervisor would do it, and with everything that hosts tell each other under TLS."""
+    job = servers(3)
+    words = "--go-on", "--tls", Signer(job.folder / "signer").host("host")
+    for index in range(3):
+        job.start(index, *words)
+    for times in (1, 2):
+        job.until(lambda: job.step > 5 * times, 90)  # noqa: B023
+        family = psutil.Process(job.programs[0].pid).children(recursive=True)
+        job.programs[0].kill()
+        job.programs[0].wait()
+        psutil.wait_procs(family, timeout=10)
+        step = job.step
+        job.start(0, *words)
+        job.until(lambda: len(job.events("recovered")) >= times, 60)  # noqa: B023
+        went_on = job.events("recovered")[-1]
+        assert went_on["source"] in ("the memory of rank 1", "the memory of rank 2")
+        assert went_on["step"] >= step, "the last checkpoint is of step 50 or none"
+        assert went_on["size"] == 3
     job.end()
     assert_same(job, calm)
+    assert len(mh.Run(job.folder / "runs" / "run").losses) == STEPS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Fault(mh.Callback):
         self.path, self.rank, self.step, self.act = folder / f"fault-{rank}-{step}", rank, step, act
 
     def on_step(self, hand: mh.Hand) -> None:
+        self.hand = hand
         if hand.world.rank == self.rank and hand.num_steps == self.step and not self.path.exists():
             self.path.touch()
             self.act()
@@ -103,6 +105,24 @@ def assert_every_sample_once(folder: Path, run: mh.Run, num_samples: int) -> Non
     counts = Counter(sample for ids in steps.values() for sample in ids)
     assert counts == dict.fromkeys(range(num_samples), EPOCHS)
     assert {step for step, _ in steps} == set(range(1, run.num_steps + 1))
+
+
+def deaf(hand: mh.Hand) -> None:
+    """Waits in a collective, and cannot be woken by its connections."""
+    with hand.world._naming("all_reduce"):  # type: ignore[attr-defined]
+        time.sleep(120)
+
+
+def test_a_rank_that_does_not_leave_a_collective_is_replaced(engine: Any, tmp_path: Path) -> None:
+    """Gloo may go on waiting where every connection is gone; two other replicas have what that one had."""
+    task, strategy = problem("mlp", "adamw"), mh.Mirrored(3, precision="fp64")
+    calm = fit(task, tmp_path / "calm", size=3, strategy=strategy)
+    stuck = Fault(tmp_path, 1, 5, lambda: deaf(stuck.hand))
+    run = fit(task, tmp_path / "hit", stuck, Fault(tmp_path, 2, 5, kill), size=3, strategy=strategy)
+    assert_same(run, calm)
+    assert all("memory" in entry["source"] for entry in recoveries(run))
+    reasons = " ".join(e["reason"] for e in read_events(run.path / "events.jsonl") if e["kind"] == "lost")
+    assert f"ended with exit code {os.EX_TEMPFAIL}" in reasons
 
 
 def test_a_frozen_rank_is_ended_and_replaced(engine: Any, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class FitSettings(HostsSettings):
     name: str | None = None
     folder: str = "runs"
     resume: bool = False
+    go_on: bool = False
     save_every: int | None = None
     keep: int = 2
     patience: str | None = None
@@ -47,6 +48,13 @@ Steps = Annotated[int | None, typer.Option(help="End after so many steps, even w
 Name = Annotated[str | None, typer.Option(help="The run's name; by default the task's name and the time.")]
 Folder = Annotated[str | None, typer.Option(help="Where runs are kept; 'runs' by default.")]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint of --name.")]
+GoOn = Annotated[
+    bool | None,
+    typer.Option(
+        "--go-on/--no-go-on",
+        help="Go on with --name where it has begun, else begin it: for whatever starts this command again.",
+    ),
+]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints, besides the one after each epoch.")]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; 2 by default.")]
 PatienceText = Annotated[
@@ -114,6 +122,7 @@ def fit(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
+    go_on: GoOn = None,
     save_every: SaveEvery = None,
     keep: Keep = None,
     patience: PatienceText = None,
@@ -135,7 +144,7 @@ def fit(
     given = {
         "strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls,
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
-        "resume": resume, "save_every": save_every, "keep": keep, "patience": patience,
+        "resume": resume, "go_on": go_on, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
         "fit_in": fit_in, "profile": profile,
     }  # fmt: skip
@@ -171,6 +180,8 @@ def _arguments(settings: FitSettings, make: Callable[[], Task]) -> dict[str, Any
     given = dataclasses.asdict(settings)
     for name in ("on", "hosts", "join", "token_file", "tls"):
         del given[name]
+    if given.pop("go_on"):
+        given["resume"] = "auto"
     patience = given.pop("patience")
     return {**given, "stop": [_patience(text.strip(), make) for text in patience.split(",")] if patience else None}
 

@@ -226,9 +226,11 @@ class TorchWorld(_GroupWorld):
         All ranks make their groups in one order, so they meet under one number.
         """
         before, self._opening = set(_listening_ports()), _inodes()
-        yield
-        self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
-        self._opening = None
+        try:
+            yield
+            self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+        finally:
+            self._opening = None
 
     def _tell_stall(self, entry: Event) -> None:
         """Where somebody can ask the others too, they are asked; else this rank says by itself where it stands."""
@@ -242,6 +244,8 @@ class TorchWorld(_GroupWorld):
         self._watchman.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A group that failed while it was made has taken a number, by which ranks would miss each other the next time.
+        dist.distributed_c10d._world.group_count = 0
 
     def _abort(self) -> None:
         """Wakes whoever waits in a collective: gloo has no abort of its own, but its sockets can be shut."""
@@ -252,9 +256,10 @@ class TorchWorld(_GroupWorld):
                     sock.shutdown(socket.SHUT_RDWR)
         if self._opening is not None:
             _break_off(self._opening, self.seat.size)
-        elif self.diary.operation and self.line.recovers:
+        if self.line.recovers:
             # Now and then gloo goes on waiting to send, without a single connection, until its time limit.
-            late = threading.Timer(self.seat.patience / 2, self._leave_gloo, [self.diary.number, self.diary.since])
+            diary = self.diary
+            late = threading.Timer(self.seat.patience, self._leave_gloo, [diary.number, diary.since, self._opening])
             late.daemon = True
             late.start()
         group = dist.group.WORLD
@@ -262,10 +267,12 @@ class TorchWorld(_GroupWorld):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _leave_gloo(self, number: int, since: float) -> None:
-        """Ends the process if it still waits in the collective in which it was left alone; another takes its place."""
-        if self.diary.operation not in ("", STEP) and (self.diary.number, self.diary.since) == (number, since):
-            told = f"waits in {self.diary.operation} though its connections are gone: it is ended, and replaced"
+    def _leave_gloo(self, number: int, since: float, opening: set[int] | None) -> None:
+        """Ends the process if it still waits where it was left alone; another takes its place."""
+        diary = self.diary
+        waits = diary.operation not in ("", STEP) and (diary.number, diary.since) == (number, since)
+        if waits or (opening is not None and self._opening is opening):
+            told = f"waits in {diary.operation or 'gloo'} though its connections are gone: it is ended, and replaced"
             print(told, file=sys.stderr, flush=True)
             os._exit(os.EX_TEMPFAIL)
 
