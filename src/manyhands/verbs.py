@@ -185,8 +185,8 @@ def fit(
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
-    "straggler", "hang", "checkpoint", "end" or "failed".
+    "start", "plan", "cut", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
+    "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` shows them.
 
     >>> import tempfile, torch, manyhands as mh
     >>> task = mh.Task(

@@ -22,6 +22,7 @@ from .logs import Written, a_run
 
 WAIT = 30_000
 """Milliseconds for anything to appear: the machine may be busy."""
+expect.set_options(timeout=WAIT)
 EVIL = '<img src=x onerror="window.harmed=1">\'&quot;</script>'
 NAMELESS = """() => {
   const name = (e) => (e.getAttribute("aria-label") || e.textContent.trim() || e.getAttribute("alt")
@@ -74,7 +75,7 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         tab.on("dialog", lambda dialog: wrong.append(dialog.message))
         tab.on("request", lambda r: None if r.url.startswith(dashboard.url) else wrong.append(r.url))
         tab.goto(f"{dashboard.url}#/{page}")
-        expect(tab.locator("main h1")).to_be_visible(timeout=WAIT)
+        expect(tab.locator("main h1")).to_be_visible()
         return tab
 
     yield opened
@@ -161,14 +162,14 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     page.evaluate("window.same = true")
     assert data_of(page, "Loss") == [[1, 2], [4.0, 3.0]]
     run.steps({3: 2.5, 4: 1.25})
-    expect(page.locator(".facts").first).to_contain_text("1.25", timeout=WAIT)
+    expect(page.locator(".facts").first).to_contain_text("1.25")
     assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
     run.say("end", step=4, stopped=False, seconds={})
-    expect(page.locator("h1")).to_contain_text("finished", timeout=WAIT)
+    expect(page.locator("h1")).to_contain_text("finished")
     assert page.evaluate("window.same") is True
     a_run(tmp_path / "runs" / "another")
     page.keyboard.press("1")
-    expect(page.get_by_role("link", name="runs/another")).to_be_visible(timeout=WAIT)
+    expect(page.get_by_role("link", name="runs/another")).to_be_visible()
     run.close()
 
 
@@ -201,7 +202,7 @@ def test_names_of_any_kind_are_text(show: Callable[..., Page], tmp_path: Path) -
         expect(page.locator("main")).to_contain_text("onerror='" if where == "study" else EVIL)
     for where in ("runs", "compare", "studies", "serving", "cluster", f"compare?id=runs%2F{name.replace('&', '%26')}"):
         page.goto(f"{page.url.partition('#')[0]}#/{where}")
-        expect(page.locator("main")).to_contain_text("onerror", timeout=WAIT)
+        expect(page.locator("main")).to_contain_text("onerror")
     assert page.evaluate("window.harmed") is None
     assert page.locator("main img").count() == 0
     run.close()
@@ -243,7 +244,7 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
     plan.log(tmp_path / "plans" / "first")
     mh.profile(make, on="cpu", steps=2).log(tmp_path / "profiles" / "first")
     page = show("runs")
-    expect(page.get_by_role("link", name="runs/cut")).to_be_visible(timeout=WAIT)
+    expect(page.get_by_role("link", name="runs/cut")).to_be_visible()
     titles = page.locator("nav a").all_text_contents()
     for number, title in enumerate(titles, 1):
         page.keyboard.press(str(number))
@@ -331,11 +332,11 @@ def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) ->
         client("adder", torch.ones(2, 4))
         page = show("serving", servers=[server.url])
         row = page.get_by_role("region", name="Versions").locator("tbody tr")
-        expect(row).to_contain_text("adder", timeout=WAIT)
-        expect(row).to_contain_text("OK 1", timeout=WAIT)
+        expect(row).to_contain_text("adder")
+        expect(row).to_contain_text("OK 1")
         client("adder", torch.ones(2, 4))
-        expect(row).to_contain_text("OK 2", timeout=WAIT)
+        expect(row).to_contain_text("OK 2")
         assert page.evaluate(NAMELESS) == []
         page.get_by_role("link", name="logs/first").click()
         expect(page.locator("h1")).to_contain_text("serving")
-    expect(page.locator("h1")).to_contain_text("stopped", timeout=WAIT)
+    expect(page.locator("h1")).to_contain_text("stopped")

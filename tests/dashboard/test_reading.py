@@ -132,9 +132,11 @@ def test_what_was_lost_is_told_and_steps_that_were_taken_again_count_once(tmp_pa
     run.say("recovered", step=2, generation=1, size=1, source="the memory of rank 0")
     run.steps({3: 2.5, 4: 1.5})
     run.say("straggler", rank=0, host="host1", step=4, seconds=1.0, text="rank 0 on host1 is slow: ...")
+    run.say("servers", step=4, staleness={"0": 4}, late=1, applied=4)
     library = Library([tmp_path / "runs"])
     read_all(library)
     told = library.sources["runs/first"].detail()
+    assert told["servers"] == {"staleness": {"0": 4}, "late": 1, "applied": 4}
     assert told["series"]["losses"]["loss"] == {"x": [1, 2, 3, 4], "mean": [4.0, 3.0, 2.5, 1.5]}
     assert [one["kind"] for one in told["news"]] == ["start", "lost", "recovered", "straggler"]
     assert told["news"][1]["text"] == "rank 1 on host1 was lost: was killed (SIGKILL)"

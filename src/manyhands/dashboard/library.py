@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS
-from .log import Log
+from .log import ACCESS, Log
 from .metrics import Metrics
 from .run import RECORD, Run
 from .source import Source
@@ -74,7 +74,8 @@ class Library:
         if time.monotonic() - self._scanned_at > INTERVAL:
             self._scanned_at = time.monotonic()
             self._scan()
-            self._note([source for source in self._in_order() if not source.pending and self._read(source)])
+            grown = [source for source in self._in_order() if source.signature != source.has_read]
+            self._note([source for source in grown if not source.pending and self._read(source)])
         source = next((source for source in self._in_order() if source.pending), None)
         if source is None:
             return False
@@ -157,7 +158,10 @@ class Library:
 
     def _in_order(self) -> list[Source]:
         """What somebody looks at first, then what changed last."""
-        return sorted(self.sources.values(), key=lambda source: (source.id != self._wanted, -source.modified))
+        return sorted(
+            self.sources.values(),
+            key=lambda source: (source.id != self._wanted, -max(source.signature, default=(0, 0))[0]),
+        )
 
     def _scan(self) -> None:
         found = {name: (kind, path) for name, kind, path in self._found()}
@@ -172,7 +176,7 @@ class Library:
                 if source is None or type(source) is not kind:
                     source = self.sources[name] = kind(name, path)
                     changed.append(source)
-                source.modified = _modified(path)
+                source.signature = _signature(path)
                 if isinstance(source, Run) and not source.end:
                     source.is_held = _inode(path / ".lock") in held
                     source.trial_state = self._trial_state(name)
@@ -234,14 +238,16 @@ def _kind_of(path: Path) -> type[Source] | None:
     return Log if (path / EVENTS).exists() else None
 
 
-def _modified(path: Path) -> float:
-    found = [0.0]
-    for name in (EVENTS, JOURNAL):
+def _signature(path: Path) -> tuple[tuple[int, int], ...]:
+    """When the files of a folder changed, and their sizes, which grow with every line."""
+    found = []
+    for name in (EVENTS, JOURNAL, ACCESS):
         try:
-            found.append((path / name).stat().st_mtime)
+            about = (path / name).stat()
         except OSError:
             continue
-    return max(found)
+        found.append((about.st_mtime_ns, about.st_size))
+    return tuple(found)
 
 
 def _inode(path: Path) -> int | None:

@@ -84,6 +84,8 @@ class Run(Source):
         self.cut: dict[str, Any] | None = None
         self.split: dict[str, Any] | None = None
         self.plan: dict[str, Any] | None = None
+        self.servers: dict[str, Any] = {}
+        """What happened between workers and parameter servers, in numbers."""
         self.is_held = False
         """Whether a program holds its lock."""
         self.trial_state = ""
@@ -190,6 +192,9 @@ class Run(Source):
     def on_plan(self, entry: dict[str, Any]) -> None:
         self.plan = entry
 
+    def on_servers(self, entry: dict[str, Any]) -> None:
+        self.servers = {name: value for name, value in entry.items() if name not in (*TALKED, "step")}
+
     def on_end(self, entry: dict[str, Any]) -> None:
         self.step = max(self.step, entry["step"])
         self.end = {"state": "stopped" if entry["stopped"] else "finished", "t": entry["t"]}
@@ -251,6 +256,7 @@ class Run(Source):
             "checkpoints": list(self.checkpoints),
             "cut": self.cut,
             "split": self.split,
+            "servers": self.servers,
             "has_plan": self.plan is not None,
         }
 

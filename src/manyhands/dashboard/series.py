@@ -43,14 +43,15 @@ class Series:
 
     def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
         """Adds points behind the others; many of them at once where they fall into one stretch."""
-        pairs = [(x, v) for x, v in zip(xs, values, strict=True) if v is not None and math.isfinite(v)]
+        found = [value for value in values if value is not None and math.isfinite(value)]
+        if len(found) < len(values):
+            xs = [x for x, value in zip(xs, values, strict=True) if value is not None and math.isfinite(value)]
         at = 0
-        while at < len(pairs):
+        while at < len(found):
             room = self.stride - (self._count[-1] if self._count else 0)
-            some = pairs[at : at + (room if room > 0 else self.stride)]
-            found = [value for _, value in some]
-            self._take(some[0][0], some[-1][0], sum(found), len(found), min(found), max(found))
-            self.last = found[-1]
+            some = found[at : at + (room if room > 0 else self.stride)]
+            self._take(xs[at], xs[at + len(some) - 1], sum(some), len(some), min(some), max(some))
+            self.last = some[-1]
             at += len(some)
 
     def _take(self, first: float, x: float, total: float, count: int, low: float, high: float) -> None:

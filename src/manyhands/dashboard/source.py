@@ -25,8 +25,10 @@ class Source(ABC):
         """The library's count when it changed last."""
         self.began = self.changed = 0.0
         """When the first and the last event happened."""
-        self.modified = 0.0
-        """When its files changed."""
+        self.signature: tuple[tuple[int, int], ...] = ()
+        """When its files changed last, and their sizes."""
+        self.has_read: tuple[tuple[int, int], ...] = ()
+        """What the signature was at the last look."""
         self._tails = self._open()
 
     @property
@@ -42,6 +44,7 @@ class Source(ABC):
     def refresh(self) -> bool:
         """Reads what is new, a slice of it; whether there was something."""
         seen = False
+        self.has_read = self.signature
         for tail, take in self._tails:
             for entry in tail.read():
                 moment = entry.get("t")
