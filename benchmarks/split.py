@@ -30,7 +30,8 @@ from manyhands.training.stepping import take_step
 from .report import Check, Report, arguments
 
 WIDTH, LENGTH, NUM_BLOCKS, CLASSES = 128, 64, 8, 10
-MICROS = 16
+MICROS = 8
+"""Fewer make the bubble longer, more of them small matrices that a core multiplies slowly."""
 Steps = Generator[None, None, None]
 Contenders = dict[str, Callable[[World], Steps]]
 

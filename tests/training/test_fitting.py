@@ -9,7 +9,8 @@ from benchmarks.memory import task as gpt
 
 import manyhands as mh
 from manyhands.core import OutOfMemory, StrategyError
-from manyhands.training import fit_in
+from manyhands.training import fit_in, fitting
+from manyhands.training.explain import few_samples
 
 from .problems import problem
 
@@ -42,6 +43,19 @@ def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.Mo
     assert not fit_in(task, mh.Single(), 1 << 30, 1, host=1 << 30)[0].offload
     with pytest.raises(OutOfMemory, match="nothing fits into 14.0 MiB"):
         fit_in(task, mh.Single(), 14 * MIB, 1, host=4 * MIB)
+
+
+@pytest.mark.parametrize("what", ["", "blocks"])
+def test_repeated_blocks_are_looked_at_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = gpt(32, 7, 8)
+    model, (batch, _) = task.model(), few_samples(task, mh.Single(), 4)
+    names = list(model.state_dict())
+    short = fitting._seen(task, model, batch, what, False)
+    assert list(model.state_dict()) == names
+    monkeypatch.setattr(fitting, "rows_of", lambda model: [])
+    whole = fitting._seen(task, model, batch, what, False)
+    assert len(short.large) < 0.7 * len(whole.large)
+    assert [short.peak(rows) for rows in (1, 8, 64)] == [whole.peak(rows) for rows in (1, 8, 64)]
 
 
 def test_settings_of_a_person_stay() -> None:

@@ -305,13 +305,13 @@ class Placement:
         }
         traced = cut.works.traced
         own = {**traced.parameters, **traced.buffers}
-        places = {node: (self.model.get_submodule(name.rpartition(".")[0]), name) for node, name in own.items()}
+        places = {node: _place_of(self.model, name) for node, name in own.items()}
 
         def tensor_of(node: str) -> Tensor:
             if node in traced.constants:
                 return traced.constants[node]
-            module, name = places[node]
-            return holding.work(getattr(module, name.rpartition(".")[2]))
+            held, name = places[node]
+            return holding.work(held[name])
 
         return Relay(cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain)
 
@@ -338,6 +338,13 @@ def _end_of(works: Works, homes: list[int], needed: list[str]) -> int:
         size = works.facts.values[name].num_bytes if name in works.facts.values else 0
         weights[home] = weights.get(home, 0) + size
     return max(weights, key=lambda rank: (weights[rank], rank)) if weights else 0
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[Mapping[str, Any], str]:
+    """Where a tensor of the network is found, quickly: it is asked for with every microbatch."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if last in module._parameters else module._buffers), last
 
 
 def _name_only(tensor: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ for this machine would hold can be told here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
 from ..data import map_leaves
-from ..graph import Life, largest_sum, lives
+from ..graph import Life, kept_bytes, largest_sum, lives
 from ..strategies import AT_ONCE, Table, keep_all, recompute, size_text, table_of
 from .explain import few_samples, slots_of, without_values
+from .shortened import KEPT, Row, rows_of, shortened
 
 SLOWER = {"": 1.0, "selective": 1.1, "blocks": 1.33}
 """What computing again costs, as a share of a step."""
@@ -76,7 +77,7 @@ def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int,
     for what in [spec.recompute] if spec.recompute else list(SLOWER):
         try:
             is_narrow = spec.precision == "bf16"
-            small, large = (_followed(task, model, batch, n, what, is_narrow) for n in (NUM_ROWS, 2 * NUM_ROWS))
+            seen = _seen(task, model, batch, what, is_narrow)
         except StrategyError:
             continue  # there are no blocks to compute again
         for placed in _placed(spec, num_devices):
@@ -84,7 +85,7 @@ def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int,
             rows = -(-size // placed.num_parts)
             largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
             for accumulate, (offload, fixed, slower) in product(_accumulations(spec, rows), _kept(placed, table, host)):
-                peak = largest_sum(NUM_ROWS, small, 2 * NUM_ROWS, large, -(-rows // accumulate))
+                peak = seen.peak(-(-rows // accumulate))
                 made = dataclasses.replace(placed, recompute=what, accumulate=accumulate, offload=offload)
                 cost = SLOWER.get(what, 1.33) * (1 + 0.01 * (accumulate - 1)) * (1.0 if placed.shards == 1 else SHARDED)
                 yield Choice(made, fixed + peak + largest, cost * slower)
@@ -117,6 +118,50 @@ def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
     if spec.accumulate > 1:
         return [spec.accumulate]
     return [2**power for power in range(rows.bit_length()) if 2**power <= rows]
+
+
+@dataclass
+class _Seen:
+    """What was seen of a forward and a backward of few rows and of twice as many."""
+
+    small: list[Life]
+    large: list[Life]
+    more: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes that blocks which were left out keep, for few rows and for twice as many."""
+
+    def peak(self, rows: int) -> int:
+        """The most bytes at a time for so many rows; a block that was left out adds what it keeps, and not more."""
+        found = largest_sum(NUM_ROWS, self.small, 2 * NUM_ROWS, self.large, rows)
+        return found + sum(max(0, few + (many - few) * (rows - NUM_ROWS) // NUM_ROWS) for few, many in self.more)
+
+
+def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) -> _Seen:
+    """Follows the network with three blocks of each row, and for each row with one less, to see what one keeps."""
+
+    def both(lengths: Mapping[Row, int]) -> _Seen:
+        with shortened(lengths):
+            small, large = (_followed(task, model, batch, n, what, is_narrow) for n in (NUM_ROWS, 2 * NUM_ROWS))
+        return _Seen(small, large)
+
+    rows = rows_of(model)
+    if not rows:
+        return both({})
+    try:
+        found = both(dict.fromkeys(rows, KEPT))
+        for row in rows:
+            less = both({**dict.fromkeys(rows, KEPT), row: KEPT - 1})
+            times = row.length - KEPT
+            few, many = (
+                sum(kept_bytes(one).values()) - sum(kept_bytes(other).values())
+                for one, other in ((found.small, less.small), (found.large, less.large))
+            )
+            found.more.append((times * few, times * many))
+    except StrategyError:
+        raise
+    except Exception:
+        # It counts its blocks, say: then all of them are looked at.
+        return both({})
+    return found
 
 
 def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str, is_narrow: bool) -> list[Life]:
