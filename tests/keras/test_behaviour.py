@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +9,10 @@ import keras
 import numpy as np
 import pytest
 
-import manyhands as mh
-
 from .behaviours import BEHAVIOURS
 from .scenarios import INPUTS, TARGETS
 
 Facts = list[dict[str, Any]]
-
-
-def run_all(hand: Any, folder: Path) -> dict[str, Any]:
-    facts = {}
-    for name, act in BEHAVIOURS.items():
-        (folder / name).mkdir(exist_ok=True, parents=True)
-        facts[name] = act(folder / name)
-    return facts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keras")
-
-
-@pytest.fixture(scope="module")
-def every(folder: Path) -> dict[str, Facts]:
-    """The facts of both replicas, which are started once."""
-    two = mh.launch(
-        functools.partial(run_all, folder=folder / "two"), "mirrored", on="cpu*2", progress=False, timeout=30
-    )
-    return {name: [facts[name] for facts in two] for name in BEHAVIOURS}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +30,7 @@ def same(facts: Facts, key: str) -> Any:
 
 
 def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
-    facts, made = every["callbacks_run_once"], folder / "two" / "callbacks_run_once"
+    facts, made = every["callbacks_run_once"], folder / "callbacks_run_once"
     assert facts[0]["history"] == facts[1]["history"]
     same(facts, "weights")
     assert len((made / "log.csv").read_text().splitlines()) == 1 + 3
@@ -68,7 +43,7 @@ def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
 
 
 def test_files_are_plain_keras(every: dict[str, Facts], folder: Path) -> None:
-    facts, made = every["callbacks_run_once"], folder / "two" / "callbacks_run_once"
+    facts, made = every["callbacks_run_once"], folder / "callbacks_run_once"
     read = keras.models.load_model(made / "last.keras")
     np.testing.assert_allclose(read.predict(INPUTS, verbose=0), facts[1]["answers"], rtol=1e-5, atol=1e-6)
     assert read.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(facts[0]["val_loss"], rel=1e-5)

@@ -190,7 +190,10 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
         with _narrow(strategy):
             if kind == "predict":
                 return _predicted(strategy.hand, plain, share, data[0])
-            return _stepped(model, strategy.hand, plain, share, data[0])
+            logs = _stepped(model, strategy.hand, plain, share, data[0])
+        if kind == "train" and model.optimizer is not None:
+            strategy.hand.tell_step(lambda: int(model.optimizer.iterations.numpy()))
+        return logs
 
     return function
 

@@ -442,9 +442,13 @@ class Hand:
         with self.during("optimizer"):
             self.update(key)
             self.note(key)
+        self.tell_step(lambda: self.num_steps)
+
+    def tell_step(self, step: Callable[[], int]) -> None:
+        """Lets whoever started this loop know now and then how far it has come, where they want to."""
         if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
             self._told_at = time.monotonic()
-            self.world.line.report(event("step", step=self.num_steps))
+            self.world.line.report(event("step", step=step()))
 
     def update(self, key: Key = MAIN) -> None:
         """What a step does within this replica and with its gradients."""

@@ -1,0 +1,36 @@
+"""Two replicas, started once for all that is compared or observed of them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+
+from .behaviours import BEHAVIOURS
+from .scenarios import SCENARIOS
+
+
+def run_all(hand: Any, folder: Path) -> dict[str, Any]:
+    """What a replica has to tell, by name."""
+    told = {}
+    for name, act in {**SCENARIOS, **BEHAVIOURS}.items():
+        (folder / name).mkdir(exist_ok=True, parents=True)
+        told[name] = act(folder / name)
+    return told
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they write, each scenario and behaviour in a folder of its own."""
+    return tmp_path_factory.mktemp("keras")
+
+
+@pytest.fixture(scope="package")
+def every(folder: Path, engine: Any) -> dict[str, list[dict[str, Any]]]:
+    """What both replicas tell, by name."""
+    two = mh.launch(functools.partial(run_all, folder=folder), "mirrored", on="cpu*2", progress=False, timeout=60)
+    return {name: [told[name] for told in two] for name in two[0]}
