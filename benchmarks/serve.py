@@ -1,4 +1,4 @@
-"""Serving: requests per second and latencies on two cores, against LitServe, BentoML and Ray Serve.
+"""Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve, MLServer and Triton.
 
 `python -m benchmarks.serve [--quick]`. The same small network everywhere, rows of 784 numbers as JSON or as bytes, 32
 connections that wait for their answers; servers take turns in rounds. Then a network that takes milliseconds: three
@@ -34,8 +34,11 @@ from .report import Check, Report, arguments, interleaved
 from .serving_works import ROW, WORKS
 
 ROOT = Path(__file__).parents[1]
-PEERS = ROOT / ".peers-serving"
-REQUIREMENTS = ROOT / "requirements" / "serving_peers.txt"
+PEERS = {
+    ".peers-serving": "serving_peers.txt",
+    ".peers-serving-v2": "serving_peers_v2.txt",
+}
+"""Environments and what is in them: peers that do not go together live apart."""
 ROWS = np.random.default_rng(0).random((1, ROW), np.float32)
 OURS = "manyhands"
 
@@ -76,7 +79,8 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
         return
     report.checks["json_over_litserve"] = Check(value=1 / rows[f"{OURS} JSON"].ratio, at_least=10)
     report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
-    best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
+    # Triton's server is C++; it is shown, but is no Python peer.
+    best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name and "triton" not in name)
     report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
 
 
@@ -153,11 +157,16 @@ def as_json(server: Server, model: str) -> Ask:
 
 def as_bytes(server: Server, model: str, rows: int = 1) -> Ask:
     """The Open Inference Protocol with binary tensors."""
+    return binary(server.http, model, rows)
+
+
+def binary(port: int, model: str, rows: int = 1) -> Ask:
+    """The same to whoever speaks it."""
     blob = np.repeat(ROWS, rows, 0).tobytes()
     one = {"name": "x", "shape": [rows, ROW], "datatype": "FP32", "parameters": {"binary_data_size": len(blob)}}
     text = json.dumps({"inputs": [one], "parameters": {"binary_data_output": True}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(text)), "Content-Type": "application/octet-stream"}
-    return Ask(port=server.http, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
+    return Ask(port=port, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
 
 
 def asking(ask: Ask, seconds: float) -> Callable[[], float]:
@@ -178,21 +187,29 @@ def peers(quick: bool) -> Iterator[dict[str, Ask]]:
     if quick:
         yield {}
         return
-    make_environment()
+    for folder, requirements in PEERS.items():
+        make_environment(ROOT / folder, ROOT / "requirements" / requirements)
     row = np.round(ROWS, 4).tolist()
     plain = json.dumps({"input": row[0]}).encode()
-    ports = {name: free_port() for name in ("litserve", "bento", "rayserve")}
-    python = str(PEERS / "bin" / "python")
+    tensor = {"name": "x", "shape": [1, ROW], "datatype": "FP32"}
+    infer = json.dumps({"inputs": [{**tensor, "data": row[0]}]}).encode()
+    ports = {name: free_port() for name in ("litserve", "bento", "rayserve", "mlserver", "triton")}
+    python, other = (str(ROOT / folder / "bin" / "python") for folder in PEERS)
     servers = "benchmarks.peers.servers"
     commands = {
         "litserve": [python, "-m", f"{servers}.litserve", str(ports["litserve"])],
         "bento": [python, "-m", "bentoml", "serve", f"{servers}.bento:Rows", "--port", str(ports["bento"])],
         "rayserve": [python, "-m", f"{servers}.rayserve", str(ports["rayserve"])],
+        "mlserver": [other, "-m", f"{servers}.mlserver", str(ports["mlserver"])],
+        "triton": [other, "-m", f"{servers}.triton", str(ports["triton"])],
     }
     asks = {
         "litserve JSON": Ask(port=ports["litserve"], path="/predict", body=plain),
         "bentoml JSON": Ask(port=ports["bento"], path="/predict", body=json.dumps({"x": row}).encode()),
         "ray serve JSON": Ask(port=ports["rayserve"], path="/predict", body=plain),
+        "mlserver JSON": Ask(port=ports["mlserver"], path="/v2/models/rows/infer", body=infer),
+        "triton JSON": Ask(port=ports["triton"], path="/v2/models/rows/infer", body=infer),
+        "triton binary": binary(ports["triton"], "rows"),
     }
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     running = [subprocess.Popen(command, cwd=ROOT, **quiet) for command in commands.values()]
@@ -207,13 +224,13 @@ def peers(quick: bool) -> Iterator[dict[str, Ask]]:
             process.wait(60)
 
 
-def make_environment() -> None:
-    """Installs the peers unless this very list of them is installed."""
-    ready, wanted = PEERS / "installed.txt", REQUIREMENTS.read_text()
+def make_environment(folder: Path, requirements: Path) -> None:
+    """Installs peers unless this very list of them is installed."""
+    ready, wanted = folder / "installed.txt", requirements.read_text()
     if ready.exists() and ready.read_text() == wanted:
         return
-    subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
-    pip = [str(PEERS / "bin" / "python"), "-m", "pip", "install", "--quiet", "--requirement", str(REQUIREMENTS)]
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
     subprocess.run(pip, check=True)
     ready.write_text(wanted)
 
