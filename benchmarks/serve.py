@@ -1,4 +1,4 @@
-"""Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve, MLServer and Triton.
+"""Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve and MLServer.
 
 `python -m benchmarks.serve [--quick]`. The same small network everywhere, rows of 784 numbers as JSON or as bytes, 32
 connections that wait for their answers; servers take turns in rounds. Then a network that takes milliseconds: three
@@ -79,8 +79,7 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
         return
     report.checks["json_over_litserve"] = Check(value=1 / rows[f"{OURS} JSON"].ratio, at_least=10)
     report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
-    # Triton's server is C++; it is shown, but is no Python peer.
-    best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name and "triton" not in name)
+    best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
     report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
 
 
@@ -157,16 +156,11 @@ def as_json(server: Server, model: str) -> Ask:
 
 def as_bytes(server: Server, model: str, rows: int = 1) -> Ask:
     """The Open Inference Protocol with binary tensors."""
-    return binary(server.http, model, rows)
-
-
-def binary(port: int, model: str, rows: int = 1) -> Ask:
-    """The same to whoever speaks it."""
     blob = np.repeat(ROWS, rows, 0).tobytes()
     one = {"name": "x", "shape": [rows, ROW], "datatype": "FP32", "parameters": {"binary_data_size": len(blob)}}
     text = json.dumps({"inputs": [one], "parameters": {"binary_data_output": True}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(text)), "Content-Type": "application/octet-stream"}
-    return Ask(port=port, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
+    return Ask(port=server.http, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
 
 
 def asking(ask: Ask, seconds: float) -> Callable[[], float]:
@@ -193,7 +187,7 @@ def peers(quick: bool) -> Iterator[dict[str, Ask]]:
     plain = json.dumps({"input": row[0]}).encode()
     tensor = {"name": "x", "shape": [1, ROW], "datatype": "FP32"}
     infer = json.dumps({"inputs": [{**tensor, "data": row[0]}]}).encode()
-    ports = {name: free_port() for name in ("litserve", "bento", "rayserve", "mlserver", "triton")}
+    ports = {name: free_port() for name in ("litserve", "bento", "rayserve", "mlserver")}
     python, other = (str(ROOT / folder / "bin" / "python") for folder in PEERS)
     servers = "benchmarks.peers.servers"
     commands = {
@@ -201,15 +195,12 @@ def peers(quick: bool) -> Iterator[dict[str, Ask]]:
         "bento": [python, "-m", "bentoml", "serve", f"{servers}.bento:Rows", "--port", str(ports["bento"])],
         "rayserve": [python, "-m", f"{servers}.rayserve", str(ports["rayserve"])],
         "mlserver": [other, "-m", f"{servers}.mlserver", str(ports["mlserver"])],
-        "triton": [other, "-m", f"{servers}.triton", str(ports["triton"])],
     }
     asks = {
         "litserve JSON": Ask(port=ports["litserve"], path="/predict", body=plain),
         "bentoml JSON": Ask(port=ports["bento"], path="/predict", body=json.dumps({"x": row}).encode()),
         "ray serve JSON": Ask(port=ports["rayserve"], path="/predict", body=plain),
         "mlserver JSON": Ask(port=ports["mlserver"], path="/v2/models/rows/infer", body=infer),
-        "triton JSON": Ask(port=ports["triton"], path="/v2/models/rows/infer", body=infer),
-        "triton binary": binary(ports["triton"], "rows"),
     }
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     running = [subprocess.Popen(command, cwd=ROOT, **quiet) for command in commands.values()]
