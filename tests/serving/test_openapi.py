@@ -20,7 +20,7 @@ OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_every_operation_answers_as_described(served: Server, http: httpx.Client, operation: object) -> None:
     @settings(
-        max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate],
+        max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck), database=None,
     )  # fmt: skip
     @given(case=operation.as_strategy())  # type: ignore[attr-defined]
