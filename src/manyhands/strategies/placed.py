@@ -355,7 +355,7 @@ class PlacedReplica(Replica):
             mine = sum(p.numel() * p.element_size() for group in self.held.values() for p in group.values())
             most = max(self.world.gather_objects(mine))
             found.append(
-                f"each stage is held by {' x '.join(together)}: at most {size_text(most)} of parameters a device"
+                f"each stage is held in parts, {' x '.join(together)}: at most {size_text(most)} of parameters a device"
             )
         return found
 

@@ -237,7 +237,7 @@ def held_now(device: torch.device) -> int:
 
 def used(hand: Hand) -> dict[str, int]:
     """Bytes that this rank holds of the network and its optimizer's state, and the most it had taken on its device."""
-    held = list(hand.model.parameters())
+    held = [parameter for parameter in hand.model.parameters() if not parameter.is_meta]
     if hand.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(hand.device)
     else:
