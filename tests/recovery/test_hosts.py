@@ -56,7 +56,7 @@ class Servers:
     def step(self) -> int:
         return max((entry["steps"][-1] for entry in self.events("steps")), default=0)
 
-    def until(self, what: Callable[[], Any], seconds: float = 60) -> None:
+    def until(self, what: Callable[[], Any], seconds: float = 90) -> None:
         end = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < end, self.said()
@@ -77,7 +77,7 @@ class Servers:
     def end(self) -> None:
         self.hurry.touch()
         for index, program in self.programs.items():
-            assert program.wait(60) == 0, self.said(index)
+            assert program.wait(150) == 0, self.said(index)
 
     def said(self, index: int | None = None) -> str:
         which = self.programs if index is None else [index]
