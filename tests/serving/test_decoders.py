@@ -125,6 +125,7 @@ def test_compressed_bodies(data: bytes, coding: bytes, limit: int) -> None:
 
 @MANY
 @given(text=st.text(max_size=20), raw=st.binary(max_size=20), length=st.integers(0, 1000))
+@example(text="\u00b2", raw=b"", length=0)
 def test_words_in_heads_paths_and_options(text: str, raw: bytes, length: int) -> None:
     with contextlib.suppress(*REFUSED):
         assert 0 <= header_size(raw, length) <= length

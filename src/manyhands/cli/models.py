@@ -121,7 +121,7 @@ def _need(words: list[str], example: str) -> list[str]:
 
 
 def _number(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise SettingsError("a version is a number", got=repr(text), remedy="see manyhands models list")
     return int(text)
 
@@ -134,6 +134,6 @@ def _share(word: str) -> dict[str, Any]:
         share: dict[str, Any] = {"weight": float(weight)}
     except ValueError:
         raise SettingsError("a share is VERSION=WEIGHT", got=repr(word), remedy="write for instance 2=90") from None
-    if not model and not version.isdigit():
+    if not model and not version.isdecimal():
         return {**share, "model": version}
     return {**share, "version": _number(version), **({"model": model} if model else {})}

@@ -227,7 +227,7 @@ def _target(text: str) -> Path | Predictor:
 def _arguments(settings: ServeOptions) -> dict[str, Any]:
     """The settings as `mh.serve` takes them."""
     sizes = [part.strip() for part in settings.sizes.split(",") if part.strip()]
-    if not all(part.isdigit() for part in sizes):
+    if not all(part.isdecimal() for part in sizes):
         raise SettingsError("sizes are numbers", got=repr(settings.sizes), remedy="write --sizes 1,8,64")
     return {**dataclasses.asdict(settings), "sizes": tuple(map(int, sizes))}
 

@@ -87,11 +87,11 @@ class Policy:
     def parse(cls, text: str) -> Policy:
         """From "latest", "latest:2", "all" or "1,3"."""
         kind, _, rest = text.partition(":")
-        if kind == "latest" and (not rest or (rest.isdigit() and int(rest) > 0)):
+        if kind == "latest" and (not rest or (rest.isdecimal() and int(rest) > 0)):
             return cls(int(rest or 1))
         if text == "all":
             return cls(0)
-        if text and all(part.isdigit() for part in text.split(",")):
+        if text and all(part.isdecimal() for part in text.split(",")):
             return cls(0, frozenset(map(int, text.split(","))))
         raise SettingsError(
             "versions are latest, latest:N, all, or numbers", got=repr(text), remedy='pass versions="latest:2"'

@@ -147,7 +147,7 @@ def version_number(model: str, text: str | None) -> int | None:
     """A version from a path or a message."""
     if not text:
         return None
-    if not text.isdigit() or len(text) > 18:
+    if not text.isdecimal() or len(text) > 18:
         raise RequestRefused("INVALID_ARGUMENT", f"failed to get model version from specified version string '{text}'")
     return int(text)
 
