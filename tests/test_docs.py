@@ -1,0 +1,80 @@
+"""The documentation: its pages build with all links, its programs run, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import manyhands as mh
+from manyhands.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == kind]
+
+
+BEGINNING = blocks(ROOT / "docs" / "index.md", "python")[0]
+"""Where `task`, `images` and `labels` of all pages come from."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_programs_of_a_page_run_one_after_another(page: Path, tmp_path: Path) -> None:
+    programs = blocks(page, "python")
+    if programs[0] != BEGINNING:
+        programs = [BEGINNING, *programs]
+    (tmp_path / "page.py").write_text("\n\n".join(programs))
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_pages_name_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for fragment in blocks(page, "py"):
+        compile(fragment, str(page), "exec")
+    for chain in set(re.findall(r"\bmh((?:\.[A-Za-z_]\w*)+)", text)):
+        found: object = mh
+        for name in chain[1:].split("."):
+            assert hasattr(found, name), f"mh{chain}"
+            found = getattr(found, name)
+            if not isinstance(found, type(mh)):
+                break
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_exist(page: Path) -> None:
+    lines = [line for text in blocks(page, "sh") for line in text.replace("\\\n", " ").splitlines()]
+    for line in (part for line in lines for part in re.split(r"&&|\||;", line)):
+        words = shlex.split(line, comments=True)
+        if "manyhands" in words:
+            check(words[words.index("manyhands") + 1 :], line)
+
+
+def check(words: list[str], line: str) -> None:
+    command: Any = get_command(app)
+    while words and hasattr(command, "commands") and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    if "--" in words:
+        words = words[: words.index("--")]
+    assert not [word for word in words if word.startswith("--") and word.split("=")[0] not in known], line
+
+
+def test_the_site_builds_with_every_link(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "Quick start" in index
+    assert not re.search(r'(?:src|href)="https?://(?!squidfunk)', index), "no external hosts"
