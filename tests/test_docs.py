@@ -69,7 +69,7 @@ def test_what_pages_name_is_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page_exist(page: Path) -> None:
     lines = [line for text in blocks(page, "sh") for line in text.replace("\\\n", " ").splitlines()]
-    for line in (part for line in lines for part in re.split(r"&&|\||;", line)):
+    for line in (part for whole in lines for part in re.split(r"&&|\||;", whole)):
         words = shlex.split(line, comments=True)
         if "manyhands" in words:
             check(words[words.index("manyhands") + 1 :], line)
