@@ -86,7 +86,7 @@ def check(words: list[str], line: str) -> None:
 
 
 def test_the_site_builds_with_every_link(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
