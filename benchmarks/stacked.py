@@ -238,7 +238,7 @@ def add(report: Report, key: str, work: StackedWork, place: Place) -> None:
 
 
 def check(report: Report, key: str, times: dict[str, Blocks], many: int) -> None:
-    """The issue's figures: the faster of our two ways against the faster plain loop."""
+    """The checks: the faster of our two ways against the faster plain loop."""
     ours = min(median(blocks) for name, blocks in times.items() if name.startswith(f"{many}, population"))
     eager = min(median(blocks) for name, blocks in times.items() if name.startswith("one, eager"))
     if key == "mlp":

@@ -203,7 +203,7 @@ def many(report: Report) -> None:
 
 
 def ray(report: Report) -> None:
-    """Ray Tune over ours, on as many trials as the issue's figure was measured with."""
+    """Ray Tune over ours, on a few trials, since it takes long."""
     python = peers()
     with tempfile.TemporaryDirectory() as name:
         target = Path(name) / "told.json"

@@ -216,7 +216,7 @@ def a_loop_of_ones_own(folder: Path) -> dict[str, Any]:
 
 @scenario
 def a_distributed_dataset_in_fit(folder: Path) -> dict[str, Any]:
-    """The issue's own script."""
+    """The script that everybody knows."""
     strategy = mhk.MirroredStrategy()
     model = classifier()
     data = DataLoader(TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(LABELS)), batch_size=25, shuffle=True)
