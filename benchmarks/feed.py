@@ -53,16 +53,16 @@ def main() -> None:
     report = Report("feed", quick)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_images(folder, 1280 if quick else 3840)
-        write_texts(folder, 6400 if quick else 25_600)
+        write_images(folder, 640 if quick else 3840)
+        write_texts(folder, 3200 if quick else 25_600)
         write_parquet(folder)
-        rounds = 4 if quick else 24
+        rounds = 2 if quick else 24
         rows = throughput(report, folder, rounds)
         report.checks["feed_over_dataloader"] = Check(value=min(1 / row.ratio for row in rows.values()), at_least=1.0)
         if not quick:
             ahead = [peer(report, folder, work, rounds) / row.ratio for work, row in rows.items()]
             report.checks["feed_over_webdataset"] = Check(value=min(ahead), at_least=1.0)
-        share = wait_share(report, folder, 80 if quick else 400)
+        share = wait_share(report, folder, 40 if quick else 400)
         report.checks["wait_share"] = Check(value=share, at_most=0.05)
     report.finish()
 

@@ -58,7 +58,7 @@ def plans(quick: bool) -> dict[Work, Plan]:
     after which `fit` reports: every block of ours has a report in it.
     """
     if quick:
-        return {CNN: Plan(block=2, rounds=5, warm_up=2), MLP: Plan(block=60, rounds=8, warm_up=60)}
+        return {CNN: Plan(block=1, rounds=4, warm_up=1), MLP: Plan(block=40, rounds=4, warm_up=40)}
     return {CNN: Plan(block=3, rounds=50, warm_up=6), MLP: Plan(block=80, rounds=80, warm_up=150)}
 
 
@@ -95,7 +95,7 @@ def checkpoints(report: Report) -> None:
 
     The writing in the background is over by then, so the two differ by the save alone, within a second of each other.
     """
-    num_stretches = 6 if report.quick else 60
+    num_stretches = 3 if report.quick else 60
     seconds = step_seconds(WIDE, SAVE_EVERY * (num_stretches + 1), save_every=SAVE_EVERY)
     stretches = [seconds[start : start + SAVE_EVERY] for start in range(SAVE_EVERY, len(seconds), SAVE_EVERY)]
     times = {

@@ -69,10 +69,8 @@ TWO: dict[str, Case] = {
 FOUR: dict[str, Case] = {
     "deep, four stages": ("deep", f64(mh.Pipeline(4, microbatches=4))),
     "residual, times replicas": ("residual", f64(mh.Pipeline(2, microbatches=1, replicas=2))),
-    "translator, times replicas": ("translator", f64(mh.Pipeline(2, microbatches=2, replicas=2, deterministic=True))),
     "towers, times replicas": ("towers", f64(mh.Placed({"tower_a": 0, "tower_b": 1}, replicas=2))),
     "gpt, placed on four": ("gpt", f64(mh.Placed(devices=4))),
-    "residual, placed times replicas": ("residual", f64(mh.Placed({"blocks.1": 1, "*": 0}, replicas=2))),
     "gpt, tensor": ("gpt", f64(mh.TensorParallel(2) * mh.Pipeline(2, microbatches=2))),
     "residual, tensor, recomputed": (
         "residual", f64(mh.TensorParallel(2) * mh.Pipeline(2, microbatches=1, recompute="*"))
@@ -83,7 +81,6 @@ FOUR: dict[str, Case] = {
     ),
     "residual, shards": ("residual", f64(mh.Sharded(2) * mh.Pipeline(2, microbatches=1))),
     "gpt, shards": ("gpt", f64(mh.Sharded(2) * mh.Pipeline(2, microbatches=2, schedule="zero-bubble"), accumulate=2)),
-    "towers, tensor, fp32": ("towers", mh.TensorParallel(2) * mh.Pipeline(2, microbatches=2)),
 }  # fmt: skip
 EIGHT: dict[str, Case] = {
     "gpt, tensor, replicas": ("gpt", f64(mh.StrategySpec.parse("tensor=2,stages=2,replicas=2,microbatches=2"))),
