@@ -48,7 +48,8 @@ def test_a_stall_is_reported_once_with_who_has_not_arrived(engine: LocalEngine, 
     assert first.endswith(" s in all_reduce for rank 1")
     assert second.startswith("  rank 1 on ")
     assert "has not arrived; it is outside of collectives, after 2 of them" in second
-    assert any("test_hangs.py" in line and "in asleep: time.sleep(0.02)" in line for line in rest[:12])
+    # It may be caught while it looks whether it shall go on.
+    assert any("test_hangs.py" in line and "in asleep: " in line for line in rest[:12])
     waiting = [line for line in rest if "waits in all_reduce, its collective number 3" in line]
     assert len(waiting) == 2
     assert sum("in work: world.all_reduce(total)" in line for line in rest) == 2
