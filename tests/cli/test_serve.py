@@ -93,6 +93,15 @@ def test_a_predictor_of_one_s_own(start: Callable[..., subprocess.Popen[str]]) -
         (["models", "load"], "a model must be named"),
         (["models", "split", "a", "b=c"], "a share is"),
         (["models", "list", "--server", "nowhere"], "http://host:port"),
+        (
+            ["--router", "--backends", "a:8500", "--precision", "bf16", "--warmup", "w"],
+            "a router serves nothing itself",
+        ),
+        (
+            ["serve", "models", "--router", "--backends", "a:8500"],
+            "but got models; leave it out, or give it to the backends",
+        ),
+        (["serve", "models", "--backends", "a:8500"], "only a router has backends, but got --backends"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(words: list[str], error: str, invoke: Invoke) -> None:

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """What a configuration file and the environment may set."""
+class ListenOptions:
+    """What a configuration file and the environment may set of whatever listens."""
 
-    on: str | None = None
     host: str = "127.0.0.1"
     http: int = 8501
     grpc: int = 8500
@@ -38,36 +37,32 @@ class ServeOptions:
     cert: str | None = None
     key: str | None = None
     client_ca: str | None = None
+    timeout: float = 30.0
+    log: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ListenOptions):
+    """And of a server."""
+
+    on: str | None = None
     versions: str = "latest"
     max_rows: int = 64
     sizes: str = ""
     queue_rows: int = 1024
-    timeout: float = 30.0
     probation: float = 30.0
     precision: str = "fp32"
     warmup: str | None = None
     record: str | None = None
     traces: bool = False
-    log: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteOptions:
-    """The same of a router."""
+class RouteOptions(ListenOptions):
+    """And of a router."""
 
     backends: str = ""
-    host: str = "127.0.0.1"
-    http: int = 8501
-    grpc: int = 8500
-    manage: int = 8502
-    manage_host: str = "127.0.0.1"
-    token: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    client_ca: str | None = None
     backend_ca: str | None = None
-    timeout: float = 30.0
-    log: str | None = None
 
 
 Models = Annotated[
@@ -170,34 +165,32 @@ def serve(
         "host": host, "http": http, "grpc": grpc, "manage": manage, "manage_host": manage_host, "timeout": timeout,
         "cert": cert, "key": key, "client_ca": client_ca, "log": log,
     }  # fmt: skip
-    if router:
-        _require_none(models, on=on, versions=versions, max_rows=max_rows, sizes=sizes, queue_rows=queue_rows)
-        given = {**shared, "backends": backends, "backend_ca": backend_ca}
-        options = resolve_settings(RouteOptions, given, file=config).values
-        with until_ended() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
-            _show(running, ending, quiet)
-        return
-    if models is None:
-        raise SettingsError("there must be something to serve", got="none", remedy="write manyhands serve models/")
-    own = {
+    routed = {"backends": backends, "backend_ca": backend_ca}
+    served = {
         "on": on, "versions": versions, "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows,
         "probation": probation, "precision": precision, "warmup": warmup, "record": record, "traces": traces,
     }  # fmt: skip
-    settings = resolve_settings(ServeOptions, {**shared, **own}, file=config).values
+    if router:
+        _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})
+        options = resolve_settings(RouteOptions, {**shared, **routed}, file=config).values
+        with until_ended() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
+            _show(running, ending, quiet)
+        return
+    _require_none("only a router has backends", "add --router", routed)
+    if models is None:
+        raise SettingsError("there must be something to serve", got="none", remedy="write manyhands serve models/")
+    settings = resolve_settings(ServeOptions, {**shared, **served}, file=config).values
     target = _target(models)
     with until_ended() as ending, in_options(ServeOptions), verbs.serve(target, **_arguments(settings)) as server:
         _show(server, ending, quiet)
 
 
-def _require_none(models: str | None, **options: Any) -> None:
-    """A router computes nothing, so it takes nothing that says how."""
-    wrong = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
-    if models is not None or wrong:
-        raise SettingsError(
-            "a router serves nothing itself",
-            got=", ".join([*([models] if models else []), *wrong]),
-            remedy="leave it out, and give it to the backends",
-        )
+def _require_none(rule: str, remedy: str, options: Mapping[str, Any]) -> None:
+    """Refuses what would say nothing here."""
+    given = {name: value for name, value in options.items() if value is not None}
+    wrong = [str(value) if name == "FOLDER" else f"--{name.replace('_', '-')}" for name, value in given.items()]
+    if wrong:
+        raise SettingsError(rule, got=", ".join(wrong), remedy=f"leave it out, or {remedy}")
 
 
 def _show(server: Server | Router, ending: threading.Event, quiet: bool) -> None:
