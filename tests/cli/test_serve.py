@@ -94,7 +94,7 @@ def test_a_predictor_of_one_s_own(start: Callable[..., subprocess.Popen[str]]) -
         (["models", "split", "a", "b=c"], "a share is"),
         (["models", "list", "--server", "nowhere"], "http://host:port"),
         (
-            ["--router", "--backends", "a:8500", "--precision", "bf16", "--warmup", "w"],
+            ["serve", "--router", "--backends", "a:8500", "--precision", "bf16", "--warmup", "w"],
             "a router serves nothing itself",
         ),
         (
