@@ -169,20 +169,27 @@ def test_a_crash_that_does_not_come_again_is_only_a_line(engine: Any, tmp_path: 
 
 
 class Everywhere(mh.Callback):
-    """A mistake of the program's own, on every rank and at every step from the second on."""
+    """A mistake of the program's own, on every rank at once and at every step from the second on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_step(self, hand: mh.Hand) -> None:
         if hand.num_steps >= 2:
+            (self.folder / f"came-{hand.world.rank}").touch()
+            until = time.monotonic() + 30
+            while len(list(self.folder.glob("came-*"))) < hand.world.size and time.monotonic() < until:
+                time.sleep(0.001)
             raise KeyError("typo")
 
 
 def test_what_every_rank_raises_is_not_tried_again(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="typo") as caught:
-        fit(problem("mlp"), tmp_path, Everywhere())
+        fit(problem("mlp"), tmp_path, Everywhere(tmp_path))
     assert not isinstance(caught.value, NoProgress)
-    # One may hear of the other's end before it comes to raise the same; the second time all of them do.
+    # On a busy machine one may hear of the other's end before it raises the same: then it is so in the next round.
     lost = [entry for entry in read_events(tmp_path / "run" / "events.jsonl") if entry["kind"] == "lost"]
-    assert len(lost) <= 1
+    assert len({entry["rank"] for entry in lost}) <= 1
 
 
 def test_a_sharded_network_goes_on_from_the_last_checkpoint(engine: Any, tmp_path: Path) -> None:

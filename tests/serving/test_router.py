@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -160,6 +161,32 @@ def test_who_is_busy_is_passed_over_and_a_server_that_ends_is_not_noticed(start:
     assert httpx.get(f"{router.url}/v2/health/live").status_code == 200
 
 
+def test_one_that_takes_no_connection_does_not_cost_the_request(
+    start: Start, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.serving.routing.backend.CONNECT_SECONDS", 0.3)
+    server = start({"moody": Moody()})
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.socket())
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        port = deaf.getsockname()[1]
+        # Nobody accepts: once its queue is full, a connection is neither taken nor refused.
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        router = route(address(server), f"127.0.0.1:{port}/{port}/{port}")
+        silent = next(backend for backend in router._management.fleet.backends.values() if backend.address.http == port)
+        silent.is_up = True
+        for _ in range(8):
+            silent.is_up = True
+            answer = httpx.post(f"{router.url}/v1/models/moody:predict", json={"instances": [[20.0]]}, timeout=10)
+            assert answer.json() == {"predictions": [[21.0]]}
+        assert silent.num_lost > 0
+        assert "did not take a connection" in silent.reason
+
+
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])
 def test_an_address_that_is_none_is_told(text: str) -> None:
     with pytest.raises(SettingsError, match="a backend is host:port"):
@@ -216,7 +243,8 @@ def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_pa
                 headers={"Authorization": "Bearer secret"},
                 timeout=40,
             )
-            return answer.status_code == 200 and answer.json() == {"predictions": (rows + 2).tolist()}
+            answer.raise_for_status()
+            return bool(answer.json() == {"predictions": (rows + 2).tolist()})
 
         channels: list[Any] = []
 

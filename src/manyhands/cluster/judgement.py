@@ -36,22 +36,32 @@ class Judgement:
     [True, True, True, False]
     >>> judge.goes_on(killed, size=2, step=8)
     True
+
+    What all of them raise, even in turns, is not tried again.
+
+    >>> [judge.goes_on([Loss(rank, "host1", "typo", raised=True)], size=2, step=9) for rank in (0, 1)]
+    [True, False]
     """
 
     def __init__(self) -> None:
         self._rounds = 0
         self._step = -1
+        self._raised: set[int] = set()
+        """Ranks that raised since the last progress."""
 
     def goes_on(self, losses: Sequence[Loss], *, size: int, step: int) -> bool:
         """Whether lost ranks are replaced: `step` is the last one that is known to be committed."""
         if any(loss.is_ours for loss in losses):
             return False
-        num_raised = sum(loss.raised for loss in losses)
-        # What every rank raises, or one before any step was taken, is the program's own mistake.
-        if num_raised == size or (num_raised and step <= 0):
+        if step > self._step:
+            self._rounds, self._step = 0, step
+            self._raised.clear()
+        self._raised |= {loss.rank for loss in losses if loss.raised}
+        # What every rank raises at one step, if not at once then in turns, or one before any step was taken, is the
+        # program's own mistake.
+        if len(self._raised) == size or (self._raised and step <= 0):
             return False
-        self._rounds = 1 if step > self._step else self._rounds + 1
-        self._step = max(self._step, step)
+        self._rounds += 1
         return self._rounds <= MAX_ROUNDS
 
     @property

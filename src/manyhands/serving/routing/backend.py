@@ -184,10 +184,14 @@ class Backend:
         if self._tls is not None:
             secured = {"ssl": self._tls.for_client, "server_hostname": self._name}
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, wire = await loop.create_connection(
-                lambda: Wire(self._wires, self._limit), self.address.host.strip("[]"), port, **secured
-            )
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, wire = await loop.create_connection(
+                    lambda: Wire(self._wires, self._limit), self.address.host.strip("[]"), port, **secured
+                )
+        except TimeoutError:
+            # Not the request's own deadline: another backend may still answer within it.
+            raise ConnectionError(f"did not take a connection within {CONNECT_SECONDS:g} s") from None
         return wire
 
     def _grpc(self) -> Any:
