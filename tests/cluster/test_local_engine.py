@@ -253,6 +253,21 @@ def test_a_result_may_look_like_a_failure(run_ranks: Ranks) -> None:
     assert run_ranks(lambda world: looks, 2) == [looks] * 2
 
 
+def test_a_module_that_starts_ranks_when_it_is_imported_is_told_so(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from manyhands.cluster import LocalEngine, resolve\n"
+        "def work(world): return world.rank\n"
+        "LocalEngine().start(work, resolve('cpu*2')[0]).wait(print, print)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "import mine"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "must not start ranks while it is imported" in ended.stderr
+    assert f"{tmp_path / 'mine.py'}, line 3" in ended.stderr
+    assert 'under if __name__ == "__main__":' in ended.stderr
+
+
 def test_a_file_named_like_a_module_of_python_does_no_harm(tmp_path: Any) -> None:
     (tmp_path / "calendar.py").write_text("raise RuntimeError('imported by mistake')\n")
     program = "import manyhands as mh; print(mh.launch(lambda hand: hand.rank, 'dp=2', on='cpu*2', progress=False))"

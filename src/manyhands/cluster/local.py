@@ -13,7 +13,7 @@ from .conductor import Conductor, Here, Meeting
 from .devices import Device, this_host
 from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
 from .local_service import LocalService
-from .parcel import pack
+from .parcel import pack, require_unpacked
 from .rank import Assignment
 from .service import Make, Service
 from .world import DEFAULT_TIMEOUT, World
@@ -47,6 +47,7 @@ class LocalEngine(Engine):
         unit: int = 1,
     ) -> Job:
         _require_linux()
+        require_unpacked()
         parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
         try:
             here = Here(this_host(), devices, self.warm_up(), parcel)
@@ -66,6 +67,7 @@ class LocalEngine(Engine):
         timeout: float = DEFAULT_TIMEOUT,
     ) -> Service:
         _require_linux()
+        require_unpacked()
         return LocalService(make, device, self.warm_up(), on_event=on_event, on_output=on_output, timeout=timeout)
 
     def close(self) -> None:

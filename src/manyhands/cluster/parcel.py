@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -10,17 +11,19 @@ import mmap
 import os
 import pickle
 import struct
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
 import torch
 
-from ..core import SendError
+from ..core import SendError, TaskError
 
 _INLINE = 4096
 _ALIGN = 64
 _HEAD = struct.Struct("!QQ")
+_unpacking = contextvars.ContextVar("unpacking", default=False)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -78,6 +81,25 @@ def pack(obj: Any, what: str = "the task") -> int:
 
 def unpack(fd: int) -> Any:
     """The object of a parcel; its arrays are private copy-on-write views of the shared memory."""
+    token = _unpacking.set(True)
+    try:
+        return _unpack(fd)
+    finally:
+        _unpacking.reset(token)
+
+
+def require_unpacked() -> None:
+    """Refuses to start processes for a module that is imported because a parcel names it: theirs would do the same."""
+    if _unpacking.get():
+        line = next((frame for frame in reversed(traceback.extract_stack()) if frame.name == "<module>"), None)
+        raise TaskError(
+            "a module that ranks import must not start ranks while it is imported",
+            got=f"{line.filename}, line {line.lineno}" if line else "one that does",
+            remedy='put that line under if __name__ == "__main__":',
+        )
+
+
+def _unpack(fd: int) -> Any:
     memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     view = memoryview(memory)
     length, offset = _HEAD.unpack_from(view)
