@@ -1,7 +1,8 @@
 """Hot swaps: versions that take over under constant load, one after the other.
 
 `python -m benchmarks.hot_swap [--quick]`. Version k answers with its input plus k, so an answer shows which version
-gave it, and whether one alone did. Beside it a second model is asked all the time that never changes.
+gave it, and whether one alone did. Beside it a second model is asked all the time that never changes. The server is a
+process of its own, and versions are written beforehand: what is measured is loading and taking over.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,17 +26,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import manyhands as mh
-from manyhands.serving import Server
 from manyhands.store import export
 
 from .load import Ask, Outcome, measuring
 from .report import Check, Report, arguments
+from .serve import free_port, wait_for
 
 RATE = 100.0
 """Requests a second to each of the two models."""
 PERIOD = 2.0
 """Seconds between two versions."""
+MODELS = ("swapped", "neighbour")
 
 
 class Adder(nn.Module):
@@ -56,9 +61,10 @@ def main() -> None:
         models = Path(name) / "models"
         first = export(Adder(), lambda model, x: model(x), {"x": torch.ones(2, 8)}, models / "swapped")
         shutil.copytree(first, models / "neighbour" / "1")
-        with mh.serve(models, http=0, grpc=0, manage=0, probation=0) as server:
-            steady = asked(server, 8.0 if quick else 60.0)
-            swapped = asked(server, PERIOD * (num_swaps + 1), lambda: swap(server, first, num_swaps))
+        versions = [written(first, number) for number in range(2, num_swaps + 2)]
+        with serving(models) as port:
+            steady = asked(port, 8.0 if quick else 60.0)
+            swapped = asked(port, PERIOD * (num_swaps + 1), lambda: swap(port, first.parent, versions))
     outcomes = {
         "steady": steady["swapped"],
         "swaps": swapped["swapped"],
@@ -66,7 +72,7 @@ def main() -> None:
         "neighbour": swapped["neighbour"],
     }
     describe(report, outcomes)
-    for model in ("swapped", "neighbour"):
+    for model in MODELS:
         times = {name: percentiles(found[model]) for name, found in (("steady", steady), ("swaps", swapped))}
         report.add(f"percentiles of {model}", times, "steady")
     report.notes["swaps"] = num_swaps
@@ -74,6 +80,22 @@ def main() -> None:
         slower = swapped[model].percentile(0.99) / steady[model].percentile(0.99)
         report.checks[check] = Check(value=slower, at_most=bar)
     report.finish()
+
+
+@contextmanager
+def serving(models: Path) -> Iterator[int]:
+    """`manyhands serve`, and the port where it answers."""
+    ports = {name: free_port() for name in ("http", "grpc", "manage")}
+    options = [f"--{name}={port}" for name, port in ports.items()]
+    command = [sys.executable, "-m", "manyhands", "serve", str(models), "--probation=0", "--quiet", *options]
+    process = subprocess.Popen(command)
+    try:
+        for model in MODELS:
+            wait_for(question(ports["http"], model))
+        yield ports["http"]
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def percentiles(outcome: Outcome) -> list[float]:
@@ -92,39 +114,41 @@ def describe(report: Report, outcomes: Mapping[str, Outcome]) -> None:
     report.checks["mixed"] = Check(value=float(sum(outcome.mixed for outcome in outcomes.values())), at_most=0)
 
 
-def asked(server: Server, seconds: float, meanwhile: Callable[[], None] | None = None) -> dict[str, Outcome]:
-    """What became of requests to both models, while something else happens."""
+def question(port: int, model: str) -> Ask:
+    """Four rows that are answered with one number."""
     body = json.dumps({"instances": [[0.0] * 8] * 4}).encode()
-    running = {
-        model: measuring(
-            Ask(port=server.http, path=f"/v1/models/{model}:predict", body=body), seconds=seconds, rate=RATE, alike=True
-        )
-        for model in ("swapped", "neighbour")
-    }
+    return Ask(port=port, path=f"/v1/models/{model}:predict", body=body)
+
+
+def asked(port: int, seconds: float, meanwhile: Callable[[], None] | None = None) -> dict[str, Outcome]:
+    """What became of requests to both models, while something else happens."""
+    running = {model: measuring(question(port, model), seconds=seconds, rate=RATE, alike=True) for model in MODELS}
     if meanwhile is not None:
         meanwhile()
     return {model: one.outcome() for model, one in running.items()}
 
 
-def swap(server: Server, first: Path, num: int) -> None:
+def swap(port: int, model: Path, versions: Sequence[Path]) -> None:
     """Publishes a version every so often, and sees that each takes over."""
-    for number in range(2, num + 2):
+    for version in versions:
         due = time.monotonic() + PERIOD
-        publish(first, number)
-        while current(server) != number:
-            time.sleep(0.02)
+        version.rename(model / version.name[1:])
+        while current(port) != int(version.name[1:]):
+            time.sleep(0.1)
             if time.monotonic() > due + 30:
-                raise RuntimeError(f"version {number} did not take over")
+                raise RuntimeError(f"version {version.name[1:]} did not take over")
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def current(server: Server) -> int | None:
-    """The version that answers."""
-    return next(model["current"] for model in server.state()["models"] if model["name"] == "swapped")
+def current(port: int) -> int:
+    """The newest version that answers."""
+    with urlopen(f"http://127.0.0.1:{port}/v1/models/swapped") as answer:
+        found = json.load(answer)["model_version_status"]
+    return max((int(one["version"]) for one in found if one["state"] == "AVAILABLE"), default=0)
 
 
-def publish(first: Path, number: int) -> None:
-    """The first version with another k, moved to its place at once."""
+def written(first: Path, number: int) -> Path:
+    """The first version with another k, beside the place where it will be published."""
     aside = first.parent.parent / f".{number}"
     shutil.copytree(first, aside)
     path = aside / "weights.safetensors"
@@ -134,7 +158,7 @@ def publish(first: Path, number: int) -> None:
     data = path.read_bytes()
     manifest["files"][path.name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (aside / "manifest.json").write_text(json.dumps(manifest))
-    aside.rename(first.parent / str(number))
+    return aside
 
 
 if __name__ == "__main__":

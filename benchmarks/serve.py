@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -230,11 +230,10 @@ def wait_for(ask: Ask, seconds: float = 120.0) -> None:
     """Waits until a server answers well."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", ask.port)).close()
             if measure(ask, seconds=0.5, connections=1).codes.get(200):
                 return
-        except RuntimeError:
-            pass
         time.sleep(1.0)
     raise RuntimeError(f"nobody answers {ask.path} on port {ask.port}")
 

@@ -92,7 +92,7 @@ Where = On | Join | Team
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_engine = LocalEngine(preload=["manyhands.verbs", "torch._dynamo"])
+_engine = LocalEngine(preload=["manyhands.verbs", "manyhands.serving.computing", "torch._dynamo"])
 
 
 def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:

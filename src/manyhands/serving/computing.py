@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import Device, World
-from ..core import ArchiveError, Predictor, Signature
+from ..core import ArchiveError, Predictor, RunError, Signature
 from ..store import load
 from .kinds import BY_TORCH, Array
 from .precision import in_precision
@@ -32,6 +33,12 @@ REPLY = struct.Struct("<III")
 _FREE_SIZE = 8
 """What free dims are warmed up with."""
 _PATIENCE = 600.0
+STARVED_SECONDS = 2.0
+"""How long a version that loads waits for a core, all in all, before it is loaded like any other work."""
+
+
+class Starved(RunError):
+    """A replica that stepped back for those who serve got no core at all."""
 
 
 class Source(Protocol):
@@ -75,11 +82,13 @@ class Computing:
     """Which replica this is, in a way that nobody can guess."""
     sizes: tuple[int, ...]
     """Batches to warm up with, the largest last."""
+    quietly: bool = True
+    """Whether it loads only when nobody else wants a core."""
 
     def __call__(self, world: World) -> None:
         own_cores(self.device)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            compute = _quietly(lambda: self._prepare(server))
+            compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
             # Each thread has a number of its own.
             torch.set_num_threads(compute.num_threads)
             # Nothing of what is there by now is garbage; looking for it would hold batches up.
@@ -88,6 +97,8 @@ class Computing:
             server.send(b"ready")
             while message := server.recv(MAX_MESSAGE):
                 server.send(compute(message))
+        # Ending takes time too.
+        step_back()
 
     def _prepare(self, server: socket.socket) -> Compute:
         predictor = self.source.open(str(self.device.torch))
@@ -205,23 +216,43 @@ def require_rows(signature: Signature) -> None:
                 )
 
 
-def _quietly(make: Callable[[], Compute]) -> Compute:
-    """Loads and warms up on a thread of the lowest priority, so that whoever is serving does not notice."""
+def step_back() -> None:
+    """This thread computes only when nobody else wants the core.
+
+    A thread of low priority would not do: the kernel lets it finish its turn of some milliseconds when another wakes.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def quietly(make: Callable[[], Compute]) -> Compute:
+    """Loads and warms up on a thread that steps back, so that whoever is serving does not notice."""
     made: list[Compute | BaseException] = []
 
     def work() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        step_back()
         try:
             made.append(make())
         except BaseException as error:
             made.append(error)
 
-    thread = threading.Thread(target=work)
+    # Where it waits for a core for ever this process ends without it.
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(0.5)
+        if thread.is_alive() and waited(thread.native_id) > STARVED_SECONDS:
+            raise Starved(f"no core was free for {STARVED_SECONDS:g} s")
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]
+
+
+def waited(thread: int | None) -> float:
+    """Seconds that a thread of this process could have run and did not; 0 where the kernel does not count them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _pin(slots: Slots) -> None:

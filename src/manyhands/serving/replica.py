@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ..cluster import Device, Engine, Job
 from ..core import Event, RunError
 from .batcher import Batch, Batcher
-from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source
+from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source, Starved
 from .meeting import Arrival, Meeting
 from .slots import NUM_SLOTS, Dims, Layout, Slots
 
@@ -46,14 +46,31 @@ class Replica:
 
     @classmethod
     async def start(
-        cls, engine: Engine, meeting: Meeting, source: Source, device: Device, sizes: tuple[int, ...]
+        cls,
+        engine: Engine,
+        meeting: Meeting,
+        source: Source,
+        device: Device,
+        sizes: tuple[int, ...],
+        *,
+        quietly: bool = True,
     ) -> Replica:
         """Starts a process, and returns when it has loaded and warmed up; raises what kept it from that."""
-        loop = asyncio.get_running_loop()
         key, coming = meeting.expect()
+        try:
+            return await cls._start(
+                engine, meeting, Computing(source, device, meeting.path, key, sizes, quietly), coming
+            )
+        except Starved:
+            return await cls.start(engine, meeting, source, device, sizes, quietly=False)
+
+    @classmethod
+    async def _start(
+        cls, engine: Engine, meeting: Meeting, computing: Computing, coming: asyncio.Future[Arrival]
+    ) -> Replica:
+        loop, device = asyncio.get_running_loop(), computing.device
         ending = loop.create_future()
         ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        computing = Computing(source, device, meeting.path, key, sizes)
 
         jobs: list[Job] = []
 
@@ -72,11 +89,11 @@ class Replica:
         replica: Replica | None = None
         try:
             await _first_of(coming, ending)
-            replica = cls(device, coming.result(), sizes[-1], ending)
+            replica = cls(device, coming.result(), computing.sizes[-1], ending)
             await _first_of(replica._is_ready, ending)
         except BaseException:
             # A process that comes later finds that nobody expects it, and ends.
-            meeting.forget(key)
+            meeting.forget(computing.key)
             if replica is not None:
                 replica.close()
             elif coming.done() and not coming.cancelled():

@@ -131,9 +131,10 @@ class Version:
             replica.close()
         self.replicas.clear()
 
-    async def _start(self, device: Device) -> Replica:
+    async def _start(self, device: Device, *, quietly: bool = True) -> Replica:
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
-        return await Replica.start(self._place.engine, self._place.meeting, self._source, device, sizes)
+        place = self._place
+        return await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
 
     def _admit(self, replica: Replica) -> None:
         self.replicas.append(replica)
@@ -152,7 +153,8 @@ class Version:
         wait = 0.1
         while self.state == AVAILABLE:
             try:
-                replica = await self._start(lost.device)
+                # Requests wait for this one.
+                replica = await self._start(lost.device, quietly=False)
             except ManyhandsError as error:
                 self.on_event("replica_failed", device=str(lost.device), reason=str(error).partition("\n")[0])
                 await asyncio.sleep(wait)
