@@ -108,7 +108,7 @@ class MemoryWatch(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         key = _key(tensor)
         known = self._made.get(key)
-        if not key or (known is not None and not known[0].expired()) or key in self._held:
+        if not key or (known is not None and not known[0].expired()) or key in self._held or key in self._state:
             return
         self._tick()
         storage = tensor.untyped_storage()
