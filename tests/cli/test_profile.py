@@ -33,3 +33,6 @@ def test_a_run_without_samples(invoke: Invoke) -> None:
     result = invoke("profile", "runs/bare")
     assert result.exit_code == 2
     assert "one step in fifty" in result.output
+    result = invoke("profile", "runs/none")
+    assert result.exit_code == 2
+    assert "runs/none" in result.output

@@ -80,6 +80,11 @@ def test_what_is_not_a_python_file_is_refused(name: str) -> None:
         load_task(name)
 
 
+def test_a_slip_in_a_name_names_the_file_that_was_meant() -> None:
+    with pytest.raises(SettingsError, match=r"own_lop.py, which does not exist; here are own_loop.py, "):
+        load_task("own_lop.py")
+
+
 def test_words_win_over_the_file_s_parameters() -> None:
     params = parse_params(["lr=3e-4", "note=a=b"], {"lr": 0.1, "width": 8, "norm": True, "sizes": [1, 2]})
     assert params == {"lr": "3e-4", "note": "a=b", "width": "8", "norm": "True", "sizes": [1, 2]}

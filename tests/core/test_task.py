@@ -56,6 +56,11 @@ GOOD: dict[str, Any] = {
         ({"clip": 0.0}, "clip must be a positive norm"),
         ({"workers": -1}, "workers must not be negative"),
         ({"optimizer": torch.optim.Adam}, r"got the class Adam; write optimizer=lambda model: torch.optim.Adam"),
+        (
+            {"loss": nn.MSELoss()},
+            r"a function of the model and a batch, but got MSELoss\(\), which takes outputs and labels",
+        ),
+        ({"loss": nn.functional.cross_entropy}, "but got cross_entropy, which takes outputs and labels"),
         ({"metrics": [len]}, "metrics must be functions by name, but got list"),
     ],
 )

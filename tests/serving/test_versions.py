@@ -297,6 +297,10 @@ def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -
 def test_what_cannot_be_served_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="folder of models"):
         start(tmp_path / "nothing")
+    (tmp_path / "model" / "1").mkdir(parents=True)
+    (tmp_path / "model" / "1" / "manifest.json").touch()
+    with pytest.raises(SettingsError, match=rf"which is one model; serve the folder that it is in: {tmp_path}$"):
+        start(tmp_path / "model")
     with pytest.raises(SettingsError, match="name is made of"):
         start({"../x": Moody()})
     with pytest.raises(SettingsError, match="versions are"):

@@ -43,6 +43,7 @@ def test_every_whole_number_is_as_likely_as_any_other() -> None:
         (lambda: parse_range("uniform:2..1"), "from low to high, but got 2.0 to 1.0"),
         (lambda: as_space({}), "a dict of the task's parameters"),
         (lambda: as_space({"lr": 3}), "what 'lr' may be"),
+        (lambda: as_space({"lr": (1e-4, 1e-1)}), r"what 'lr' may be.*, but got \(0.0001, 0.1\)"),
         (lambda: as_objectives("valid_score"), "whether more is better must be known, but got 'valid_score'"),
         (lambda: as_objectives(["valid_loss", "valid_loss"]), "named once"),
         (lambda: as_objectives("valid_loss:down"), "NAME:min or NAME:max"),

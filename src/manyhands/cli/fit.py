@@ -234,7 +234,7 @@ def _show(run: Run, command: str) -> None:
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    label = Text(f"{'go on' if run.stopped else 'train on':<14}", style="bold")
+    label = Text(f"{'to go on':<14}", style="bold")
     console.print(label + Text(command, style="not bold"), soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ import typer
 from ..core import resolve_settings
 from .options import Json, On, Params, SplitSettings, Strategy, add_verb
 from .screen import note, only_json, print_json
-from .target import load_task, parse_params
+from .target import load_task, parse_params, split_target
 
 if TYPE_CHECKING:
     from ..profiling import Profile
@@ -57,7 +57,7 @@ def profile(
     """
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
-        task = None if Path(target).is_dir() else load_task(target)
+        task = load_task(target) if split_target(target)[0].suffix == ".py" else None
         from .. import profiles
 
         if task is None:

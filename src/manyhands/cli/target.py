@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import sys
@@ -78,8 +79,9 @@ def require_file(path: Path) -> None:
     if path.is_file() and path.suffix == ".py":
         return
     folder = path if path.is_dir() else path.parent
-    near = sorted(item.name for item in folder.glob("*.py"))[:8] if folder.is_dir() else []
-    remedy = f"here are {', '.join(near)}" if near else "give the path to a .py file"
+    there = sorted(item.name for item in folder.glob("*.py")) if folder.is_dir() else []
+    there.sort(key=lambda name: difflib.SequenceMatcher(None, path.name, name).ratio() < 0.6)  # what is alike first
+    remedy = f"here are {', '.join(there[:8])}" if there else "give the path to a .py file"
     what = f"{path}, which " + ("does not exist" if not path.exists() else "is not one")
     raise SettingsError("the first argument is a Python file", got=what, remedy=remedy)
 
@@ -130,7 +132,7 @@ def _found(module: ModuleType, path: Path) -> TaskLike:
 
 
 def _not_there(module: ModuleType, path: Path, got: str) -> SettingsError:
-    names = _candidates(module)
+    names = _candidates(module) or [DEFAULT_NAME] * hasattr(module, DEFAULT_NAME)
     remedy = (
         f"name one: {', '.join(f'{path}:{name}' for name in names)}" if names else "write def task() -> mh.Task: ..."
     )

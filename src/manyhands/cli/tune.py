@@ -149,6 +149,10 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
                 "a range is written NAME=RANGE", got=repr(word), remedy="write --space lr=loguniform:1e-4..1e-1"
             )
         ranges[key] = text
+    if not ranges:
+        raise SettingsError(
+            "a search needs to know what it may vary", got="no range", remedy="pass --space lr=loguniform:1e-4..1e-1"
+        )
     return ranges
 
 

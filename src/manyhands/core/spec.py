@@ -289,10 +289,11 @@ class StrategySpec:
         for key in values:
             if key not in known:
                 alike = difflib.get_close_matches(key, [*sorted(known), *ALIASES], 1)
+                remedy = f"did you mean {alike[0]}?" if alike else "correct the name"
                 raise StrategyError(
                     f"a strategy has the settings {', '.join(sorted([*known, 'workers']))}",
                     got=repr(key),
-                    remedy=f"did you mean {alike[0]}?" if alike else "correct the name",
+                    remedy=f"pass it to fit: {key}=..." if key in ("fit_in", "memory") else remedy,
                 )
         return cls(**values)
 

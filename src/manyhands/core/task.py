@@ -144,6 +144,13 @@ class Task:
                 got=f"the class {name}",
                 remedy=f"write optimizer=lambda model: torch.optim.{name}(model.parameters())",
             )
+        if _is_a(self.loss, "torch.nn", "Module") or getattr(self.loss, "__module__", "") == "torch.nn.functional":
+            name = getattr(self.loss, "__name__", f"{type(self.loss).__name__}()")
+            raise TaskError(
+                "loss must be a function of the model and a batch",
+                got=f"{name}, which takes outputs and labels",
+                remedy=f"write loss=lambda model, batch: {name}(model(batch[0]), batch[1])",
+            )
         if not isinstance(self.metrics, Mapping):
             raise TaskError(
                 "metrics must be functions by name",
@@ -253,7 +260,8 @@ def typed(task: Callable[..., Task], params: Mapping[str, Any]) -> dict[str, Any
     for name, value in params.items():
         if name not in own and passed_on is None:
             known = ", ".join(own) or "no parameters"
-            raise SettingsError(f"the task has {known}", got=repr(name), remedy="correct the name")
+            remedy = f"correct the name, or write def {task.__name__}({name}=...): and use it there"
+            raise SettingsError(f"the task has {known}", got=repr(name), remedy=remedy)
         parameter = own[name] if name in own else parameters[passed_on or name]
         usual = str if parameter.default is inspect.Parameter.empty else type(parameter.default)
         kind = hints.get(parameter.name, usual)

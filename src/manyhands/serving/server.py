@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cluster import Device, Engine
 from ..core import Predictor, SettingsError
+from ..store import versions
 from .app import App
 from .background import Background, ListenSettings
 from .batcher import BatchSettings
@@ -84,6 +85,12 @@ class Server(Background):
                 "the first argument is a folder of models",
                 got=f"{str(root)!r}, which is none",
                 remedy='export one first: run.export("models/digits")',
+            )
+        if root is not None and versions(root):
+            raise SettingsError(
+                "the first argument is a folder of models",
+                got=f"{str(root)!r}, which is one model",
+                remedy=f"serve the folder that it is in: {root.absolute().parent}",
             )
         given = None if isinstance(models, Path) else dict(models)
         for name in given or {}:

@@ -165,7 +165,7 @@ def said(entry: Event) -> str:
     if entry["kind"] == "recovered":
         return f"goes on from step {entry['step']} with {entry['size']} replicas, from {entry['source']}"
     if entry["kind"] == "split":
-        return "\n".join(entry["lines"])
+        return "\n".join(["where everything goes", *entry["lines"]])
     if entry["kind"] == "used" and entry["rank"] == 0:
         parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer", "peak"))
         return f"the first device really held {parts}"

@@ -208,8 +208,8 @@ class Run:
         self.skipped = [at for at in self.skipped if at <= step]
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        return f"Run({self.name!r}, {self.num_steps} steps, {shown})"
+        shown = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        return f"Run({', '.join([repr(self.name), f'{self.num_steps} steps', *shown])})"
 
 
 def _require_folder(folder: Path) -> None:
@@ -288,7 +288,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             continue
         return root / f"{chosen}{suffix}"
     raise SettingsError(
-        "a run is never overwritten",
+        "what was trained is never overwritten",
         got=f"{root / chosen}, which exists",
         remedy="pass resume=True to go on, or another name",
     )

@@ -25,7 +25,11 @@ class Objective:
         """NAME, or NAME:min or NAME:max where the name does not tell what is better."""
         name, colon, mode = text.partition(":")
         if not name or (colon and mode not in ("min", "max")):
-            raise SettingsError("an objective is written NAME, NAME:min or NAME:max", got=repr(text), remedy="do so")
+            raise SettingsError(
+                "an objective is written NAME, NAME:min or NAME:max",
+                got=repr(text),
+                remedy="write for instance valid_accuracy:max",
+            )
         if not colon:
             try:
                 mode = Patience(name).mode
