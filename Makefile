@@ -55,4 +55,4 @@ system:
 	fi
 
 clean:
-	rm -rf $(VENV) .peers build dist
+	rm -rf $(VENV) .peers .peers-* build dist
