@@ -18,7 +18,7 @@ from .data import Cursor, Feed, as_source
 from .ensembles import Batches, Team, TeamApart
 from .store import Archive
 from .training import Run, inputs_of
-from .tuning import Study
+from .tuning import Study, Trial
 from .verbs import On
 
 MAX_ROWS = 10_000
@@ -58,7 +58,7 @@ def ensemble(
     study: Study | None = None
     if isinstance(source, Study):
         study = source
-        chosen: list[Any] = [source.run(trial) for trial in source.top(_num(members, 5))]
+        chosen: list[Any] = [source.run(trial) for trial in _best_of(source, members)]
     elif isinstance(source, Task) or callable(source):
         study = _trained(
             source,
@@ -82,6 +82,18 @@ def ensemble(
     if study is not None:
         keep_event(study.path, event("team", **_told(team)))
     return team
+
+
+def _best_of(study: Study, members: int | None) -> list[Trial]:
+    """The best trials of a study, as many as were asked for."""
+    best = study.top(_num(members, 5))
+    if members is not None and len(best) < members:
+        raise SettingsError(
+            "a study has as many finished trials as a team should have members",
+            got=f"{len(best)} trials for {members} members",
+            remedy="let the study go on, or ask for fewer",
+        )
+    return best
 
 
 def _told(team: Team) -> dict[str, Any]:
@@ -118,11 +130,10 @@ def apart(
     """
     if isinstance(team, Team):
         engine, devices, _ = studies._place(on)
-        seats = [
-            ensembles.ProcessSeat(engine, member, devices[number % len(devices)])
-            for number, member in enumerate(team.members)
-        ]
+        seats: list[ensembles.ProcessSeat] = []
         try:
+            for number, member in enumerate(team.members):
+                seats.append(ensembles.ProcessSeat(engine, member, devices[number % len(devices)]))
             for seat in seats:
                 seat.ready()
             return TeamApart(seats, team.rule, team.members[0].signature, deadline=deadline, quorum=quorum)

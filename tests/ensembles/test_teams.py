@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import manyhands as mh
-from manyhands.core import DataError, RequestRefused, SettingsError, TaskError
-from manyhands.ensembles import COMBINATIONS, ProcessSeat, Team, calibration
+from manyhands.core import DataError, RequestRefused, SettingsError, Signature, TaskError, TensorSpec
+from manyhands.ensembles import COMBINATIONS, CallSeat, ProcessSeat, Rule, Team, TeamApart, calibration
+from manyhands.ensembles.apart import MOST_OPEN
 
 GENERATOR = torch.Generator().manual_seed(0)
 CENTRES = torch.randn(3, 6, generator=GENERATOR)
@@ -237,6 +238,31 @@ def test_a_slow_member_is_not_waited_for(runs: list[mh.Run]) -> None:
         answer = remote.ask(INPUTS)
         assert 2 not in answer.members
         assert answer.missing[2] == "no answer within 0.5 s"
+        for _ in range(MOST_OPEN - 1):
+            seat.ask({"input": INPUTS[:1]})
+        assert remote.ask(INPUTS).missing[2] == f"{MOST_OPEN} earlier queries wait for it"
+
+
+def test_a_member_that_cannot_be_asked_or_says_nothing_is_missing() -> None:
+    def fail(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise TimeoutError
+
+    rule = Rule.of("mean", {"output": torch.zeros(3, 1, 2)}, None, False)
+    signature = Signature({"input": TensorSpec("float32", (None, 1))}, {"output": TensorSpec("float32", (None, 2))})
+    seats = [CallSeat(call, "member") for call in (lambda inputs: {"output": torch.ones(1, 2)}, fail, fail)]
+    seats[2].close()
+    with TeamApart(seats, rule, signature, deadline=20.0, quorum=1) as team:
+        answer = team.ask(torch.zeros(1, 1))
+        assert answer.members == (0,)
+        assert answer.missing == {1: "TimeoutError", 2: "cannot schedule new futures after shutdown"}
+        assert answer.outputs["output"].tolist() == [[1.0, 1.0]]
+
+
+def test_whole_numbers_are_voted_on_and_the_median_of_two_lies_between() -> None:
+    classes = torch.tensor([[2, 0], [2, 1], [0, 1]])
+    scores = torch.tensor([[1.0, 4.0], [3.0, 8.0]])
+    assert Rule.of("mean", {"class": classes}, None, False).combined({"class": classes})["class"].tolist() == [2, 1]
+    assert Rule.of("vote", {"score": scores}, None, True).combined({"score": scores})["score"].tolist() == [2.0, 6.0]
 
 
 def test_a_team_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:
@@ -259,7 +285,7 @@ def test_a_team_is_served_like_any_model(runs: list[mh.Run]) -> None:
         assert set(told) == {"output", "spread", "mutual_information"}
 
 
-def test_what_does_not_fit_is_refused(runs: list[mh.Run], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(runs: list[mh.Run], study: mh.Study, tmp_path: Path) -> None:
     other = mh.fit(classifier(classes=4), "single", steps=1, on="cpu", folder=tmp_path, progress=False)
     with pytest.raises(TaskError, match=r"the same outputs: 00000 has output: float32\[\*, 3\], but got .*\[\*, 4\]"):
         mh.ensemble([runs[0], other])
@@ -267,6 +293,8 @@ def test_what_does_not_fit_is_refused(runs: list[mh.Run], tmp_path: Path) -> Non
         mh.ensemble(runs, combine="best")
     with pytest.raises(SettingsError, match="a team has members"):
         mh.ensemble([])
+    with pytest.raises(SettingsError, match="got 4 trials for 5 members"):
+        mh.ensemble(study, members=5)
     with pytest.raises(TaskError, match="runs or exported models, but got int"):
         mh.ensemble([3])
     with pytest.raises(SettingsError, match="a quorum is 1 to 2 members, but got 3"):

@@ -26,6 +26,8 @@ from .team import Rule
 ANSWERED = "answered"
 AGAIN_SECONDS = 0.5
 """Between two attempts to start a member again."""
+MOST_OPEN = 128
+"""Queries that a member may owe an answer; with more of them the pipe to its process would be full, and block."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,33 @@ class Answer:
 class Seat(ABC):
     """Where a member sits: it is asked, and answers later."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._counting = threading.Lock()
+
     def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Asks it."""
+        """Asks it; one that stands still is asked no more until it answers, or what it is asked would pile up."""
+        answer: Future[dict[str, Tensor]]
+        try:
+            if self._num_open >= MOST_OPEN:
+                raise RuntimeError(f"{self._num_open} earlier queries wait for it")
+            answer = self._asked(inputs)
+        except Exception as error:
+            answer = Future()
+            answer.set_exception(error)
+            return answer
+        with self._counting:
+            self._num_open += 1
+        answer.add_done_callback(self._is_done)
+        return answer
+
+    def _is_done(self, answer: Future[dict[str, Tensor]]) -> None:
+        with self._counting:
+            self._num_open -= 1
+
+    @abstractmethod
+    def _asked(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+        """Asks it, whatever else it has to do."""
 
     @abstractmethod
     def close(self) -> None:
@@ -60,12 +86,13 @@ class ProcessSeat(Seat):
     """A member in a process of its own on a device; one that dies is started again."""
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
+        super().__init__()
         self._engine, self._make, self._device = engine, _Making(member), device
         self._lock = threading.Lock()
         self._started_at = time.monotonic()
         self._service: Service = engine.start_service(self._make, device)
 
-    def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+    def _asked(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         with self._lock:
             if not self._service.is_alive and time.monotonic() - self._started_at > AGAIN_SECONDS:
                 self._started_at = time.monotonic()
@@ -89,10 +116,11 @@ class CallSeat(Seat):
     """A member that a function reaches, a server's client say; it is called on a thread."""
 
     def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
+        super().__init__()
         self._call = call
         self._pool = ThreadPoolExecutor(8, thread_name_prefix=f"manyhands-{name}")
 
-    def ask(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+    def _asked(self, inputs: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         return self._pool.submit(self._call, inputs)
 
     def close(self) -> None:
@@ -170,7 +198,7 @@ class TeamApart(Predictor):
             if future in open_:
                 continue
             if (error := future.exception()) is not None:
-                missing[number] = str(error).splitlines()[0]
+                missing[number] = (str(error) or type(error).__name__).splitlines()[0]
             else:
                 came[number] = future.result()
         if len(came) < self.quorum:

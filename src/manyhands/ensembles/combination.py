@@ -49,13 +49,16 @@ class Mean(Combination):
 
 
 class Vote(Combination):
-    """Each member has one vote for a class; of numbers it is the median."""
+    """Each member has one vote for a class; of numbers it is the median, of whole numbers the most frequent one."""
 
     name = "vote"
 
     def forward(self, answers: Tensor) -> Tensor:
+        if not answers.is_floating_point():
+            return answers.long().mode(0).values.to(answers.dtype)
         if self.form == NUMBERS:
-            return answers.median(0).values
+            ordered = answers.sort(0).values
+            return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # torch's takes the lower one
         votes = F.one_hot(answers.argmax(-1), answers.shape[-1]).to(answers.dtype)
         return as_form(votes.mean(0), self.form)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core import DataError, Predictor, Signature, TensorSpec
 from ..store import export
-from .combination import Combination, Mean, require_combination
+from .combination import Combination, Mean, Vote, require_combination
 from .forms import NUMBERS, as_probabilities, form_of
 from .member import Member, named, require_alike
 from .together import Together
@@ -35,8 +35,9 @@ class Rule:
         made: dict[str, Combination] = {}
         for place, (output, values) in enumerate(answers.items()):
             form = form_of(values, labels if place == 0 else None)
-            # What else a network tells has no labels to learn from.
-            made[output] = (kind if place == 0 or not kind.needs_data else Mean)(len(values), form)
+            # What else a network tells has no labels to learn from; whole numbers, such as classes, have no mean.
+            chosen = kind if place == 0 or not kind.needs_data else Mean
+            made[output] = (chosen if values.is_floating_point() else Vote)(len(values), form)
             if made[output].needs_data:
                 if labels is None:
                     raise DataError(

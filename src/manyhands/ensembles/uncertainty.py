@@ -14,7 +14,7 @@ NUM_BINS = 15
 
 def spread(answers: Tensor, form: str) -> Tensor:
     """The standard deviation over the members, for every row: of the winning class, or the mean over all numbers."""
-    values = as_probabilities(answers, form)
+    values = as_probabilities(answers if answers.is_floating_point() else answers.float(), form)
     deviation = values.std(0, unbiased=False)
     if form == NUMBERS:
         return deviation.flatten(1).mean(1) if deviation.dim() > 1 else deviation
