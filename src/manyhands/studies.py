@@ -67,7 +67,7 @@ def tune(
     seconds: float | None = None,
     cost: float | None = None,
     price: float | None = None,
-    constraint: Callable[[dict[str, Any]], bool] | None = None,
+    constraint: tuning.Constraint | None = None,
     limits: Mapping[str, float] | None = None,
     params: Mapping[str, Any] | None = None,
     execution: str | None = None,
@@ -121,6 +121,8 @@ def tune(
     budget = Budget(trials=trials, seconds=seconds, cost=cost, price=price)
     stopping = tuning.as_stopping(stop)
     searcher = tuning.make_searcher(search, ranges, objectives, seed)
+    if constraint is not None:
+        searcher.keep_to(constraint)
     if searcher.size is None and trials is None and seconds is None and cost is None:
         raise SettingsError("a study has an end", got="none", remedy="pass trials=, seconds= or cost=")
     if execution is not None and execution not in EXECUTIONS:
@@ -142,7 +144,7 @@ def tune(
     path = new_folder(folder, name, default, resume)
     workshop = Workshop(task, fixed, epochs, path / tuning.TRIALS, objectives)
     with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
-        record = {**tuning.described(rules, search, seed), "params": fixed}
+        record = {**tuning.described(rules, search, seed), "params": tuning.as_json(fixed)}
         before, known = tuning.read_journal(path)
         if before:
             tuning.require_same(before, record)
@@ -154,7 +156,7 @@ def tune(
             is_alone = len(devices) == 1 and engine is _engine and per_device is None and execution != "processes"
             stack = before.get("stack", 1)
             if is_alone and not before:
-                stack = _stack(workshop, searcher, devices[0], limit, execution, view)
+                stack = _stack(workshop, searcher, constraint, devices[0], limit, execution, view)
             elif execution == "stacked" and not is_alone:
                 raise SettingsError("a stack is on one device of this machine", got=repr(on), remedy="name one")
             if not before:
@@ -171,7 +173,7 @@ def tune(
                 driver = Driver(rules, workshop, searcher, journal, known, executor, len(devices), view.show)
                 with _interruptible(driver.stop, _Said(view)):
                     driver.run()
-    return Study(path, task, trials=driver.trials, stopped=driver.is_stopping)
+    return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
 
 
 @contextlib.contextmanager
@@ -188,6 +190,7 @@ def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
 def _stack(
     workshop: Workshop,
     searcher: tuning.Searcher,
+    constraint: tuning.Constraint | None,
     device: Device,
     limit: int | None,
     execution: str | None,
@@ -195,7 +198,9 @@ def _stack(
 ) -> int:
     """How many trials are trained as one program, as the first one's task measures; 1 for none."""
     try:
-        made = workshop.look(searcher.propose(0, [], 0))
+        made = workshop.look(tuning.proposed(searcher, constraint, 0, []))
+    except SettingsError:
+        raise
     except Exception:  # what it raises is told as a trial's failure
         return 1
     if not isinstance(made, Task):
@@ -223,7 +228,7 @@ def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
             results.append(None)
             failures[place] = error
     if failures:
-        raise tuning.ItemsFailed(results, failures, items)
+        raise tuning.ItemsFailed(results, failures, items) from failures[min(failures)]
     return results
 
 

@@ -40,6 +40,15 @@ def test_a_failure_is_named_and_the_others_go_on(on: str) -> None:
     assert list(caught.value.failures) == [2]
 
 
+def test_an_error_that_says_nothing_is_named_by_its_kind() -> None:
+    def refuse(n: int) -> int:
+        raise StopAsyncIteration
+
+    with pytest.raises(ItemsFailed, match=r"item 0 \(1\): StopAsyncIteration\n") as caught:
+        mh.map(refuse, [1], on="cpu", per_device=1)
+    assert isinstance(caught.value.__cause__, StopAsyncIteration)
+
+
 def test_an_item_whose_process_dies_is_tried_once_more(tmp_path: Path) -> None:
     def die_once(n: int) -> int:
         mark = tmp_path / str(n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.cluster import resolve
 from manyhands.core import SettingsError
-from manyhands.tuning import JOURNAL, TrialsFailed
+from manyhands.tuning import JOURNAL, Stacked, TrialsFailed, Workshop, as_objectives
+from manyhands.tuning.work import Work
 
 from . import networks
 
 SPACE = {"lr": mh.loguniform(1e-4, 1e-1), "width": mh.choice(4, 8)}
 
 
-def bowl(x: float = 0.0, y: float = 1.0) -> float:
+def bowl(x: float = 0.0, y: float = 1.0, **kept: Any) -> float:
     return (x - 2) ** 2 + (y - 0.1) ** 2
 
 
@@ -86,13 +89,14 @@ def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
 
 def test_a_study_goes_on_by_its_name(tmp_path: Path) -> None:
     space = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
-    whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole")
-    part = tune(bowl, space, trials=12, folder=tmp_path, name="part")
+    where = {"params": {"where": tmp_path, "also": (1, 2)}}  # nothing that JSON has
+    whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole", **where)
+    part = tune(bowl, space, trials=12, folder=tmp_path, name="part", **where)
     assert len(part.trials) == 12
-    part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True)
+    part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, **where)
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
     with pytest.raises(SettingsError, match="goes on with the search it was begun with, tpe, but got random"):
-        tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random")
+        tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random", **where)
     with pytest.raises(SettingsError, match="never overwritten"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
     opened = mh.Study(tmp_path / "part")
@@ -126,6 +130,26 @@ def test_a_trial_that_fails_or_diverges_costs_only_itself(tmp_path: Path) -> Non
     assert "nan" in wild.trials[1].reason
 
 
+def test_what_is_not_a_number_is_never_the_best_and_learnt_from_by_nobody(tmp_path: Path) -> None:
+    def partly(x: float = 0.0) -> float:
+        return math.nan if x < 0.5 else x
+
+    study = tune(partly, {"x": mh.uniform(0, 1)}, trials=25, folder=tmp_path)
+    assert all(trial.state == ("stopped" if trial.params["x"] < 0.5 else "finished") for trial in study.trials)
+    assert study.best.value == min(trial.params["x"] for trial in study.finished)
+    assert "its valid_loss is nan" in next(trial.reason for trial in study.trials if trial.state == "stopped")
+
+
+def test_a_grid_goes_through_what_its_constraint_allows(tmp_path: Path) -> None:
+    def looked(x: int = 0, y: int = 0) -> float:
+        assert x != y, "not even to see whether trials stack"
+        return x * y
+
+    space = {"x": [1, 2, 3], "y": [1, 2, 3]}
+    study = tune(looked, space, search="grid", constraint=lambda params: params["x"] != params["y"], folder=tmp_path)
+    assert [tuple(trial.params.values()) for trial in study.trials] == [(1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)]
+
+
 @pytest.mark.parametrize("on", ["cpu", "cpu*2"])
 def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on: str) -> None:
     def broken(x: float = 0.0) -> float:
@@ -147,6 +171,12 @@ def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on:
         ({"execution": "magic"}, "execution is stacked or processes, but got 'magic'"),
         ({"trials": 0}, "trials must be a whole number of at least 1, but got 0"),
         ({"constraint": lambda params: False}, "the constraint must let some of the space through"),
+        ({"constraint": lambda params: False, "search": "grid"}, "of all combinations it took none"),
+        (
+            {"space": {"width": mh.uniform(4, 9)}},
+            "width is a whole number of the task, but got mh.uniform; write mh.in",
+        ),
+        ({"space": {"width": [4, "wide"]}}, "width must be of type int, but got 'wide'"),
     ],
 )
 def test_what_is_wrong_is_said_early_and_leaves_nothing(tmp_path: Path, given: dict[str, Any], words: str) -> None:
@@ -226,6 +256,16 @@ def test_a_stacked_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path: Pat
     part = tune(networks.task, space, trials=12, folder=tmp_path, name="part", resume=True, **options)
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
     assert all(trial.is_over for trial in part.trials)
+
+
+def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.tuning.stacked.MOST_SHELVES", 2)
+    workshop = Workshop(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
+    with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
+        for number, width in enumerate((3, 4, 5, 5)):
+            executor.start(Work(number, {"width": width}, 1))
+            assert executor.wait()[0].epochs == 1
+            assert len(executor._shelves) == min(number + 1, 2)
 
 
 def test_what_does_not_stack_says_why(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Tuning: spaces, studies, and trials that run here, in processes or stacked."""
 
-from .driver import Budget, Driver, Rules, TrialsFailed, described, require_same
+from .driver import Budget, Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
 from .executors import Executor, Here, Processes
 from .journal import JOURNAL, Journal, read_journal
 from .mapping import ItemsFailed, map_items
 from .objective import Objective, as_objectives, check_objectives
-from .searching import SEARCHERS, Searcher, make_searcher
+from .searching import SEARCHERS, Constraint, Searcher, make_searcher
 from .space import Range, Space, as_space, check_space, choice, integers, loguniform, parse_range, uniform
 from .stacked import Stacked, stack_size
 from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
@@ -34,6 +34,7 @@ __all__ = [
     "as_objectives",
     "check_objectives",
     "Searcher",
+    "Constraint",
     "SEARCHERS",
     "make_searcher",
     "Stopping",
@@ -49,7 +50,9 @@ __all__ = [
     "Budget",
     "Driver",
     "TrialsFailed",
+    "as_json",
     "described",
+    "proposed",
     "require_same",
     "Workshop",
     "Executor",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from ..core import RunError, SettingsError
 from .executors import Executor
 from .journal import Journal
 from .objective import Objective
-from .searching import Searcher
+from .searching import Constraint, Searcher
 from .space import Space
 from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
 from .trial import FAILED, FINISHED, STOPPED, Trial
@@ -72,7 +74,7 @@ class Rules:
     epochs: int
     stopping: Stopping
     budget: Budget
-    constraint: Callable[[dict[str, Any]], bool] | None = None
+    constraint: Constraint | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     """What a finished trial may have measured at most; one with more is not feasible."""
     keep: int = 1
@@ -171,23 +173,11 @@ class Driver:
         limits = [size for size in (self.rules.budget.trials, self._searcher.size) if size is not None]
         if (limits and number >= min(limits)) or not self._searcher.is_ready(number, self.trials):
             return None
-        trial = Trial(number, self._proposed(number))
+        trial = Trial(number, proposed(self._searcher, self.rules.constraint, number, self.trials))
         self._journal.propose(trial)
         self.trials.append(trial)
         self._on_change(trial)
         return trial
-
-    def _proposed(self, number: int) -> dict[str, Any]:
-        """Parameters that keep the constraint; they are drawn again until they do."""
-        for draw in range(MAX_DRAWS):
-            params = self._searcher.propose(number, self.trials, draw)
-            if self.rules.constraint is None or self.rules.constraint(dict(params)):
-                return params
-        raise SettingsError(
-            f"the constraint must let some of the space through; of {MAX_DRAWS} proposals it took none",
-            got=str(params),
-            remedy="loosen it, or mend the space",
-        )
 
     def _take(self, trial: Trial, outcome: Outcome) -> None:
         """What came of a trial's stretch."""
@@ -212,6 +202,12 @@ class Driver:
     def _advance(self, trial: Trial, epochs: int) -> None:
         """A trial has come to a rung, or to its end."""
         values = tuple(one.of(trial.metrics) for one in self.rules.objectives)
+        for one, value in zip(self.rules.objectives, values, strict=True):
+            if math.isnan(value):  # it has no place among the others
+                self._end(
+                    trial, STOPPED, f"its {one.name} is nan; lower the learning rate, or look at how it is measured"
+                )
+                return
         if epochs >= self.rules.epochs:
             if not isinstance(self.rules.stopping, ToTheEnd):
                 self._report(trial, epochs, values[0])
@@ -291,6 +287,19 @@ class Driver:
         return left is not None and left <= 0
 
 
+def proposed(searcher: Searcher, constraint: Constraint | None, number: int, trials: Sequence[Trial]) -> dict[str, Any]:
+    """A trial's parameters, which keep the constraint; they are drawn again until they do."""
+    for draw in range(MAX_DRAWS):
+        params = searcher.propose(number, trials, draw)
+        if constraint is None or constraint(dict(params)):
+            return params
+    raise SettingsError(
+        f"the constraint must let some of the space through; of {MAX_DRAWS} proposals it took none",
+        got=str(params),
+        remedy="loosen it, or mend the space",
+    )
+
+
 def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
     """What must be the same when a study goes on, as JSON-ready data."""
     return {
@@ -302,6 +311,11 @@ def described(rules: Rules, search: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "limits": dict(rules.limits),
     }
+
+
+def as_json(params: Mapping[str, Any]) -> Any:
+    """Fixed parameters as a journal gives them back: paths as texts, tuples as lists."""
+    return json.loads(json.dumps(dict(params), default=str))
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -21,11 +21,12 @@ class ItemsFailed(RunError):
         self.results, self.failures, self.items = results, dict(failures), list(items)
         first = min(failures)
         shown = "\n".join(
-            f"item {place} ({_brief(items[place])}): {_brief(failures[place])}" for place in sorted(failures)
+            f"item {place} ({_brief(repr(items[place]))}): {_brief(_said(failures[place]))}"
+            for place in sorted(failures)
         )
         super().__init__(
             f"{len(failures)} of {len(items)} items failed; .results has the others\n{shown}\n\nthe first one:\n"
-            f"{failures[first]}"
+            f"{_said(failures[first])}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -82,6 +83,11 @@ class _Calling:
         return self._fn(item)
 
 
-def _brief(value: object, length: int = 80) -> str:
-    text = str(value).splitlines()[0] if isinstance(value, BaseException) else repr(value)
+def _said(error: BaseException) -> str:
+    """What an error says; many say nothing but their kind."""
+    return str(error) or type(error).__name__
+
+
+def _brief(text: str, length: int = 80) -> str:
+    text = text.splitlines()[0]
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -228,13 +228,21 @@ def check_space(space: Space, task: Task | Callable[..., Any], params: Mapping[s
     both = sorted(set(space) & set(params))
     if both:
         raise SettingsError("a parameter is fixed or searched", got=f"{both[0]!r} in both", remedy="leave one away")
-    try:
-        typed(task, {**params, **{name: one.at(0.5) for name, one in space.items()}})
-    except SettingsError as error:
-        known = ", ".join(inspect.signature(task).parameters) or "none"
-        raise SettingsError(
-            f"a space names parameters of the task, which has {known}", got=error.got, remedy=error.remedy
-        ) from None
+    known = inspect.signature(task).parameters
+    takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in known.values())
+    for name, one in space.items():
+        if name not in known and not takes_any:
+            rule = f"a space names parameters of the task, which has {', '.join(known) or 'none'}"
+            raise SettingsError(rule, got=repr(name), remedy="correct the name")
+        # A whole number that is drawn from the real ones would make every trial fail by itself.
+        if isinstance(one, Uniform) and name in known and known[name].annotation in (int, "int"):
+            got = f"mh.{'log' * one.log}uniform"
+            raise SettingsError(f"{name} is a whole number of the task", got=got, remedy="write mh.integers")
+    middle = {name: one.at(0.5) for name, one in space.items()}
+    typed(task, {**params, **middle})
+    for name, one in space.items():
+        for value in one.values if isinstance(one, Choice) else ():
+            typed(task, {**params, **middle, name: value})
     return task
 
 

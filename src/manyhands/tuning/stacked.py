@@ -26,6 +26,8 @@ SIZES = (4, 8, 16, 32, 64)
 ENOUGH = 0.8
 """The share of the largest size's gain from which on a size is large enough: searchers learn sooner from few."""
 SAVE_SECONDS = 30.0
+MOST_SHELVES = 8
+"""Populations that are kept for trials to come, so that a structure that returns finds its recordings."""
 
 
 class _Reached(Exception):
@@ -87,6 +89,10 @@ class Stacked(Executor):
         for shelf in self._shelves:
             if shelf.works:
                 self._advance(shelf)
+        if self._must_save:
+            for shelf in self._shelves:
+                self._save_all(shelf)
+            self._saved_at = time.monotonic()
         if self._single and not self._ready:
             self._alone.start(self._single.popleft())
             self._ready += self._alone.wait()
@@ -116,6 +122,7 @@ class Stacked(Executor):
         for group in groups([task for _, task in new]) if new else []:
             chosen = [new[number] for number in group.tasks]
             if group.stacks:
+                self._make_room()
                 tasks = [task for _, task in chosen]
                 population = Population(tasks, device=[self._device], epochs=self._workshop.epochs)
                 shelf = _Shelf(population)
@@ -127,6 +134,13 @@ class Stacked(Executor):
             else:
                 self._say(f"trials run one by one: {group.reason}")
                 self._single.extend(work for work, _ in chosen)
+
+    def _make_room(self) -> None:
+        """Lets populations go in which nobody is, the oldest first: every structure of a space would stay in memory."""
+        idle = [shelf for shelf in self._shelves if not shelf.works]
+        for shelf in idle[: max(0, len(self._shelves) + 1 - MOST_SHELVES)]:
+            shelf.population.close()
+            self._shelves.remove(shelf)
 
     def _place(self, shelf: _Shelf, work: Work, task: Task) -> bool:
         """Puts a trial into a population, where it has room and the trial is like its members."""
@@ -153,8 +167,7 @@ class Stacked(Executor):
             population.stop(number)
 
         def look(number: int, step: int, metrics: dict[str, float]) -> None:
-            is_due = self._is_stopping or time.monotonic() - self._saved_at > SAVE_SECONDS
-            if is_due or any(self._is_there(shelf, one) for one in shelf.works):
+            if self._must_save or any(self._is_there(shelf, one) for one in shelf.works):
                 raise _Reached
 
         if not any(self._is_there(shelf, number) for number in shelf.works):
@@ -162,8 +175,10 @@ class Stacked(Executor):
                 population.train(report=look)
         for number in [number for number in shelf.works if self._is_there(shelf, number)]:
             self._ready.append(self._outcome(shelf, number))
-        if self._is_stopping or time.monotonic() - self._saved_at > SAVE_SECONDS:
-            self._save_all(shelf)
+
+    @property
+    def _must_save(self) -> bool:
+        return self._is_stopping or time.monotonic() - self._saved_at > SAVE_SECONDS
 
     def _is_there(self, shelf: _Shelf, number: int) -> bool:
         member = shelf.population.members[number]
@@ -190,7 +205,6 @@ class Stacked(Executor):
             if self._is_stopping:
                 del shelf.works[number]
                 self._ready.append(Outcome(work.number, is_interrupted=True))
-        self._saved_at = time.monotonic()
 
     def _save(self, work: Work, task: Task, state: dict[str, Any]) -> None:
         """A member as a run of its own, from which it can go on, stacked or alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Study:
         path: str | Path,
         task: Callable[..., Any] | None = None,
         *,
+        params: Mapping[str, Any] | None = None,
         trials: list[Trial] | None = None,
         stopped: bool = False,
     ) -> None:
@@ -43,6 +44,8 @@ class Study:
                 got=f"{path}, which was left before that",
                 remedy="tune with its name and resume",
             )
+        # Its journal has the fixed parameters too, but as JSON.
+        self._params = self.record.get("params", {}) if params is None else dict(params)
         self.trials = read if trials is None else trials
         self.objectives = [Objective(*one) for one in self.record["objectives"]]
 
@@ -97,7 +100,7 @@ class Study:
                 got=f"trial {chosen.number}, which is not among them",
                 remedy="tune with a larger keep=",
             )
-        task = self.task(**{**self.record.get("params", {}), **chosen.params}) if self.task is not None else None
+        task = self.task(**{**self._params, **chosen.params}) if self.task is not None else None
         return Run(folder, task if isinstance(task, Task) else None)
 
     def dataframe(self) -> Any:

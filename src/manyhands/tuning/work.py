@@ -21,6 +21,7 @@ from ..core import (
     SettingsError,
     StrategySpec,
     Task,
+    TaskError,
     random_state,
     restore_random_state,
     typed,
@@ -30,6 +31,7 @@ from .objective import Objective, check_objectives
 
 SAVE_SECONDS = 2.0
 """What of a trial may be lost with its process: checkpoints of every short epoch would take a part of each core."""
+_OURS = str(Path(__file__).parents[1]) + os.sep
 Tunable = Callable[..., Any]
 """A function of hyper-parameters that makes a Task, or that returns what it measured: a number, or a dict of them."""
 
@@ -136,7 +138,14 @@ class Workshop:
     def _measured(self, made: Any) -> dict[str, float]:
         """What a function measured, by name; a bare number is the objective."""
         values = made if isinstance(made, Mapping) else {self.objectives[0].name: made}
-        return {str(name): float(value) for name, value in values.items()}
+        try:
+            return {str(name): float(value) for name, value in values.items()}
+        except (TypeError, ValueError):
+            raise TaskError(
+                "a function to tune returns a Task, a number, or a dict of numbers",
+                got=repr(made)[:80],
+                remedy="return one of these",
+            ) from None
 
     def _train(self, task: Task, work: Work, world: World, outcome: Outcome) -> None:
         folder = self.run_folder(work.number)
@@ -230,6 +239,5 @@ def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: in
 def _theirs(error: BaseException) -> str:
     """The traceback from a person's own first line on."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = os.sep + "manyhands" + os.sep
-    start = next((i for i, frame in enumerate(frames) if ours not in frame.filename), 0)
+    start = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), len(frames))
     return "".join(traceback.format_list(frames[start:])) + f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from ..objective import Objective
 from ..space import Space
 from .cma import CMA
 from .grid import GridSearch
-from .searcher import Searcher
+from .searcher import Constraint, Searcher
 from .tpe import TPE, require_optuna
 from .uniformly import RandomSearch
 
@@ -21,4 +21,4 @@ def make_searcher(name: str, space: Space, objectives: Sequence[Objective], seed
     return SEARCHERS[name](space, objectives, seed)
 
 
-__all__ = ["SEARCHERS", "Searcher", "make_searcher", "require_optuna"]
+__all__ = ["SEARCHERS", "Constraint", "Searcher", "make_searcher", "require_optuna"]

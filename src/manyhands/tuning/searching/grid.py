@@ -6,26 +6,40 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...core import SettingsError
 from ..objective import Objective
 from ..space import Space
 from ..trial import Trial
-from .searcher import Searcher
+from .searcher import Constraint, Searcher
 
 NUM_VALUES = 10
 
 
 class GridSearch(Searcher):
-    """Goes through all combinations, the last parameter fastest."""
+    """Goes through all combinations that are allowed, the last parameter fastest."""
 
     def __init__(self, space: Space, objectives: Sequence[Objective], seed: int) -> None:
         super().__init__(space, objectives, seed)
         self._values = {name: one.grid(NUM_VALUES) for name, one in space.items()}
+        self._places: Sequence[int] = range(math.prod(map(len, self._values.values())))
+
+    def keep_to(self, constraint: Constraint) -> None:
+        self._places = [place for place in self._places if constraint(self._at(place))]
+        if not self._places:
+            raise SettingsError(
+                "the constraint must let some of the space through; of all combinations it took none",
+                got=f"a grid over {', '.join(self._values)}",
+                remedy="loosen it, or mend the space",
+            )
 
     @property
     def size(self) -> int:
-        return math.prod(map(len, self._values.values()))
+        return len(self._places)
 
     def propose(self, number: int, history: Sequence[Trial], draw: int = 0) -> dict[str, Any]:
+        return self._at(self._places[number])
+
+    def _at(self, number: int) -> dict[str, Any]:
         chosen = {}
         for name in reversed(self._values):
             number, at = divmod(number, len(self._values[name]))

@@ -7,7 +7,7 @@ sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from ..objective import Objective
 from ..space import Space
 from ..trial import Trial
+
+Constraint = Callable[[dict[str, Any]], bool]
+"""Says whether parameters may be tried."""
 
 
 class Searcher(ABC):
@@ -27,6 +30,9 @@ class Searcher(ABC):
     def size(self) -> int | None:
         """How many proposals there are; None where there is no end."""
         return None
+
+    def keep_to(self, constraint: Constraint) -> None:  # noqa: B027 - most are asked again until they do
+        """Leaves out what the constraint does not allow, where all that will be proposed is known."""
 
     def is_ready(self, number: int, history: Sequence[Trial]) -> bool:
         """Whether enough is known to propose this trial, or others must end before."""

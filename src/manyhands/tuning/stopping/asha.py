@@ -43,18 +43,22 @@ class ASHA(Stopping):
         return self.first
 
     def judge(self, trial: Trial, trials: Sequence[Trial], epochs: int, cost: Cost) -> str:
-        return GO_ON if trial in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
+        return GO_ON if trial.number in self._best(trials, trial.epochs, trial, epochs, cost) else PAUSE
 
     def promoted(self, trials: Sequence[Trial], epochs: int, cost: Cost, waiting: set[int]) -> Trial | None:
         """The best of those that wait on the highest rung where one may go on."""
+        best: dict[tuple[int, int], set[int]] = {}  # of every rung once, however many wait on it
         for number in sorted(waiting, key=lambda number: (-trials[number].epochs, number)):
             trial = trials[number]
-            if trial in self._best(trials, trial.epochs, trial, epochs, cost):
+            rung = trial.epochs, self.begin(number, epochs)
+            if rung not in best:
+                best[rung] = self._best(trials, trial.epochs, trial, epochs, cost)
+            if number in best[rung]:
                 return trial
         return None
 
-    def _best(self, trials: Sequence[Trial], rung: int, of: Trial, epochs: int, cost: Cost) -> list[Trial]:
-        """The best share of all that have come to a rung, among those with the same rungs."""
+    def _best(self, trials: Sequence[Trial], rung: int, of: Trial, epochs: int, cost: Cost) -> set[int]:
+        """The numbers of the best share of all that have come to a rung, among those with the same rungs."""
         begin = self.begin(of.number, epochs)
         there = [
             trial
@@ -62,4 +66,4 @@ class ASHA(Stopping):
             if rung in trial.reports and trial.state != FAILED and self.begin(trial.number, epochs) == begin
         ]
         there.sort(key=lambda trial: (cost(trial.reports[rung]), trial.number))
-        return there[: len(there) // self.factor]
+        return {trial.number for trial in there[: len(there) // self.factor]}
