@@ -1,15 +1,17 @@
-"""Optimizers whose update can stand in a CUDA graph: their counters and learning rates live on the device."""
+"""Optimizers: one pass over each parameter where torch has it, and updates that can stand in a CUDA graph."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 """Those with a fused update, which can also be masked on the device."""
+FUSED_ON_CPU = (optim.Adam, optim.AdamW, optim.Adagrad)
+"""Those that gain by it. SGD gains little, and cannot where some of its parameters have moved before and others not."""
 CAPTURABLE = (*FUSED, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
 """Those that read their learning rate and their counters on the device. The others of torch bake one of them in:
 ASGD and Rprop the learning rate, Adagrad its counter."""
@@ -35,6 +37,51 @@ def make_capturable(optimizer: Optimizer) -> str:
         if isinstance(state.get("step"), Tensor):
             state["step"] = _on_device(state["step"], optimizer)
     return ""
+
+
+def fuse_on_cpu(optimizer: Optimizer) -> None:
+    """Takes the update that reads and writes each parameter once, where a person chose none; elsewhere torch does."""
+    if type(optimizer) not in FUSED_ON_CPU:
+        return
+    groups = optimizer.param_groups
+    if any(group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups):
+        return
+    parameters = [p for group in groups for p in group["params"]]
+    # A part of a tensor that lies elsewhere is no plain parameter.
+    if all(type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in parameters):
+        for group in groups:
+            group["fused"] = True
+        optimizer.register_step_pre_hook(_require_alike)
+
+
+def _require_alike(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The fused update goes through memory and not through elements: gradient and state must lie as their parameter."""
+    for group in optimizer.param_groups:
+        if not group["fused"]:
+            continue
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or not (parameter.is_contiguous() or _is_dense(parameter)):
+                group["fused"] = None
+                break
+            if gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            for name, slot in optimizer.state[parameter].items():
+                if isinstance(slot, Tensor) and slot.dim() and slot.stride() != parameter.stride():
+                    optimizer.state[parameter][name] = torch.empty_like(parameter, dtype=slot.dtype).copy_(slot)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, each once, in some order."""
+    sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in sizes:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

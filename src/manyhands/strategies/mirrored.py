@@ -16,6 +16,9 @@ from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica
 
+_ROW = 1024
+"""Words that are weighed alike in every row."""
+
 
 class MirroredReplica(Replica):
     """One of several equal replicas."""
@@ -167,9 +170,17 @@ def hash_of(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().view(-1)
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    bits = data.view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(data.element_size(), torch.uint8)
-    )
-    wide = bits.to(torch.int64)
-    place = torch.arange(1, wide.numel() + 1, dtype=torch.int64, device=tensor.device)
-    return (wide * (place * 2 + 1)).sum()
+    if data.storage_offset() * data.element_size() % 8:
+        data = data.clone()  # which lies where words of eight bytes may
+    bits = data.view(torch.uint8)
+    num_words = len(bits) // 8
+    words, tail = bits[: 8 * num_words].view(torch.int64), bits[8 * num_words :]
+    in_rows = num_words // _ROW * _ROW
+    rows = (words[:in_rows].view(-1, _ROW) * _weights(_ROW, tensor.device)).sum(1)
+    sums = torch.cat([rows, words[in_rows:], tail.to(torch.int64)])
+    return (sums * _weights(len(sums), tensor.device)).sum()
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers: no multiple of them hides a bit, and a value elsewhere weighs something else."""
+    return torch.arange(1, count + 1, device=device) * 2 + 1
