@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.core import RequestRefused, SettingsError
+from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
 from manyhands.serving.batcher import ATTEMPTS, Batch, Batcher, BatchSettings, Ticket
+from manyhands.serving.slots import FREE_BYTES, Layout
 
 
 class Desk:
@@ -266,3 +267,29 @@ def test_a_lower_priority_goes_first() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         BatchSettings(**wrong)
+
+
+def test_a_batch_holds_no_more_than_a_replicas_memory() -> None:
+    desk = Desk(max_rows=8, sizes=(1, 4, 8))
+    desk.batcher.rows_fitting = lambda shapes: 40 // shapes[0][0]
+    wide = desk.submit(np.ones((6, 10)))  # four of these rows fit
+    desk.turn()
+    assert [(batch.rows, batch.size) for batch in desk.workers[0].batches] == [(4, 4), (2, 4)]
+    desk.compute()
+    desk.compute()
+    assert wide.outputs["y"].shape == (6, 10)
+    with pytest.raises(RequestRefused, match="rows of 164 bytes are more than a batch can hold"):
+        desk.submit(np.ones((1, 41)))
+    assert desk.batcher.num_live == desk.batcher.num_queued == 0
+
+
+def test_rows_that_fit_into_a_slot() -> None:
+    free = Layout(Signature({"x": TensorSpec("float32", (None, None)), "n": TensorSpec("int64", (None,))}, {}), 64)
+    for width in (1, 1 << 20, (1 << 20) + 1, 1 << 25):
+        rows = free.rows_fitting([(width,), ()])
+        assert 1 <= rows <= 64
+        assert rows * (4 * width + 8) <= FREE_BYTES
+        assert rows == 64 or (rows + 1) * (4 * width + 8) + 128 > FREE_BYTES
+    assert free.rows_fitting([(1 << 26,), ()]) == 0
+    fixed = Layout(Signature({"x": TensorSpec("float32", (None, 1 << 25))}, {}), 64)
+    assert fixed.rows_fitting([(1 << 25,)]) == 64

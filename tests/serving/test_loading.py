@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from manyhands.cluster import Device, LocalEngine, resolve
-from manyhands.core import Predictor
-from manyhands.serving import computing
+from manyhands.core import Predictor, RequestRefused
+from manyhands.serving import BatchSettings, computing
 from manyhands.serving.computing import Starved, quietly
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica
+from manyhands.serving.version import Place, Version
 
 from .test_versions import Moody
 
@@ -41,6 +42,23 @@ def test_a_replica_that_got_no_core_is_loaded_like_any_other_work(engine: LocalE
             meeting.close()
 
     assert asyncio.run(start(resolve("cpu")[0][0])) == (os.SCHED_OTHER, "")
+
+
+def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine) -> None:
+    async def run(device: Device) -> str:
+        meeting = Meeting()
+        try:
+            version = Version("shy", 1, Shy(), Place(engine, meeting, [device]), BatchSettings(max_rows=1))
+            loading = asyncio.create_task(version.load())
+            await asyncio.sleep(0)
+            await version.end(patience=1.0)
+            with pytest.raises(RequestRefused, match="unloaded while it was loading"):
+                await loading
+            return version.state
+        finally:
+            meeting.close()
+
+    assert asyncio.run(run(resolve("cpu")[0][0])) == "END"
 
 
 def test_loading_is_given_up_when_it_waited_too_long_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -239,20 +240,71 @@ def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, star
     assert current(server) == 1
 
 
-def test_a_hiccup_does_not_send_a_version_back_and_slowness_does(adder: Path, tmp_path: Path, start: Start) -> None:
+def test_a_hiccup_or_a_busy_machine_sends_no_version_back_and_slowness_does(
+    adder: Path, tmp_path: Path, start: Start
+) -> None:
     for number in (1, 2):
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", poll=60)
     model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
     rule = Probation(seconds=600)
-    for number in (1, 2):
-        for _ in range(40):
-            model.versions[number].figures.count("OK", 0.001)
-    model.versions[2].figures.count("OK", 1.0)
+
+    def answered(number: int, num: int, seconds: float) -> None:
+        for _ in range(num):
+            model.versions[number].figures.count("OK", seconds)
+
+    def ask(num: int) -> None:
+        """Real requests, whose times are those of this machine as it is now."""
+        for _ in range(num):
+            answer = http.post("/v1/models/adder:predict", json={"instances": [[0, 0, 0]]})
+            assert answer.json() == {"predictions": [[2.0] * 3]}
+
+    answered(1, 40, 1e-5)
+    answered(2, 40, 1e-5)
+    answered(2, 1, 1.0)
     assert model.verdict(rule) == ""
-    for _ in range(10):
-        model.versions[2].figures.count("OK", 0.1)
-    assert "p90 is" in model.verdict(rule)
+    assert model.versions[2].shadow is None
+    with httpx.Client(base_url=server.url) as http:
+        # Slower than the old one ever was: now both compute the same requests, and are found to be alike.
+        answered(2, 100, 0.01)
+        assert model.verdict(rule) == ""
+        ask(19)
+        assert model.verdict(rule) == ""
+        assert model.versions[2].shadow is not None
+        ask(11)
+        until(lambda: model.verdict(rule) == "" and model.versions[2].shadow is None)
+        # The next look finds it slow again; this time it is slower on the same requests too.
+        assert model.verdict(rule) == ""
+        ask(30)
+        answered(2, 30, 60.0)
+        until(lambda: re.fullmatch(r"p90 is [\d.]+ ms, and [\d.]+ of version 1 at the same time", model.verdict(rule)))
+    assert model.versions[2].shadow is None
+    assert model.versions[1].figures.num_requests == 40
+
+
+def test_what_is_empty_or_comes_broken_keeps_nobody_from_the_others(adder: Path, tmp_path: Path, start: Start) -> None:
+    publish(adder, tmp_path / "adder", 1)
+    (tmp_path / "empty").mkdir()
+    server = start(tmp_path)
+    with httpx.Client(base_url=server.url) as http, httpx.Client(base_url=server.manage_url) as manage:
+        assert http.get("/v2/health/ready").status_code == 200
+        assert [m["name"] for m in server.state()["models"]] == ["adder"]
+        assert http.get("/v1/models/empty").status_code == 404
+        assert manage.post("/manage/models/empty/load").status_code == 404
+        assert manage.post("/manage/models/empty/load", json={"version": 3}).status_code == 404
+        publish(adder, tmp_path / "later", 1)
+        broken = tmp_path / "broken" / "1"
+        shutil.copytree(adder, tmp_path / "aside")
+        (tmp_path / "aside" / "program.json").write_bytes(bytes((adder / "program.json").stat().st_size))
+        broken.parent.mkdir()
+        (tmp_path / "aside").rename(broken)
+        until(lambda: current(server, "later") == 1)
+        until(lambda: [m for m in server.state()["models"] if m["name"] == "broken" and m["versions"][0]["error"]])
+        assert http.get("/v2/health/ready").status_code == 200
+        assert server.state()["ready"]
+    # At the start it is different: a server with a model that cannot answer should get no clients.
+    server.stop()
+    assert not start(tmp_path).state()["ready"]
 
 
 def test_overload_is_refused_early_and_the_rest_is_served(start: Start) -> None:

@@ -12,7 +12,7 @@ from .metrics import BOUNDS, Histogram
 from .security import Tls
 
 if TYPE_CHECKING:
-    from .model import Probation
+    from .probation import Probation
     from .routing import Router, RouteSettings
     from .server import Server, ServeSettings
 
@@ -34,7 +34,7 @@ _HOME = {
     "ServeSettings": "server",
     "Router": "routing",
     "RouteSettings": "routing",
-    "Probation": "model",
+    "Probation": "probation",
 }
 
 

@@ -21,6 +21,7 @@ from .kinds import Array
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
+Shapes = tuple[tuple[int, ...], ...]
 ATTEMPTS = 3
 """How often a request is computed when replicas die over it; the last time alone."""
 
@@ -93,7 +94,7 @@ class Batch:
     rows: int
     size: int
     """Rows with padding."""
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     """Of one row of each input, in the signature's order."""
 
     def copy_to(self, views: Mapping[str, Array]) -> None:
@@ -140,8 +141,10 @@ class Batcher:
         self.pace = 0.0
         """Rows per second of late, over all replicas."""
         self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
+        self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
+        """How many rows of some shapes a replica's memory can hold."""
         self._inputs, self._soon, self._now = list(inputs), soon, now
-        self._queues: dict[tuple[int, tuple[tuple[int, ...], ...]], deque[Part]] = {}
+        self._queues: dict[tuple[int, Shapes], deque[Part]] = {}
         self._live: set[Ticket] = set()
         self._scheduled = False
 
@@ -161,6 +164,9 @@ class Batcher:
         A lower priority goes first. Raises where too much is waiting already.
         """
         self.require_room(deadline)
+        if not self._most(self._shapes(inputs)):
+            size = sum(inputs[name][:1].nbytes for name in self._inputs)
+            raise RequestRefused("INVALID_ARGUMENT", f"rows of {size} bytes are more than a batch can hold")
         ticket = Ticket(inputs, rows, deadline, priority, done)
         self._live.add(ticket)
         self._queue(Part(ticket, 0, rows))
@@ -230,9 +236,18 @@ class Batcher:
         self._schedule()
 
     def _queue(self, part: Part, *, first: bool = False) -> None:
-        shapes = tuple(part.ticket.inputs[name].shape[1:] for name in self._inputs)
-        queue = self._queues.setdefault((part.ticket.priority, shapes), deque())
+        queue = self._queues.setdefault((part.ticket.priority, self._shapes(part.ticket.inputs)), deque())
         (queue.appendleft if first else queue.append)(part)
+
+    def _shapes(self, inputs: Arrays) -> Shapes:
+        return tuple(inputs[name].shape[1:] for name in self._inputs)
+
+    def _most(self, shapes: Shapes) -> int:
+        """Rows of a batch at most; with padding it must fit too."""
+        fitting = min(self.settings.max_rows, self.rows_fitting(shapes))
+        return max(
+            (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
+        )
 
     def _again(self, parts: Sequence[Part], *, alone: bool) -> None:
         for part in reversed(parts):
@@ -270,19 +285,19 @@ class Batcher:
         while self._queues:
             key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
             queue = self._queues[key]
-            parts, rows = self._take_parts(queue)
+            parts, rows = self._take_parts(queue, self._most(key[1]))
             if not queue:
                 del self._queues[key]
             if parts:
                 return Batch(parts, rows, self.settings.padded(rows), key[1])
         return None
 
-    def _urgency(self, key: tuple[int, tuple[tuple[int, ...], ...]]) -> tuple[int, float]:
+    def _urgency(self, key: tuple[int, Shapes]) -> tuple[int, float]:
         return key[0], self._queues[key][0].ticket.deadline
 
-    def _take_parts(self, queue: deque[Part]) -> tuple[list[Part], int]:
+    def _take_parts(self, queue: deque[Part], most: int) -> tuple[list[Part], int]:
         parts: list[Part] = []
-        rows, now, most = 0, self._now(), self.settings.max_rows
+        rows, now = 0, self._now()
         while queue and rows < most:
             part = queue[0]
             ticket = part.ticket

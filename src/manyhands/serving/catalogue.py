@@ -15,7 +15,8 @@ from ..core import ManyhandsError, Predictor, RequestRefused
 from .batcher import BatchSettings
 from .computing import Exported, Given
 from .folder import NAME, Policy, Print, complete_versions, models_in
-from .model import Model, Probation, Unknown
+from .model import Model, Unknown
+from .probation import Probation
 from .version import Place, Version, end_all, nothing
 
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
@@ -78,7 +79,7 @@ class Catalogue:
             version = self._version(model, 1, Given(predictor, self.settings.precision))
             await version.load()
             self._switch(model)
-        await self.look()
+        await self.look(first=True)
         if self.settings.root is not None:
             self._watching = asyncio.ensure_future(self._watch())
 
@@ -93,8 +94,13 @@ class Catalogue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model has a version that answers."""
-        return all(model.current is not None or model.is_unloaded for model in self.models.values())
+        """Whether every model answers that was there at the start, or has answered before.
+
+        What comes later and is broken, or empty, must not keep clients from the others.
+        """
+        return all(
+            model.current is not None or model.is_unloaded or not model.is_awaited for model in self.models.values()
+        )
 
     def find(self, name: str, version: int | None = None, label: str | None = None, key: bytes = b"") -> Version:
         """The version that answers a request; requests with one key always get the same part of a split."""
@@ -144,7 +150,10 @@ class Catalogue:
         failed = [v.error for v in model.versions.values() if v.error and version in (None, v.number)]
         if failed:
             raise RequestRefused("FAILED_PRECONDITION", f"failed to load '{name}': {failed[0]}")
-        if version is not None and version not in model.versions:
+        if not model.versions:
+            del self.models[name]
+        if not model.versions or (version is not None and version not in model.versions):
+            model.asked.discard(version)
             raise Unknown(name, version)
 
     async def unload(self, name: str) -> None:
@@ -197,14 +206,19 @@ class Catalogue:
         self._say("rolled_back", model=name, version=current.number, to=model.current.number, reason=reason)
         return model.current.number
 
-    async def look(self) -> None:
+    async def look(self, *, first: bool = False) -> None:
         """One look at the folder: loads what is new, one version after the other, and lets go what is not wanted."""
         async with self._turn:
             for name, path in self._folders().items():
-                model = self.models.setdefault(name, Model(name))
+                model = self.models.get(name) or Model(name)
                 # Somebody may have asked for a version that is not among the latest ones.
                 policy = None if model.asked else model.policy or self.settings.policy
-                await self._settle(model, complete_versions(path, policy, model.rejected))
+                there = complete_versions(path, policy, model.rejected)
+                # A folder without a version is no model yet.
+                if there or name in self.models:
+                    self.models[name] = model
+                    model.is_awaited |= first
+                    await self._settle(model, there)
 
     def _folders(self) -> dict[str, Path]:
         if self.settings.root is None:
@@ -219,12 +233,13 @@ class Catalogue:
         while True:
             await asyncio.sleep(self.settings.poll)
             try:
-                for model in self.models.values():
+                for model in list(self.models.values()):
                     reason = model.verdict(self.settings.probation)
                     if reason:
                         await self.roll_back(model.name, reason)
                 await self.look()
-            except (OSError, ManyhandsError) as error:
+            except Exception as error:
+                # Whatever a look stumbled over, the next one is taken.
                 self._say("watch_failed", reason=type(error).__name__)
 
     async def _settle(self, model: Model, there: Mapping[int, Print]) -> None:
@@ -242,9 +257,8 @@ class Catalogue:
             return
         on_probation = time.monotonic() - model.taken_over < self.settings.probation.seconds
         keep = {*wanted, *model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
-        older = [v.number for v in model.available if v.number < model.current.number]
-        if on_probation and older:
-            keep.add(older[-1])
+        if on_probation and model.before is not None:
+            keep.add(model.before.number)
         for version in model.available:
             if version.number not in keep and version is not model.current:
                 self._spawn(self._let_go(model, version))
@@ -277,6 +291,7 @@ class Catalogue:
 
     def _switch(self, model: Model) -> None:
         if model.take_over() and model.current is not None:
+            model.is_awaited = True
             self._say("version_available", model=model.name, version=model.current.number)
 
     async def _let_go(self, model: Model, version: Version) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from ..core import RequestRefused
 from .folder import Policy
+from .probation import Judge, Probation
 from .version import AVAILABLE, END, Version
 
 
@@ -21,20 +21,6 @@ class Unknown(RequestRefused):
             super().__init__("NOT_FOUND", f"Servable not found for request: Specific({model}, {version})")
         else:
             super().__init__("NOT_FOUND", f"Servable not found for request: Latest({model})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probation:
-    """When a new version is sent back: within so many seconds of its takeover, compared with the one before."""
-
-    seconds: float = 30.0
-    """0 lets the old version go at once."""
-    num_requests: int = 20
-    """Fewer say nothing."""
-    max_failed: float = 0.1
-    """The share of requests that the network itself failed."""
-    max_slowdown: float = 5.0
-    """The time within which nine of ten requests are answered, over the old version's; one hiccup says nothing."""
 
 
 class Model:
@@ -52,15 +38,25 @@ class Model:
         """Which versions, where somebody said so for this model."""
         self.is_unloaded = False
         """Whether somebody asked for none."""
+        self.is_awaited = False
+        """Whether clients should not come before it answers."""
         self.taken_over = 0.0
         """When the current version began to answer."""
         self._current: int | None = None
+        self._judge = Judge()
 
     @property
     def current(self) -> Version | None:
         """The version that answers where none is named."""
         version = self.versions.get(self._current) if self._current is not None else None
         return version if version is not None and version.state == AVAILABLE else None
+
+    @property
+    def before(self) -> Version | None:
+        """The version that would answer if the current one was sent back."""
+        current = self.current
+        older = [] if current is None else [v for v in self.available if v.number < current.number]
+        return next((version for version in reversed(older) if version.number not in self.rejected), None)
 
     @property
     def available(self) -> list[Version]:
@@ -85,6 +81,7 @@ class Model:
         fit = [version.number for version in self.available if version.number not in self.rejected]
         if not fit or fit[-1] == self._current:
             return False
+        self._judge.dismiss()
         self._current, self.taken_over = fit[-1], time.monotonic()
         return True
 
@@ -102,18 +99,8 @@ class Model:
 
     def verdict(self, rule: Probation) -> str:
         """Why the current version should be sent back, compared with the one before; empty where it should not."""
-        current = self.current
-        older = [version for version in self.available if current is not None and version.number < current.number]
-        if current is None or not older or time.monotonic() - self.taken_over > rule.seconds:
+        current, before = self.current, self.before
+        if current is None or before is None or time.monotonic() - self.taken_over > rule.seconds:
+            self._judge.dismiss()
             return ""
-        figures, before = current.figures, older[-1].figures
-        num, failed = figures.num_requests, figures.codes["INTERNAL"]
-        if num < rule.num_requests:
-            return ""
-        if failed / num > rule.max_failed and failed / num > 2 * before.codes["INTERNAL"] / max(1, before.num_requests):
-            return f"{failed} of {num} requests failed"
-        if before.num_requests >= rule.num_requests and figures.latency.num >= rule.num_requests:
-            now, then = figures.latency.percentile(0.9), before.latency.percentile(0.9)
-            if now > rule.max_slowdown * then:
-                return f"p90 is {1000 * now:.1f} ms instead of {1000 * then:.1f}"
-        return ""
+        return self._judge.verdict(rule, current, before)

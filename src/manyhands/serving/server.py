@@ -19,8 +19,8 @@ from .exposition import exposition
 from .folder import Policy, require_name
 from .http import Listener, Request
 from .meeting import Meeting
-from .model import Probation
 from .precision import require_precision
+from .probation import Probation
 from .protocols import GRPC, REST, Desk, GrpcListener, Management, OpenInferenceRest, RestProtocol, TensorflowRest
 from .security import is_loopback
 from .tracing import Tracing

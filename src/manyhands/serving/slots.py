@@ -11,10 +11,11 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from ..core import RequestRefused, Signature, TensorSpec
+from ..core import Signature, TensorSpec
 from .kinds import BY_TORCH, Array
 
 FREE_BYTES = 256 << 20
@@ -32,20 +33,26 @@ class Layout:
     signature: Signature
     max_rows: int
 
-    @property
+    @cached_property
     def input_bytes(self) -> int:
         """Bytes for the inputs of the largest batch."""
         return _capacity(self.signature.inputs, self.max_rows)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
         return self.input_bytes + _capacity(self.signature.outputs, self.max_rows)
 
-    def require_fitting(self, size: int, shapes: Shapes) -> None:
-        """Refuses a batch of free shapes that is larger than a slot."""
-        if _end(self.signature.inputs, size, shapes) > self.input_bytes:
-            raise RequestRefused("INVALID_ARGUMENT", f"a batch may have {self.input_bytes} bytes")
+    def rows_fitting(self, shapes: Shapes) -> int:
+        """Rows of these shapes that a slot can hold; of a signature without free dims, the largest batch."""
+        specs = self.signature.inputs
+        if self.input_bytes < FREE_BYTES or _end(specs, self.max_rows, shapes) <= self.input_bytes:
+            return self.max_rows
+        room = self.input_bytes - _ALIGN * len(specs)
+        each = sum(
+            math.prod(s) * BY_TORCH[spec.dtype].numpy.itemsize for spec, s in zip(specs.values(), shapes, strict=True)
+        )
+        return room // each
 
 
 class Slots:

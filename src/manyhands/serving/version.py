@@ -16,6 +16,7 @@ from .computing import Source
 from .meeting import Meeting
 from .metrics import Figures
 from .replica import Replica
+from .slots import Layout
 
 START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"
 """States, as TensorFlow Serving names them."""
@@ -42,6 +43,8 @@ class Version:
         self.replicas: list[Replica] = []
         self.on_event: Callable[..., None] = lambda kind, **values: None
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
+        self.shadow: Callable[[Arrays, int, float], None] | None = None
+        """Hears of every request, with its rows and its deadline."""
         self._source, self._place, self._settings = source, place, settings
         self._batcher: Batcher | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,6 +82,8 @@ class Version:
             started = await asyncio.gather(*map(self._start, self._place.devices), return_exceptions=True)
             replicas = [replica for replica in started if isinstance(replica, Replica)]
             failures = [failure for failure in started if isinstance(failure, BaseException)]
+            if not failures and self.is_over:
+                failures.append(RequestRefused("ABORTED", "it was unloaded while it was loading"))
             if failures:
                 for replica in replicas:
                     replica.close()
@@ -92,16 +97,21 @@ class Version:
         self._signature = replicas[0].signature
         self._batcher = Batcher(self._settings, list(self._signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.figures.count_batch
+        self._batcher.rows_fitting = Layout(self._signature, self._settings.max_rows).rows_fitting
         for replica in replicas:
             self._admit(replica)
         self._spawn(self._sweep())
         await self.warm_up(self)
-        self.state = AVAILABLE
+        if self.state == LOADING:
+            self.state = AVAILABLE
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
         """Takes a request; raises where it cannot be answered."""
         self.require_available()
-        return self.batcher.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
+        ticket = self.batcher.submit(inputs, rows, deadline=deadline, priority=priority, done=done)
+        if self.shadow is not None:
+            self.shadow(inputs, rows, deadline)
+        return ticket
 
     def require_available(self) -> None:
         """Raises where nothing can be asked now."""

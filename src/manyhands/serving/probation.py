@@ -1,0 +1,112 @@
+"""Probation: when a new version is sent back, and how a slow one is told from a busy machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+from ..core import RequestRefused
+from .batcher import Arrays, Ticket
+from .metrics import BOUNDS, Histogram
+from .version import Version
+
+_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probation:
+    """When a new version is sent back: within so many seconds of its takeover, compared with the one before."""
+
+    seconds: float = 30.0
+    """0 lets the old version go at once."""
+    num_requests: int = 20
+    """Fewer say nothing."""
+    max_failed: float = 0.1
+    """The share of requests that the network itself failed."""
+    max_slowdown: float = 5.0
+    """The time within which nine of ten requests are answered, over the old version's; one hiccup says nothing."""
+
+
+class Trial:
+    """A suspicion looked into: the old version computes the same requests at the same time, for nobody.
+
+    Times of yesterday, or of a quiet hour, prove nothing: a machine that is busy makes any version slow.
+    """
+
+    def __init__(self, current: Version, before: Version, num_requests: int) -> None:
+        self._current, self._before, self._num = current, before, num_requests
+        self._since = current.figures.latency.copy()
+        self._latency = Histogram(BOUNDS)
+        self._num_asked = 0
+        current.shadow = self._ask
+
+    def end(self) -> None:
+        """The old version is left alone again."""
+        self._current.shadow = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both have answered enough."""
+        num = self._current.figures.latency.num - sum(self._since)
+        return min(num, self._latency.num) >= self._num
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Within which nine of ten requests were answered, by the new version and by the old one."""
+        return self._current.figures.latency.percentile(_SHARE, self._since), self._latency.percentile(_SHARE)
+
+    def _ask(self, inputs: Arrays, rows: int, deadline: float) -> None:
+        if self._num_asked == 3 * self._num:
+            return
+        self._num_asked += 1
+        began = time.perf_counter()
+
+        def done(ticket: Ticket) -> None:
+            if ticket.refusal is None:
+                self._latency.add(time.perf_counter() - began)
+
+        with contextlib.suppress(RequestRefused):
+            self._before.submit(inputs, rows, deadline=deadline, priority=0, done=done)
+
+
+class Judge:
+    """Decides about one takeover."""
+
+    def __init__(self) -> None:
+        self._trial: Trial | None = None
+
+    def dismiss(self) -> None:
+        """There is nothing to decide any more."""
+        if self._trial is not None:
+            self._trial.end()
+            self._trial = None
+
+    def verdict(self, rule: Probation, current: Version, before: Version) -> str:
+        """Why a version should be sent back; empty where it should not."""
+        figures, older = current.figures, before.figures
+        num, failed = figures.num_requests, figures.codes["INTERNAL"]
+        if num < rule.num_requests:
+            return ""
+        if failed / num > rule.max_failed and failed / num > 2 * older.codes["INTERNAL"] / max(1, older.num_requests):
+            return f"{failed} of {num} requests failed"
+        if self._trial is None:
+            if self._is_suspicious(rule, current, before):
+                self._trial = Trial(current, before, rule.num_requests)
+            return ""
+        if not self._trial.is_over:
+            return ""
+        now, then = self._trial.seconds
+        self.dismiss()
+        if now > rule.max_slowdown * then:
+            return f"p90 is {1000 * now:.1f} ms, and {1000 * then:.1f} of version {before.number} at the same time"
+        return ""
+
+    def _is_suspicious(self, rule: Probation, current: Version, before: Version) -> bool:
+        """Whether it is slower than the old one used to be, and can be compared with it."""
+        latency, older = current.figures.latency, before.figures.latency
+        return (
+            min(latency.num, older.num) >= rule.num_requests
+            and latency.percentile(_SHARE) > rule.max_slowdown * older.percentile(_SHARE)
+            and current.signature.inputs == before.signature.inputs
+        )
