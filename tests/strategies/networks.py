@@ -30,6 +30,33 @@ class Deep(nn.Module):
         return self.head(self.blocks(self.first(x)))
 
 
+class Shifting(nn.Module):
+    """Layers that are frozen at first, a head for training only and one for evaluation only, a buffer that is replaced.
+
+    Its loss reads a parameter that its forward does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(5))
+        self.first = nn.Linear(12, 16).requires_grad_(False)
+        self.side, self.middle = nn.Linear(16, 5), block(16)
+        self.head, self.check = nn.Linear(16, 5), nn.Linear(5, 5)
+        self.register_buffer("last", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.first(x) + self.shift.detach()
+        out = self.head(self.middle(start) + start)
+        if not self.training:
+            return out + self.check(out) + self.last.sum()
+        self.last = self.last * 0 + self.head.weight.detach().mean(0)
+        return out + self.side(start)
+
+
+def shifted(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]) * model.scale, batch[1])
+
+
 class Residual(nn.Module):
     """Convolutions with batch statistics, changes in place, and a skip over all of them."""
 
@@ -102,6 +129,7 @@ def task(name: str, rows: int = 21, batch_size: int = 8, dropout: float = 0.0) -
     labels = torch.randint(0, 5, (rows,), generator=generator(1))
     others: dict[str, tuple[Any, Any, Any]] = {
         "deep": (lambda: Deep(dropout), classify, (numbers, labels)),
+        "shifting": (Shifting, shifted, (numbers, labels)),
         "residual": (Residual, classify, (torch.randn(rows, 1, 6, 6, generator=generator(0)), labels)),
         "towers": (Towers, towers_loss, (numbers, torch.randn(rows, 6, generator=generator(2)), labels)),
         "translator": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .buffers import remember_buffers
 from .errors import (
     ArchiveError,
     CheckpointError,
@@ -92,6 +93,7 @@ __all__ = [
     "mix",
     "seed_all",
     "random_state",
+    "remember_buffers",
     "restore_random_state",
     "LayoutFree",
     "as_written",

@@ -4,7 +4,7 @@ from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import culprit
 from .call import Call
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
-from .following import Facts, Value, follow, plainly
+from .following import Facts, Value, follow, mutated, plainly
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, fuse_on_cpu, make_capturable, skips_on_device
@@ -37,6 +37,7 @@ __all__ = [
     "follow",
     "Facts",
     "Value",
+    "mutated",
     "plainly",
     "Layer",
     "layer_of",

@@ -15,7 +15,6 @@ from functools import cached_property
 
 from torch import fx
 
-from ..core import StrategyError
 from .following import Facts, aliased, is_random, mutated
 from .tracing import Traced
 
@@ -111,7 +110,7 @@ def works_of(traced: Traced, facts: Facts) -> Works:
             groups[together.find(node)].append(node)
     made = [Unit(members, traced.paths[members[-1].name]) for members in groups.values()]
     works = _needed(Works(traced, facts, made, _places(made)))
-    return _sorted(works, {index: order[unit.nodes[0]] for index, unit in enumerate(works.units)})
+    return _sorted(works, order)
 
 
 def _places(units: Sequence[Unit]) -> dict[str, int]:
@@ -201,15 +200,19 @@ def _together(traced: Traced, nodes: Sequence[fx.Node], placed: set[fx.Node]) ->
     return together
 
 
-def _sorted(works: Works, order: Mapping[int, int]) -> Works:
-    """Units in an order in which each comes after what it needs, as near to the program's as that allows."""
+def _sorted(works: Works, order: Mapping[fx.Node, int]) -> Works:
+    """Units in an order in which each comes after what it needs, as near to the program's as that allows.
+
+    Units that need each other, as a buffer's old and its new value do, become one.
+    """
     takes = {i: {works.unit_of[name] for name in works.needs(u.nodes)} for i, u in enumerate(works.units)}
     users: dict[int, list[int]] = defaultdict(list)
     for index, needed in takes.items():
         for other in needed:
             users[other].append(index)
     waiting = {index: len(needed) for index, needed in takes.items()}
-    ready = [(order[index], index) for index, count in waiting.items() if not count]
+    places = [order[unit.nodes[0]] for unit in works.units]
+    ready = [(places[index], index) for index, count in waiting.items() if not count]
     heapq.heapify(ready)
     sequence: list[int] = []
     while ready:
@@ -218,19 +221,30 @@ def _sorted(works: Works, order: Mapping[int, int]) -> Works:
         for user in users[index]:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(ready, (order[user], user))
+                heapq.heappush(ready, (places[user], user))
     if len(sequence) < len(works.units):
-        stuck = next(works.units[index] for index, count in waiting.items() if count)
-        raise StrategyError(
-            "what changes a tensor in place cannot be cut from what reads it before and after",
-            got=f"{stuck.nodes[0].target} in {stuck.path or 'the network itself'}",
-            remedy="write it without changing in place",
-        )
+        ring = _ring(takes, {index for index, count in waiting.items() if count})
+        return _sorted(_merged(works, ring, order), order)
     place = {index: new for new, index in enumerate(sequence)}
     units = [works.units[index] for index in sequence]
     for index, unit in zip(sequence, units, strict=True):
         unit.takes = {place[other] for other in takes[index]}
     return Works(works.traced, works.facts, units, {name: place[index] for name, index in works.unit_of.items()})
+
+
+def _ring(takes: Mapping[int, set[int]], stuck: set[int]) -> list[int]:
+    """Units each of which needs the next, and the last the first; each of those that are stuck needs another."""
+    way = [min(stuck)]
+    while (following := min(takes[way[-1]] & stuck)) not in way:
+        way.append(following)
+    return way[way.index(following) :]
+
+
+def _merged(works: Works, ring: Sequence[int], order: Mapping[fx.Node, int]) -> Works:
+    nodes = sorted((node for index in ring for node in works.units[index].nodes), key=lambda node: order[node])
+    rest = [unit for index, unit in enumerate(works.units) if index not in ring]
+    units = [*rest, Unit(nodes, works.traced.paths[nodes[-1].name])]
+    return Works(works.traced, works.facts, units, _places(units))
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

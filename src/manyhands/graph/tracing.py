@@ -153,7 +153,8 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Any]:
         args, kwargs = self.call.arguments(tensors)
-        leaves, structure = pytree.tree_flatten(self.net(*args, **kwargs))
+        with _buffers_kept(self.net):
+            leaves, structure = pytree.tree_flatten(self.net(*args, **kwargs))
         carried = [leaf for leaf in leaves if isinstance(leaf, Tensor | torch.SymInt)]
         places = iter(range(len(carried)))
         kept = tuple(
@@ -161,6 +162,28 @@ class _Flat(nn.Module):
         )
         self.kept.answer = Answer(structure, kept)
         return carried
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Makes a change in place of every buffer that is replaced by another tensor, which export would overlook."""
+    before = [
+        (module, name, held) for module in model.modules() for name, held in module._buffers.items() if held is not None
+    ]
+    yield
+    for module, name, held in before:
+        now = module._buffers[name]
+        if now is held:
+            continue
+        if now is None or now.shape != held.shape:
+            raise StrategyError(
+                "a buffer of a network that is cut keeps its size",
+                got=f"{name} of {type(module).__name__}, {'None' if now is None else list(now.shape)} after "
+                f"{list(held.shape)}",
+                remedy="register it with its largest size, or use mh.Mirrored() or mh.Sharded()",
+            )
+        held.copy_(now.detach())
+        module._buffers[name] = held
 
 
 def _plain(leaf: Any) -> Any:
@@ -222,19 +245,21 @@ def _traced(program: Any, answer: Answer, names: Mapping[str, str]) -> Traced:
     for node in [n for n in graph.nodes if n.op == "call_function" and _name_of(n.target) in _CHECKS]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
+    operations = [node for node in graph.nodes if node.op == "call_function"]
     signature = program.graph_signature
     strip = len(_NET) + 1
+    buffers = {node: names[name[strip:]] for node, name in signature.inputs_to_buffers.items()}
     returned = next(node for node in graph.nodes if node.op == "output")
     return Traced(
         graph=graph,
         root=program.graph_module,
         parameters={node: names[name[strip:]] for node, name in signature.inputs_to_parameters.items()},
-        buffers={node: names[name[strip:]] for node, name in signature.inputs_to_buffers.items()},
+        buffers=buffers,
         constants={node: program.constants[name] for node, name in signature.inputs_to_lifted_tensor_constants.items()},
         inputs=list(signature.user_inputs),
         outputs=list(returned.args[0]),
         answer=answer,
-        paths={node.name: _path_of(node) for node in graph.nodes if node.op == "call_function"},
+        paths={node.name: _path_of(node) or _owner_of(node, buffers) for node in operations},
         bounds=dict(program.range_constraints),
     )
 
@@ -248,3 +273,10 @@ def _path_of(node: fx.Node) -> str:
     stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
     inner = [path.split("@")[0] for path in stack if path.split(".")[0] == _NET]
     return inner[-1][len(_NET) + 1 :] if inner else ""
+
+
+def _owner_of(node: fx.Node, buffers: Mapping[str, str]) -> str:
+    """The module of the buffer that is filled after the network's last operation."""
+    if node.target is torch.ops.aten.copy_.default and isinstance(first := node.args[0], fx.Node):
+        return buffers.get(first.name, "").rpartition(".")[0]
+    return ""

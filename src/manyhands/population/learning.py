@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core import LayoutFree, UsageError, random_state, restore_random_state
+from ..core import LayoutFree, UsageError, random_state, remember_buffers, restore_random_state
 from ..data import Resident, map_leaves
 from .program import Program
 
@@ -20,7 +20,7 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     if few == more:
         return
     batch = data.fetch(torch.arange(more, device=program.device))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    put_back = remember_buffers(model)
     states, before, is_random = random_state(program.device), draws.num_draws, False
 
     def compute(count: int) -> None:
@@ -37,7 +37,5 @@ def learn_draws(draws: LayoutFree, program: Program, data: Resident, batch_size:
     except Exception:
         return  # a slip of the person's own comes again in the first step
     finally:
-        with torch.no_grad():
-            for buffer, old in buffers:
-                buffer.copy_(old)
+        put_back()
         restore_random_state(states, program.device)

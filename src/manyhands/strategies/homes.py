@@ -66,9 +66,11 @@ def by_map(works: Works, named: Mapping[str, int], rest: int | None, holders: Ma
     homes: list[int] = []
     for index, unit in enumerate(works.units):
         home = _named_home(unit.path, named)
-        able = _able(works, index, holders)
-        if home is None or (able and home not in able):
-            home = rest if home is None and rest is not None else _near(works, index, homes, named, able)
+        able = able_ranks(works, index, holders)
+        if home is None:
+            home = rest
+        if home is None or (able is not None and home not in able):
+            home = _near(works, index, homes, named, able)
         homes.append(home)
     return homes
 
@@ -81,17 +83,27 @@ def _named_home(path: str, named: Mapping[str, int]) -> int | None:
     return named.get("")
 
 
-def _able(works: Works, index: int, holders: Mapping[str, set[int]]) -> set[int]:
-    """The ranks that hold all of a unit's parameters; empty where it has none, or nobody holds any yet."""
-    found = [holders[name] for name in parameters_of(works, works.units[index].nodes) if name in holders]
-    return set.intersection(*found) if found else set()
+def able_ranks(works: Works, index: int, holders: Mapping[str, set[int]]) -> set[int] | None:
+    """The ranks that hold all of a unit's parameters; None where it has none, or nobody holds any yet."""
+    unit = works.units[index]
+    names = [name for name in parameters_of(works, unit.nodes) if name in holders]
+    if not names:
+        return None
+    able = set.intersection(*(holders[name] for name in names))
+    if not able:
+        raise StrategyError(
+            "what one operation reads must be on one device, as the first call of the network had it",
+            got=f"{unit.nodes[-1].target} in {unit.path or 'the network itself'}, which reads {', '.join(names[:5])}",
+            remedy="give these parts one device with mh.Placed, or compute the same in training and evaluation",
+        )
+    return able
 
 
-def _near(works: Works, index: int, homes: Sequence[int], named: Mapping[str, int], able: set[int]) -> int:
-    weights: Counter[int] = Counter(dict.fromkeys(able, 0))
+def _near(works: Works, index: int, homes: Sequence[int], named: Mapping[str, int], able: set[int] | None) -> int:
+    weights: Counter[int] = Counter(dict.fromkeys(able or (), 0))
     for name in works.needs(works.units[index].nodes):
         home = homes[works.unit_of[name]]
-        if not able or home in able:
+        if able is None or home in able:
             weights[home] += works.facts.values[name].num_bytes if name in works.facts.values else 1
     if weights:
         return max(weights, key=lambda rank: (weights[rank], -rank))

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..cluster import World, place_of
 from ..core import StrategyError, StrategySpec
 from ..graph import Call, Piece, Works, crossings, in_stages
-from .homes import balanced, parameters_of
+from .homes import able_ranks, balanced, parameters_of
 from .marks import marks_of
 from .placed import Elsewhere, PlacedReplica, autocast_of
 from .placement import Cut, Placement, calling, placed_homes, require_cuttable
@@ -89,23 +89,35 @@ class StagedPlacement(Placement):
         """All stages of all ranks."""
         return self.num_ranks * stages_per_rank(self.spec.schedule)
 
-    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]]) -> Cut:
+    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
+        if not training:
+            # No schedule asks for stages, so a graph that differs from training's is cut where its parameters are.
+            return super()._pieces(works, homes, wanted, training=training)
         returned, needed = wanted
         ranks = [stage % self.num_ranks for stage in range(self.num_stages)]
         pieces = in_stages(works, self._stages_of(works), ranks, needed)
         return Cut(works, pieces, list(crossings(pieces)), returned)
 
     def _stages_of(self, works: Works) -> list[int]:
-        """The stages of a call's units: as in the first cut where the graph is the same, else by their modules."""
+        """The stages of a call's units: as in the first cut where the graph is the same, else by what they read."""
         if self.first is None or _shape_of(works) == _shape_of(self.first.works):
             return self.stages
-        known: dict[str, int] = {}
+        known: dict[str, set[int]] = {}
         for unit, stage in zip(self.first.works.units, self.stages, strict=True):
-            known[unit.path] = stage
+            known.setdefault(unit.path, set()).add(stage)
         found: list[int] = []
-        for unit in works.units:
+        for index, unit in enumerate(works.units):
             least = max((found[other] for other in unit.takes), default=0)
-            found.append(max(least, known.get(unit.path, least)))
+            able = able_ranks(works, index, self.holders)
+            later = [s for s in range(least, self.num_stages) if able is None or s % self.num_ranks in able]
+            if not later:
+                raise StrategyError(
+                    "a network in stages reads its layers in the order of its first call",
+                    got=f"{unit.path or 'the network itself'}, after layers of later stages",
+                    remedy="use mh.Placed(), whose pieces may go back and forth",
+                )
+            same = [stage for stage in later if known.get(unit.path) == {stage}]
+            found.append((same or later)[0])
         return found
 
 

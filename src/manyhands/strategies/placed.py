@@ -70,6 +70,7 @@ class PlacedReplica(Replica):
         self.holding.stats = self._stats
         self._clock = Clock()
         self._relays: dict[int, tuple[Cut, Relay]] = {}
+        self._trainable = self._now_trainable()
         self.flow: Flow | None = None
         self._cut: Cut | None = None
         self._has_called = False
@@ -178,12 +179,20 @@ class PlacedReplica(Replica):
 
     def relay_for(self, call: Call) -> tuple[Cut, Relay]:
         """The cut for a call, and what this rank does of it."""
+        if self._trainable != self._now_trainable():
+            # What has a gradient, and so what crosses, is another set now.
+            self._trainable = self._now_trainable()
+            self.placement.forget()
+            self._relays.clear()
         cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
         if id(cut) not in self._relays:
             relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding)
             self._relays[id(cut)] = (cut, relay)
         self._cut = cut
         return self._relays[id(cut)]
+
+    def _now_trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.names]
 
     def _flow_of(self, call: Call, number: int) -> Flow:
         return Flow(number, call.tensors, torch.default_generator.initial_seed() if self.spec.deterministic else 0)
@@ -214,7 +223,10 @@ class PlacedReplica(Replica):
 
     def finish(self, key: str, count: Tensor | None) -> None:
         self.holding.collect(self._own_of(key))
+        for own, held in zip(self._own_of(key), self.held[key].values(), strict=True):
+            held.requires_grad_(own.requires_grad)
         if self.outer.size > 1 and key in self._buckets:
+            self._buckets[key].refresh()
             self._buckets[key].pack()
             self._buckets[key].exchange()
             self._buckets[key].finish()

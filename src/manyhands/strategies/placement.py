@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cluster import World
-from ..core import Mean, StrategyError, StrategySpec, TaskError, random_state, restore_random_state
+from ..core import Mean, StrategyError, StrategySpec, TaskError, random_state, remember_buffers, restore_random_state
 from ..graph import (
     Call,
     Clock,
@@ -30,6 +30,7 @@ from ..graph import (
     crossings,
     follow,
     in_pieces,
+    mutated,
     segments_of,
     trace,
     works_of,
@@ -53,6 +54,8 @@ class Calling:
     """Whether it brings a count of its own, as `mh.mean` does."""
     used: tuple[int, ...] | None
     """Which of the tensors that the network returns it looks at; None where that is not known."""
+    reads: tuple[str, ...] = ()
+    """Parameters and buffers that it reads by itself, such as a scale or a penalty of weights."""
 
 
 def calling(
@@ -67,20 +70,20 @@ def calling(
     With `computes` off the network itself, which then needs no values, is only called and not computed.
     """
     calls: list[Call] = []
-    looks = _Looks()
+    looks = _Looks(model)
     own = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append(Call.of(args, kwargs))
         if not computes:
             raise _Seen
-        return looks.over(own(*args, **kwargs))
+        return looks.over(lambda: own(*args, **kwargs))
 
     device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
-    states, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    states, put_back = random_state(device), remember_buffers(model)
     model.forward = forward
     try:
-        with torch.no_grad(), scope:
+        with torch.no_grad(), scope, looks:
             value = probe(model, lambda batch: batch)
     except _Seen:
         return Calling(calls[0], False, None)
@@ -90,14 +93,12 @@ def calling(
             raise one_call(0) from None
         raise
     finally:
-        looks.close()
         del model.forward
         restore_random_state(states, device)
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        put_back()
     if len(calls) != 1:
         raise one_call(len(calls))
-    return Calling(calls[0], isinstance(value, Mean), tuple(sorted(looks.seen)))
+    return Calling(calls[0], isinstance(value, Mean), tuple(sorted(looks.seen)), tuple(looks.reads))
 
 
 class _Seen(Exception):
@@ -113,39 +114,44 @@ def one_call(count: int) -> TaskError:
     )
 
 
-class _Looks(TorchDispatchMode):
-    """Notes which tensors of an answer are looked at by what follows."""
+def _cannot_read(name: str) -> StrategyError:
+    return StrategyError(
+        "what the loss itself reads of a network that is cut must be on every rank, whole and unchanged",
+        got=f"{name}, which is changed by forward or held in parts",
+        remedy="compute with it in forward, which may return it beside its answer",
+    )
 
-    def __init__(self) -> None:
+
+class _Looks(TorchDispatchMode):
+    """Notes which tensors of an answer, and which of the network's own, a loss looks at."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._own = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._places: dict[int, int] = {}
         self._answer: Any = None
+        self._is_inside = False
         self.seen: set[int] = set()
+        self.reads: dict[str, None] = {}
 
-    def over(self, answer: Any) -> Any:
-        """Begins to watch what is made of this answer; returns copies that nobody else has."""
-        leaves, structure = pytree.tree_flatten(answer)
+    def over(self, compute: Callable[[], Any]) -> Any:
+        """Begins to watch what is made of the network's answer; returns copies that nobody else has."""
+        self._is_inside = True
+        leaves, structure = pytree.tree_flatten(compute())
         fresh = [leaf.detach().view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._is_inside = False
         tensors = [leaf for leaf in fresh if isinstance(leaf, Tensor)]
         self._answer, self._places = fresh, {id(tensor): place for place, tensor in enumerate(tensors)}
         # A loss that returns a result of the network as it is looks at it too.
-        self.seen |= {place for place, tensor in enumerate(tensors) if tensor.dim() == 0}
-        if self._places and len(self._places) > 1:
-            self.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            self.seen |= set(self._places.values())
+        self.seen |= {place for place, tensor in enumerate(tensors) if tensor.dim() == 0 or len(tensors) == 1}
         return pytree.tree_unflatten(fresh, structure)
 
-    def close(self) -> None:
-        """Ends the watch."""
-        if self._places and len(self._places) > 1:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._answer = None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in () if self._is_inside else pytree.tree_leaves((args, kwargs)):
             if id(leaf) in self._places:
                 self.seen.add(self._places[id(leaf)])
+            if id(leaf) in self._own:
+                self.reads[self._own[id(leaf)]] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -203,10 +209,16 @@ class Placement:
                 self.holders.setdefault(name, set()).add(home)
         for name in parameters_of(works, [node for node in works.traced.outputs if isinstance(node, fx.Node)]):
             self.holders.setdefault(name, set()).add(self.end)
+        changed = {works.traced.buffers.get(n.name) for node in works.traced.graph.nodes for n in mutated(node)}
+        for name in self.calling.reads:
+            if name in changed or self.spec.shards != 1 or self.spec.tensor > 1:
+                raise _cannot_read(name)
+            # In evaluation every rank computes the loss.
+            self.holders[name] = set(range(self.num_ranks))
         self._learn_names(works, homes)
         for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()):
             self.holders.setdefault(name, {self._default_home(name)})
-        self.first = self._pieces(works, homes, wanted)
+        self.first = self._pieces(works, homes, wanted, training=True)
         self._cuts[self._key(self.calling.call, self.model.training)] = self.first
 
     def _learn_names(self, works: Works, homes: list[int]) -> None:
@@ -234,13 +246,17 @@ class Placement:
             works = self._works(call, training, self._trace(call))
             homes = self._homes(works)
             used = self.calling.used if training and call.key == self.calling.call.key else None
-            self._cuts[key] = self._pieces(works, homes, self._wanted(works, used))
+            self._cuts[key] = self._pieces(works, homes, self._wanted(works, used), training=training)
         return self._cuts[key]
+
+    def forget(self) -> None:
+        """Lets go of the cuts of earlier calls, whose results may have gradients now that they had not."""
+        self._cuts.clear()
 
     def _homes(self, works: Works) -> list[int]:
         return by_map(works, self.named, self.rest, self.holders)
 
-    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]]) -> Cut:
+    def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
         returned, needed = wanted
         pieces = in_pieces(works, homes, self.end, needed)
         return Cut(works, pieces, list(crossings(pieces)), returned)

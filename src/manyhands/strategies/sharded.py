@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import DATA_AXES, StrategyError, StrategySpec
+from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
 from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
 from .deferred import Take
@@ -142,6 +142,17 @@ class ShardedReplica(Replica):
     def ghost(self, is_ghost: bool) -> None:
         if self._stats is not None:
             self._stats.is_ghost = is_ghost
+
+    def loss(self, function: Callable[[Any, Any], Any], data: Any) -> Any:
+        try:
+            value = super().loss(function, data)
+        except RuntimeError as error:
+            if not self._roots or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise _reads_parts() from error
+        if _is_sharded(value.total if isinstance(value, Mean) else value):
+            raise _reads_parts()
+        return value
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
         for root in self._roots:
@@ -372,6 +383,14 @@ class ShardedReplica(Replica):
     def close(self) -> None:
         if self._stats is not None:
             self._stats.close()
+
+
+def _reads_parts() -> StrategyError:
+    return StrategyError(
+        "under shards a loss reads parameters through its network alone, which gathers them when it is called",
+        got="one that computes with parameters by itself",
+        remedy="compute with them in forward, use the optimizer's weight_decay for a penalty, or use mh.Mirrored()",
+    )
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:

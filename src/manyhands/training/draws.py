@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ..core import LayoutFree, Task, UsageError, random_state, restore_random_state
+from ..core import LayoutFree, Task, UsageError, random_state, remember_buffers, restore_random_state
 from ..data import first_dim, split
 from .hand import Hand
 
@@ -26,7 +24,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     if few == more:
         return
     loss, states = task.loss, random_state(hand.device)
-    buffers = [(buffer, buffer.clone()) for buffer in hand.model.buffers()]
+    put_back = remember_buffers(hand.model)
 
     def compute(count: int) -> None:
         with hand.replica.scope():
@@ -40,9 +38,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
         # A slip of the person's own comes again in the first step; a loss that needs more rows than these does not.
         return
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        put_back()
         restore_random_state(states, hand.device)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import random_state, restore_random_state
+from ..core import random_state, remember_buffers, restore_random_state
 from ..data import Batch, ResidentBatch, map_leaves, tensors
 from ..graph import CannotRecord, Phase, Recording, Statics, Watch, make_capturable, rehearsing, shape_of
 from ..strategies import MAIN, PipelineReplica
@@ -340,7 +340,7 @@ class _Keepsake:
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
-        self._buffers = [(buffer, buffer.clone()) for buffer in hand.model.buffers()]
+        self._put_back = remember_buffers(hand.model)
         self._random = random_state(hand.device)
 
     def drew(self) -> bool:
@@ -349,8 +349,7 @@ class _Keepsake:
         return any(not torch.equal(value, now[name]) for name, value in self._random.items())
 
     def restore(self) -> None:
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        self._put_back()
         restore_random_state(self._random, self._hand.device)
         self._hand.forget_step()
 
