@@ -9,8 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from manyhands.store import Checkpoint, CheckpointStore
 from manyhands.training import Run
@@ -207,3 +209,17 @@ def test_tune_digits(tmp_path: Path) -> None:
     assert printed(ours, "best valid_loss")[-1] < 0.7
     together, alone = printed(ours, "calibration error")
     assert together < alone
+
+
+def test_the_notebook(tmp_path: Path) -> None:
+    """Every cell runs in a kernel, where functions live in no file."""
+    book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    codes = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in codes), "outputs would be those of one machine"
+    NotebookClient(book, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in codes for output in cell.outputs]
+    results = [output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"]
+    difference, metrics, answer = results
+    assert float(difference) < 1e-4
+    assert "valid_accuracy" in metrics
+    assert answer.startswith("(tensor([")
