@@ -50,6 +50,10 @@ def test_a_wheel_installs_apart_and_runs_the_first_program(tmp_path: Path) -> No
     assert Path(found.strip()).is_relative_to(site)
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "first.py").write_text(program)
-    assert "valid_accuracy" in run(new, "first.py", cwd=tmp_path)
+    metrics, answer = run(new, "first.py", cwd=tmp_path).strip().splitlines()
+    assert "valid_accuracy" in metrics
+    assert answer.startswith("tensor([")
+    assert (tmp_path / "models" / "digits" / "1" / "program.json").exists()
+    assert [path.name[:6] for path in (tmp_path / "runs").iterdir()] == ["first-"]
     assert run(place / "bin" / "manyhands", "--version", cwd=tmp_path).strip() == f"manyhands {manyhands.__version__}"
     assert "runs" in run(place / "bin" / "manyhands", "dashboard", "--help", cwd=tmp_path)
