@@ -63,7 +63,7 @@ def main() -> None:
         shutil.copytree(first, models / "neighbour" / "1")
         versions = [written(first, number) for number in range(2, num_swaps + 2)]
         with serving(models) as port:
-            steady = asked(port, 8.0 if quick else 60.0)
+            steady = asked(port, 8.0 if quick else 40.0)
             swapped = asked(port, PERIOD * (num_swaps + 1), lambda: swap(port, first.parent, versions))
     outcomes = {
         "steady": steady["swapped"],

@@ -233,11 +233,20 @@ def run_closed(port: int, message: bytes, seconds: float, connections: int) -> d
 
 
 def answer_size(data: bytes | bytearray) -> int:
-    """Bytes of a whole answer, from its head; 0 where the head is not complete."""
+    """Bytes of a whole answer, from its head; 0 where that is not complete, or the last of its chunks is not there.
+
+    >>> answer_size(b"HTTP/1.1 200 OK\\r\\nContent-Length: 3\\r\\n\\r\\nab")
+    41
+    >>> answer_size(b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n2\\r\\nab\\r\\n")
+    0
+    """
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return 0
     head = data[:end].lower()
+    if b"transfer-encoding: chunked" in head:
+        last = data.find(b"\r\n0\r\n\r\n", end)
+        return last + 7 if last >= 0 else 0
     at = head.find(b"content-length:")
     return end + 4 + (int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0)
 
