@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Debian packages that tests need (network hosts, a browser), installed when we are root and apt is there.
 DEBIAN := iproute2 openssl strace chromium
 
-.PHONY: demo test lint types unit bench docs setup system clean
+.PHONY: demo test lint types unit bench conformance docs setup system clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ unit: $(TOOLS)
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.feed
+
+# TensorFlow Serving's own client against our server; fetches TensorFlow (half a gigabyte) the first time.
+conformance: $(TOOLS)
+	$(BIN)/python -m benchmarks.tensorflow_serving
 
 docs: $(TOOLS)
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site

@@ -26,11 +26,8 @@ LIMIT = 240
 
 def measure(widths: list[int], batch_size: int, num_servers: int, num_workers: int, num_updates: int) -> float | str:
     """Seconds per update, installing the peer first where it is not there."""
-    if not (FOLDER / "lib").exists() or not _has_tensorflow():
-        made = subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], capture_output=True)
-        got = subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", VERSION], capture_output=True)
-        if made.returncode or got.returncode:
-            return f"{VERSION} could not be installed"
+    if not make():
+        return f"{VERSION} could not be installed"
     roles = [("ps", i) for i in range(num_servers)] + [("worker", i) for i in range(num_workers)] + [("chief", 0)]
     cluster: dict[str, list[str]] = {}
     for role, _ in roles:
@@ -52,8 +49,13 @@ def measure(widths: list[int], batch_size: int, num_servers: int, num_workers: i
         return f"TensorFlow's servers ended without a result: {last[:200]}"
 
 
-def _has_tensorflow() -> bool:
-    return any(FOLDER.glob("lib/python*/site-packages/tensorflow"))
+def make() -> bool:
+    """Installs the peer where it is not there; whether it is there then."""
+    if any(FOLDER.glob("lib/python*/site-packages/tensorflow")):
+        return True
+    made = subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], capture_output=True)
+    got = subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", VERSION], capture_output=True)
+    return not (made.returncode or got.returncode)
 
 
 def _port() -> int:
