@@ -1,9 +1,9 @@
 """This machine: predicted against measured step times and peak memory, for strategies and over links between hosts.
 
 The planner calibrates itself as `mh.plan` does: two batch sizes, steps of all devices at once, a sweep of sums. Then
-every case is predicted first and measured afterwards. That is done anew in every round, because a machine that does
-something else besides is another one a minute later; what counts is the median over rounds of predicted over measured.
-Hosts are network namespaces whose links have a rate; they need root.
+every case is predicted, and its steps take turns with plain ones of a single device that tell how fast the machine is
+just now: one that does something else besides is another one a minute later. What counts is the median over rounds of
+predicted over measured. Hosts are network namespaces whose links have a rate; they need root.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,16 +25,16 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands import plans, training, verbs
-from manyhands.cluster import World, resolve
+from manyhands.cluster import Device, NullWorld, World, resolve
 from manyhands.core import StrategySpec
-from manyhands.costs import link
+from manyhands.costs import Chip, link
 from manyhands.planning import Cluster, estimate
 from manyhands.testing import Hosts
 
 from .plan_vtrain import Block
 
 WIDTH, LAYERS, WORDS, LENGTH = 128, 4, 2048, 64
-ROUNDS = 3
+ROUNDS, WARM_UP, TURNS = 3, 2, 5
 RATES = {"100mbit": 12.5e6, "1gbit": 125e6}
 M_MMAP_THRESHOLD = -3
 
@@ -114,17 +116,12 @@ def cases(rounds: int = ROUNDS) -> Pairs:
 
 
 def _once(name: str, task: mh.Task) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Every case of a task, each right after a calibration."""
+    """Every case of a task."""
     benches = {count: _Ready(task, count) for count in (2, 4)}
     for label, text in SPECS.items():
         spec = StrategySpec.parse(text)
-        if not _runs(spec, name):
-            continue
-        ready = benches[max(2, spec.num_devices or 1)]
-        guess, measured = ready.predicted(spec), ready.bench.measure(spec)
-        if isinstance(measured, str):
-            raise RuntimeError(f"{name}, {label}: {measured}")
-        yield f"{name}, {label}", (guess, measured)
+        if _runs(spec, name):
+            yield f"{name}, {label}", benches[max(2, spec.num_devices or 1)].here(spec)
     for rate, bytes_per_second in RATES.items():
         yield f"{name}, two hosts at {rate}", benches[2].over(rate, bytes_per_second)
 
@@ -138,25 +135,59 @@ class _Ready:
         workload, _ = plans.workload_of(task, "local", self.bench)
         self.workload, self.cluster = self.bench.calibrated(workload, self.bench.cluster(), "fp32")
 
-    def predicted(self, spec: StrategySpec) -> float:
-        """Seconds of a step."""
-        return estimate(self.workload, self.cluster, spec, correction=self.bench.correction).seconds
+    def here(self, spec: StrategySpec) -> tuple[float, float]:
+        """Predicted and measured seconds of a step on this machine."""
+        count = spec.num_devices or 1
+        devices = self.bench.devices[:count] if count > 1 else [replace(self.bench.devices[0], share=1.0, slot=0)]
+        where = replace(self.cluster, chip=self.cluster.chip_for(count), shared=False, part=None)
+        return self._pair(spec, where, devices, lambda work: work)
 
     def over(self, rate: str, bytes_per_second: float) -> tuple[float, float]:
-        """Predicted and measured seconds of a step of two replicas on hosts of their own."""
-        spec = StrategySpec(replicas=2)
-        apart = self._apart(bytes_per_second)
-        guess = estimate(self.workload, apart, spec).seconds
+        """The same for two replicas on hosts of their own, as fast as devices are here while both work."""
+        chip, network = self.cluster.chip_for(2), link("Ethernet", bytes_per_second)
+        apart = replace(self.cluster, hosts=2, per_host=1, chip=chip, shared=False, part=None, network=network)
         with Hosts(2, rate=rate) as hosts:
-            work = hosts.joined(partial(training.time_steps, task=self.task, spec=spec))
-            times = verbs._engine.start(work, resolve("cpu*2")[0], timeout=120).wait(_unheard, _unheard)
-        return guess, max(plans.steady(one) for one in times)
+            return self._pair(StrategySpec(replicas=2), apart, resolve("cpu*2")[0], hosts.joined)
 
-    def _apart(self, bytes_per_second: float) -> Cluster:
-        """Two hosts of one device each, as fast as these are while both work."""
-        chip = self.cluster.chip_for(2)
-        network = link("Ethernet", bytes_per_second)
-        return replace(self.cluster, hosts=2, per_host=1, chip=chip, shared=False, part=None, network=network)
+    def _pair(
+        self,
+        spec: StrategySpec,
+        where: Cluster,
+        devices: Sequence[Device],
+        placed: Callable[[Callable[[World], Any]], Callable[[World], Any]],
+    ) -> tuple[float, float]:
+        # Of one device other steps are taken than the one that is to be predicted.
+        rows = self.workload.batch_size // (len(devices) if len(devices) > 1 else 4)
+        work = placed(partial(by_turns, task=self.task, spec=spec, rows=rows))
+        found = verbs._engine.start(work, devices, timeout=120).wait(_unheard, _unheard)
+        plain, split = ([plans.steady(times[which]) for times in found] for which in (0, 1))
+        guessed = partial(estimate, correction=self.bench.correction if len(devices) == 1 else None)
+        alone = guessed(replace(self.workload, batch_size=rows), where, StrategySpec()).seconds
+        now = replace(where, chip=_slowed(where.chip, fmean(plain) / alone))
+        return guessed(self.workload, now, spec).seconds, max(split)
+
+
+def by_turns(world: World, task: mh.Task, spec: StrategySpec, rows: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps of this rank by itself, of so many rows, and of those that all take together, one by one."""
+    plain = training.Steps(NullWorld(world.seat.device, world.line), task.replace(batch_size=rows), StrategySpec())
+    split = training.Steps(world, task, spec)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(WARM_UP + TURNS):
+        for steps, seconds in zip((plain, split), times, strict=True):
+            world.barrier()
+            began = time.perf_counter()
+            steps.take()
+            if turn >= WARM_UP:
+                seconds.append(time.perf_counter() - began)
+    plain.close()
+    split.close()
+    return times
+
+
+def _slowed(chip: Chip, factor: float) -> Chip:
+    """A chip that takes so many times as long for everything."""
+    reach, streaming = chip.reach / factor, chip.streaming / factor
+    return replace(chip, reach=reach, streaming=streaming, ramp=chip.ramp * factor, operation=chip.operation * factor)
 
 
 def _runs(spec: StrategySpec, name: str) -> bool:

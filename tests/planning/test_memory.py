@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from benchmarks.plan_local import TASKS
+from torch import nn
 
 from manyhands import plans
 from manyhands.cluster import NullWorld
 from manyhands.core import StrategySpec, Task
-from manyhands.planning import Footprint, estimate
+from manyhands.planning import Cluster, Footprint, estimate
 from manyhands.profiling import Memory
 from manyhands.profiling.memory import MemoryWatch
 from manyhands.training import Steps
@@ -50,3 +54,33 @@ def test_peaks(name: str, strategy: str, rows: int) -> None:
     assert guess.state == pytest.approx(found.peak["optimizer state"], rel=0.01)
     # An update changes the state in place; it is there once.
     assert max(found.bytes["optimizer state"]) == pytest.approx(guess.state, rel=0.01)
+
+
+def test_frozen_parameters_have_no_gradients_and_none_travel() -> None:
+    def make(frozen: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 512), nn.ReLU(), nn.Linear(512, 1))
+        model[2].requires_grad_(not frozen)
+        return model
+
+    whole, most = (
+        Task(
+            model=partial(make, frozen),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda model: torch.optim.Adam(p for p in model.parameters() if p.requires_grad),
+            data=torch.randn(16, 16),
+            batch_size=8,
+        )
+        for frozen in (False, True)
+    )
+    spec = StrategySpec()
+    guess, found = predicted(most, spec), seen(most, spec)
+    assert guess.total == pytest.approx(max(found.totals), rel=0.10)
+    assert guess.total < 0.4 * predicted(whole, spec).total
+    slow = Cluster.parse("2 hosts x 1 V100, 1Gb/s")
+    waited = [
+        estimate(plans.workload_of(task, "task", plans.Bench(task, "cpu", 60.0))[0], slow, spec).communication
+        for task in (whole, most)
+        for spec in (StrategySpec(replicas=2), StrategySpec(shards=2, sharding="gradients"))
+    ]
+    assert waited[2] < 0.1 * waited[0]
+    assert waited[3] < 0.7 * waited[1]

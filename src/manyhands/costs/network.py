@@ -44,6 +44,8 @@ class Piece:
     params: int = 0
     param_bytes: int = 0
     """Trainable ones and others, each counted where it is first used."""
+    frozen_bytes: int = 0
+    """Those of them that are not trained: they have no gradient, and no state."""
     largest: int = 0
     """Bytes of the largest parameter, which no server can share with another unless it is cut."""
     kept: float = 0.0
@@ -56,6 +58,11 @@ class Piece:
     """Inputs that are multiplied by parameters: pairs of them can be cut across devices, with one sum for each pair."""
     is_repeated: bool = False
     """Whether there are others of its kind: what `recompute="blocks"` computes again."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of its parameters."""
+        return self.param_bytes - self.frozen_bytes
 
     def share(self, cut: int) -> float:
         """The part of its activations that each of so many devices holds where its products are cut over them."""
@@ -94,6 +101,11 @@ class Network:
         return sum(piece.param_bytes for piece in self.pieces)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(piece.gradient_bytes for piece in self.pieces)
+
+    @property
     def flops_per_sample(self) -> float:
         """Forward and backward of one sample."""
         return sum(piece.forward.flops + piece.backward.flops for piece in self.pieces) / self.rows
@@ -129,6 +141,7 @@ def _joined(a: Piece, b: Piece) -> Piece:
         backward=a.backward + b.backward,
         params=a.params + b.params,
         param_bytes=a.param_bytes + b.param_bytes,
+        frozen_bytes=a.frozen_bytes + b.frozen_bytes,
         largest=max(a.largest, b.largest),
         kept=a.kept + b.kept,
         copies=a.copies + b.copies,

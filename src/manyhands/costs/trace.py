@@ -412,6 +412,7 @@ def _owned(parameters: Iterator[nn.Parameter], seen: set[int]) -> dict[str, Any]
     return {
         "params": sum(p.numel() for p in own),
         "param_bytes": sum(map(size_of, own)),
+        "frozen_bytes": sum(size_of(p) for p in own if not p.requires_grad),
         "largest": max(map(size_of, own), default=0),
     }
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..core import Task
 from .hardware import Chip
 from .network import Network, Piece, Work
-from .trace import alone, state_bytes, weightless
+from .trace import alone, size_of, state_bytes, weightless
 
 
 def fingerprint(task: Task) -> str:
@@ -32,7 +32,8 @@ def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -
     """A network whose step was measured on a chip: so many seconds for each sample, and so many besides."""
     with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = weightless(task.model, mode)
-        sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+        sizes = list(map(size_of, model.parameters()))
+        frozen = sum(size_of(parameter) for parameter in model.parameters() if not parameter.requires_grad)
         count = sum(parameter.numel() for parameter in model.parameters())
         state = state_bytes(task, model)
     flops = each * rows * chip.rate("fp32")
@@ -46,6 +47,7 @@ def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -
                 backward=Work(flops=2 * flops / 3, operations=operations - operations // 3),
                 params=count,
                 param_bytes=sum(sizes),
+                frozen_bytes=frozen,
                 largest=max(sizes, default=0),
             ),
         ),

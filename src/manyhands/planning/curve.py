@@ -203,7 +203,7 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
 def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     if found.spec.servers:
         return _by_servers(found, cluster, lost, work)
-    size = work.network(found.spec.precision).param_bytes / 1e6
+    size = work.network(found.spec.precision).gradient_bytes / 1e6
     spans = found.num_devices > cluster.per_host
     grown = cluster.with_devices(found.num_devices)
     way = grown.network if spans and grown.network else cluster.inside

@@ -125,7 +125,7 @@ def estimate(
     late = cluster.spread * _waited(spec) * (compute + exposed_tensor)
     served = 0.0
     if servers is not None:
-        size = network.param_bytes * workload.wire
+        size = network.gradient_bytes * workload.wire
         served = _served(busiest, servers, size, pushers or parts)
         if spec.staleness != 0:  # workers go on with the values they have, until the servers are what is waited for
             served = max(0.0, sum(servers.rounds(size, pushers or parts)) - span)
@@ -301,12 +301,12 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
     waited = 0.0
     if shards > 1:
         group = cluster.group(shards, stride)
-        sizes = [piece.param_bytes / spec.tensor for piece in stage.pieces]
-        gathers = [all_gather(size, group) for size in sizes if size]
+        gathers = [all_gather(p.param_bytes / spec.tensor, group) for p in stage.pieces if p.param_bytes]
+        scatters = [all_gather(p.gradient_bytes / spec.tensor, group) for p in stage.pieces if p.gradient_bytes]
         if gathers:
-            after = gathers if spec.sharding == "full" else []
+            again = gathers if spec.sharding == "full" else []
             ahead = max(gathers[0], sum(gathers) - stage.forward)
-            behind = max(gathers[-1], sum(gathers) + sum(after) - stage.backward)
+            behind = max(0.0, *[*again, *scatters][-1:], sum(scatters) + sum(again) - stage.backward)
             waited += micros * (ahead + behind)
     if replicas > 1:
         group = cluster.group(replicas, stride * shards)
@@ -321,7 +321,7 @@ def _overlapped(stage: _Stage, group: Group, share: float, *, overlaps: bool) ->
     travelling = 0.0
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
         now += seconds
-        size += piece.param_bytes * share
+        size += piece.gradient_bytes * share
         if size >= BUCKET * min(1.0, share) or piece is stage.pieces[0]:
             cost = all_reduce(size, group) if size else 0.0
             end = max(end, now) + cost
@@ -336,21 +336,21 @@ def _overlapped(stage: _Stage, group: Group, share: float, *, overlaps: bool) ->
 def _served(stage: _Stage, servers: Servers, size: float, pushers: int) -> float:
     """Parameters come in the order in which forward needs them, gradients leave as backward makes them."""
     pull, push = servers.rounds(size, pushers)
-    total = sum(piece.param_bytes for piece in stage.pieces) or 1
+    total = sum(piece.gradient_bytes for piece in stage.pieces) or 1
     arrived = now = 0.0
     for piece, seconds in zip(stage.pieces, stage.forwards, strict=True):
-        arrived += pull * piece.param_bytes / total
+        arrived += pull * piece.gradient_bytes / total
         now = max(now, arrived) + seconds
     waited = pull if servers.waits else now - stage.forward
     end = now = 0.0
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
         now += seconds
-        end = max(end, now) + push * piece.param_bytes / total
+        end = max(end, now) + push * piece.gradient_bytes / total
     return waited + max(0.0, end - now)
 
 
 def _update(network: Network, pieces: Sequence[Piece], chip: Chip, spec: StrategySpec) -> float:
     """The optimizer reads and writes parameters and its state once, and reads gradients."""
-    own = sum(piece.param_bytes for piece in pieces)
-    state = 2 * network.state_bytes * own / max(1, network.param_bytes)
+    own = sum(piece.gradient_bytes for piece in pieces)
+    state = 2 * network.state_bytes * own / max(1, network.gradient_bytes)
     return (3 * own + state) / (spec.tensor * (spec.shards or 1)) / (chip.bandwidth * chip.streaming)

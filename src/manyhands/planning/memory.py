@@ -36,15 +36,16 @@ def footprint(
     samples = rows / network.rows
     own = sum(piece.param_bytes for piece in pieces) / spec.tensor
     whole = own / max(1, network.param_bytes / spec.tensor)
-    state = network.state_bytes * whole / spec.tensor / shards
+    trained = sum(piece.gradient_bytes for piece in pieces) / spec.tensor
+    state = network.state_bytes * trained / max(1, network.gradient_bytes) / shards
     parameters = own / shards + network.buffer_bytes * whole
     # A gradient and the buffer in which it travels.
-    gradients = own / shards * (2 if replicas > 1 else 1)
+    gradients = trained / shards * (2 if replicas > 1 else 1)
     stay = spec.accumulate * spec.microbatches > 1 or replicas > 1 or shards > 1 or in_flight > 1
     kept = [_kept(piece, spec, samples) for piece in pieces]
     gathered = _gathered(pieces, spec)
     before = (in_flight - 1) * sum(kept)
-    best = _peak(pieces, spec, samples, kept, 0.0 if stay else own)
+    best = _peak(pieces, spec, samples, kept, 0.0 if stay else trained)
     activations, working, grown = best
     return Footprint(
         parameters=parameters + gathered,
@@ -73,14 +74,14 @@ def _peak(
         held += size
         best = max(best, (held, working, 0.0), key=sum)
     grown = 0.0
-    total = sum(piece.param_bytes for piece in pieces) or 1
+    total = sum(piece.gradient_bytes for piece in pieces) or 1
     for piece, size in zip(reversed(pieces), reversed(kept), strict=True):
         again = 0.0
         if spec.recompute and piece.is_repeated:
             again = piece.kept * samples * piece.share(spec.tensor)
         # Beside what its backward makes stands the gradient that it starts from, as large as what the piece gave on.
         working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
-        grown += gradients * piece.param_bytes / total
+        grown += gradients * piece.gradient_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size
     return max(best, (0.0, 0.0, grown), key=sum)
