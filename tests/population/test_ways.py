@@ -45,6 +45,42 @@ def test_every_way_gives_the_same_curve(way: tuple[int, int | None], tmp_path: P
     torch.testing.assert_close(curves[:, 1], torch.tensor(run.losses, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
+class Viewing(torch.nn.Module):
+    """Notes in which precision its layers compute; its outputs are seen as rows, as many networks do it."""
+
+    def __init__(self, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.Conv2d(4, 3, 3)
+        self.last, self.seen = torch.nn.Linear(3, 3), seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.first(x).relu(), 2)
+        y = self.second(x)
+        z = self.last(y.view(len(x), -1))
+        self.seen += [x.dtype, y.dtype, z.dtype]
+        return z
+
+
+@pytest.mark.parametrize("way", [GROUPED, THIN, ALL])
+def test_half_precision_is_what_it_is_alone(way: int, tmp_path: Path) -> None:
+    seen, losses = list[torch.dtype](), list[torch.dtype]()
+
+    def measured(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = F.cross_entropy(model(batch[0]), batch[1])
+        losses.append(value.dtype)
+        return value
+
+    tasks = [task("cnn", adamw(1e-3), seed=seed).replace(model=lambda: Viewing(seen), loss=measured) for seed in (0, 1)]
+    population = Population(tasks, mh.Single(precision="bf16", deterministic=True), device="cpu")
+    population._rounds._set((way, None))
+    seen.clear(), losses.clear()
+    curves = population.step(4)
+    assert set(seen) == {torch.bfloat16}
+    assert set(losses) == {torch.float32}
+    run = mh.fit(tasks[1], mh.Single(precision="bf16"), on="cpu", steps=4, folder=tmp_path, progress=False)
+    torch.testing.assert_close(curves[:, 1], torch.tensor(run.losses, dtype=torch.float64), rtol=2e-2, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_compiled_steps_follow_the_same_course(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and made functional as for the compiler itself, which would take a minute here."""

@@ -1,7 +1,8 @@
 """Convolutions of a stack: grouped, as vmap makes them, or unfolded into one product of matrices for each member.
 
 Unfolding repeats every input as often as the kernel is large. That pays most where inputs have few channels, as
-pictures have: kernels of libraries are bad at these.
+pictures have: kernels of libraries are bad at these. Channels lie last, before and after, so that nothing but the
+repeated inputs is ever copied: grouped convolutions want members among the channels, and have all tensors turned over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 GROUPED, THIN, ALL = 0, 64, 1 << 30
 """Which convolutions are unfolded: those whose outputs are computed from so many inputs at the most."""
+ALIGNED = 8
+"""Matrices are as wide as a multiple of this: kernels for half-precision numbers are slow on others."""
 
 
 class Unfolded(TorchFunctionMode):
@@ -37,7 +40,13 @@ class Unfolded(TorchFunctionMode):
     ) -> Any:
         if func is torch.conv2d:
             return _convolved(self._most, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if func is not Tensor.view:
+                raise
+            # Where a person's line knows the order of a convolution's outputs in memory, which is another one here.
+            return Tensor.reshape(*args, **(kwargs or {}))
 
 
 def _convolved(
@@ -52,18 +61,34 @@ def _convolved(
 ) -> Tensor:
     if groups != 1 or isinstance(padding, str) or input.dim() != 4 or weight[0].numel() > most:
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    size = weight.shape[-2:]
-    columns = F.unfold(input, size, dilation, padding, stride)
-    rows, wide, places = columns.shape
+    top, left = _pair(padding)
+    pictures = F.pad(input.permute(0, 2, 3, 1), (0, 0, left, left, top, top))
+    parts = _shifted(pictures, weight.shape[-2:], _pair(stride), _pair(dilation))
+    matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)
+    shape = parts[0].shape[:3]
+    if bias is not None:
+        # One more input that is always 1: the product adds the bias, and its gradient comes with the others.
+        parts.append(pictures.new_ones(*shape, 1))
+        matrix = torch.cat([matrix, bias.unsqueeze(0)])
+    if missing := -len(matrix) % ALIGNED:
+        parts.append(pictures.new_zeros(*shape, missing))
+        matrix = F.pad(matrix, (0, 0, 0, missing))
     # One product for all samples: the kernels would be copied for each of them otherwise.
-    product = weight.flatten(1) @ columns.transpose(0, 1).reshape(wide, rows * places)
-    heights = _length(input.shape[-2], size[0], _pair(stride)[0], _pair(padding)[0], _pair(dilation)[0])
-    found = product.view(-1, rows, places).transpose(0, 1).reshape(rows, -1, heights, places // heights)
-    return found if bias is None else found + bias.view(-1, 1, 1)
+    product = torch.cat(parts, -1).flatten(0, 2) @ matrix
+    return product.view(*shape, -1).permute(0, 3, 1, 2)
 
 
-def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+def _shifted(pictures: Tensor, kernel: torch.Size, stride: tuple[int, int], dilation: tuple[int, int]) -> list[Tensor]:
+    """What every place of a kernel sees, one after the other; views of pictures whose channels lie last."""
+    sizes = [
+        (size - gap * (length - 1) - 1) // step + 1
+        for size, length, step, gap in zip(pictures.shape[1:3], kernel, stride, dilation, strict=True)
+    ]
+    return [
+        pictures[:, down * dilation[0] :: stride[0], right * dilation[1] :: stride[1]][:, : sizes[0], : sizes[1]]
+        for down in range(kernel[0])
+        for right in range(kernel[1])
+    ]
 
 
 def _pair(value: Any) -> tuple[int, int]:

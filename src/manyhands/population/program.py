@@ -16,6 +16,7 @@ from ..training import answers as predicted
 from ..training import evaluating
 from .attention import Folded
 from .build import Built
+from .casting import Cast
 from .chances import given_chances
 from .convolutions import GROUPED, Unfolded
 from .stack import (
@@ -162,6 +163,7 @@ class Program:
             if self._spec.precision == "bf16":
                 # What a cache keeps would be lost to a recording.
                 held.enter_context(torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False))
+                held.enter_context(Cast(torch.bfloat16))
             yield
 
     def _update(
