@@ -9,10 +9,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from manyhands.store import Checkpoint, CheckpointStore
 from manyhands.training import Run
@@ -213,6 +211,9 @@ def test_tune_digits(tmp_path: Path) -> None:
 
 def test_the_notebook(tmp_path: Path) -> None:
     """Every cell runs in a kernel, where functions live in no file."""
+    import nbformat
+    from nbclient import NotebookClient
+
     book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     codes = [cell for cell in book.cells if cell.cell_type == "code"]
     assert not any(cell.outputs for cell in codes), "outputs would be those of one machine"

@@ -312,6 +312,8 @@ def test_two_looks_at_metrics_make_rates() -> None:
             f'manyhands_request_seconds_bucket{{{labels},le="0.1"}} {num}\n'
             f'manyhands_request_seconds_bucket{{{labels},le="+Inf"}} {num}\n'
             f"manyhands_queue_rows{{{labels}}} 3\n"
+            f'manyhands_backend_up{{backend="a:1"}} 1\n'
+            f'manyhands_backend_answered_total{{backend="a:1"}} {num}\n'
         )
 
     metrics = Metrics("http://127.0.0.1:1/")
@@ -319,5 +321,7 @@ def test_two_looks_at_metrics_make_rates() -> None:
     (version,) = metrics.to_dict()["versions"]
     assert version["series"] == {"x": [12.0], "rate": [100.0], "p50": [0.001], "p99": [0.1]}
     assert version["queue_rows"] == 3
+    (backend,) = metrics.to_dict()["backends"]
+    assert backend == {"backend": "a:1", "up": 1, "answered": 300, "series": {"x": [12.0], "rate": [100.0]}}
     metrics.look()
     assert "does not answer" in metrics.error

@@ -28,6 +28,8 @@ class Look:
     latency: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
     """Requests that took at most so many seconds."""
     gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    backends: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a router: by server, whether it is up, what it works on, has answered, and was asked elsewhere."""
 
     @classmethod
     def parse(cls, text: str, t: float) -> Look:
@@ -48,6 +50,9 @@ class Look:
                 look.requests.setdefault(who, {})[labels.get("code", "")] = value
             elif name == "manyhands_request_seconds_bucket":
                 look.latency.setdefault(who, {})[float(labels["le"].replace("+Inf", "inf"))] = value
+            elif "backend" in labels:
+                figure = name.removeprefix("manyhands_backend_").removesuffix("_total")
+                look.backends.setdefault(labels["backend"], {})[figure] = value
             elif name in ("manyhands_queue_rows", "manyhands_replicas", "manyhands_available"):
                 look.gauges.setdefault(who, {})[name.removeprefix("manyhands_")] = value
         return look
@@ -86,7 +91,22 @@ class Metrics:
             }
             about = {"codes": looks[-1].requests.get(one, {}), **looks[-1].gauges.get(one, {})}
             versions.append({"model": one[0], "version": one[1], **about, "series": found})
-        return {"url": self.url, "error": self.error, "versions": versions}
+        return {"url": self.url, "error": self.error, "versions": versions, "backends": _backends(looks)}
+
+
+def _backends(looks: list[Look]) -> list[dict[str, Any]]:
+    """The servers behind a router: the last figures, and answers a second between every two looks."""
+    found = []
+    for name, figures in sorted(looks[-1].backends.items()) if looks else []:
+        pairs = [(a, b) for a, b in pairwise(looks) if name in a.backends and name in b.backends]
+        rates = [_answered(before, after, name) for before, after in pairs]
+        found.append({"backend": name, **figures, "series": {"x": [after.t for _, after in pairs], "rate": rates}})
+    return found
+
+
+def _answered(before: Look, after: Look, backend: str) -> float:
+    counts = [look.backends[backend].get("answered", 0.0) for look in (before, after)]
+    return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
 def _rate(before: Look, after: Look, who: tuple[str, str]) -> float:
