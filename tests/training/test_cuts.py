@@ -81,6 +81,10 @@ def test_the_cut_is_shown_as_text_and_as_a_picture(tmp_path: Path, capsys: Any) 
     staged = mh.cut(task("deep"), mh.Pipeline(2, schedule="interleaved"), on="cpu*2")
     assert [box.rank for box in staged.boxes] == [0, 1, 0, 1]
     assert all(box.seconds > 0 for box in staged.boxes)
+    assert "microbatches=1 keeps those of the batch" in str(mh.cut(task("residual"), mh.Pipeline(2), on="cpu*2"))
+    found = mh.cut(task("shifting"), "stages=2", on="cpu*2")
+    assert "with one microbatch the stages take turns" in str(found)
+    assert "the loss itself reads scale: all devices hold that" in str(found)
 
 
 def test_the_spec_reads_as_text() -> None:

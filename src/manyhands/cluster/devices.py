@@ -96,7 +96,7 @@ def resolve(
         raise DeviceError(
             f"the strategy needs {num_wanted} devices{arithmetic}",
             got=f"{len(found)} ({names})",
-            remedy=f'ask for fewer replicas, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
+            remedy=f'let the strategy ask for fewer, or cut a device into virtual ones: on="{first.name}*{num_wanted}"',
         )
     return found[:num_wanted], notices or _crowd(found[:num_wanted])
 

@@ -53,6 +53,8 @@ class Outline:
     arrows: tuple[Arrow, ...]
     table: Table | None = None
     """How the ranks of a stage hold it, where several do; bytes are those of the largest stage."""
+    notes: tuple[str, ...] = ()
+    """What to know of the cut besides."""
 
     def __str__(self) -> str:
         across = sum(arrow.num_bytes for arrow in self.arrows)
@@ -68,6 +70,7 @@ class Outline:
                     lines.append(f"       to {arrow.to} on {self.boxes[arrow.to].device}: {arrow.num_bytes:,} bytes")
         if self.table is not None:
             lines += self.table.lines()
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def show(self, path: str | Path | None = None) -> None:
@@ -141,7 +144,7 @@ def drawn(title: str, cut: Cut, placement: Placement, devices: Sequence[str]) ->
             pair = places[item.source.index], places[item.first.index]
             crossing[pair] += works.facts.values[item.name].num_bytes
     arrows = tuple(Arrow(source, to, size) for (source, to), size in crossing.items())
-    return Outline(title, tuple(boxes), arrows)
+    return Outline(title, tuple(boxes), arrows, notes=tuple(placement.notes()))
 
 
 def _outermost(paths: Sequence[str], others: set[str]) -> tuple[str, ...]:

@@ -89,6 +89,16 @@ class StagedPlacement(Placement):
         """All stages of all ranks."""
         return self.num_ranks * stages_per_rank(self.spec.schedule)
 
+    def notes(self) -> list[str]:
+        norms = any(isinstance(layer, _BatchNorm) for layer in self.model.modules())
+        found = super().notes()
+        if self.spec.microbatches == 1:
+            cost = ", each with batch statistics of its own" if norms else ""
+            found.append(f"with one microbatch the stages take turns; microbatches=8 lets them overlap{cost}")
+        elif norms:
+            found.append("batch statistics are those of a microbatch: microbatches=1 keeps those of the batch")
+        return found
+
     def _pieces(self, works: Works, homes: list[int], wanted: tuple[list[str], list[str]], *, training: bool) -> Cut:
         if not training:
             # No schedule asks for stages, so a graph that differs from training's is cut where its parameters are.
@@ -270,12 +280,6 @@ class PipelineReplica(PlacedReplica):
         if self._num_steps > NUM_UNMEASURED:
             self._seconds += seconds
             self._idle += idle
-
-    def hints(self) -> list[str]:
-        norms = any(isinstance(layer, _BatchNorm) for layer in self.model.modules())
-        if not norms or self.spec.microbatches == 1:
-            return super().hints()
-        return [*super().hints(), "batch statistics are those of a microbatch: microbatches=1 keeps those of the batch"]
 
     def remarks(self) -> list[str]:
         """The bubble that was seen, beside the formula's."""

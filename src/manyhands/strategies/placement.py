@@ -237,6 +237,13 @@ class Placement:
             path = path.rpartition(".")[0]
         return self.named.get(path, self.rest or 0)
 
+    def notes(self) -> list[str]:
+        """What to know of the cut, beside where its parts are."""
+        reads = self.calling.reads
+        if not reads:
+            return []
+        return [f"the loss itself reads {', '.join(reads[:5])}{' …' if len(reads) > 5 else ''}: all devices hold that"]
+
     # -- cuts ------------------------------------------------------------------------------------------------------
 
     def cut(self, call: Call, *, training: bool) -> Cut:
