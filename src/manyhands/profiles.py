@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import costs, profiling, training, verbs
-from .cluster import DEFAULT_TIMEOUT
+from .cluster import DEFAULT_TIMEOUT, World
 from .core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError, as_task, read_events, task_name
 from .data import Feed, as_source, check_source
 from .profiling import Profile, RankProfile
@@ -24,7 +24,7 @@ def profile(
     task: verbs.TaskLike | training.Run | str | Path,
     strategy: StrategySpec | str | None = None,
     *,
-    on: verbs.On = None,
+    on: verbs.Where = None,
     params: Mapping[str, Any] | None = None,
     steps: int = 20,
     timeout: float = DEFAULT_TIMEOUT,
@@ -33,7 +33,7 @@ def profile(
 
     - `task`: a task, of which some steps are taken and forgotten; or a run, or its folder, that was trained with
       `fit(profile=True)`, whose samples are read;
-    - `strategy`, `on`, `params`: as for `fit`;
+    - `strategy`, `on`, `params`: as for `fit`; many hosts and the ranks of a launch all get the whole profile;
     - `steps`: how many are timed; a few more are watched closely.
 
     >>> import torch, manyhands as mh
@@ -54,13 +54,27 @@ def profile(
         return _of_run(task)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise SettingsError("steps is how many are timed", got=repr(steps), remedy="pass 20")
+    return _of_task(task, strategy, on=on, params=params, steps=steps, timeout=timeout)
+
+
+@verbs._over_hosts
+def _of_task(
+    task: verbs.TaskLike,
+    strategy: StrategySpec | str | None,
+    *,
+    on: verbs.Where,
+    params: Mapping[str, Any] | None,
+    steps: int,
+    timeout: float,
+) -> Profile:
+    """The profile of steps that are taken now."""
     made = as_task(task, params)
     strategy, picked = verbs._planned(strategy, made, on, task_name(task))
     spec, devices, notices = verbs.settle(strategy, on, timeout=timeout)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
-    work = functools.partial(profiling.probe, task=made, spec=spec, steps=steps)
-    ranks: list[RankProfile] = verbs._start(work, devices, timeout, lambda rank, entry: None, training.View(), on=on)
+    work = functools.partial(_probed, task=made, spec=spec, steps=steps)
+    ranks = verbs._start(work, devices, timeout, lambda rank, entry: None, training.View(), on=on)[0]
     source = as_source(made.data, collate=made.collate)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
@@ -76,6 +90,11 @@ def profile(
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
         notes=(*notices, *(told["text"] for told in picked if told["kind"] == "notice"), *said),
     )
+
+
+def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[RankProfile]:
+    """What all ranks saw, on each of them: a host is told the results of its own ranks only."""
+    return world.gather_objects(profiling.probe(world, task, spec, steps))
 
 
 def _flops(task: Task, batch_size: int, spec: StrategySpec) -> tuple[float | None, list[str]]:

@@ -48,6 +48,13 @@ def test_every_rank_is_seen_and_waiting_for_others_is_told_apart(together: Profi
     assert together.ranks[0].sent >= 4 * parameters
 
 
+def test_the_ranks_of_a_launch_all_get_the_whole_profile(engine: object) -> None:
+    def work(_: mh.Hand) -> list[int]:
+        return [one.rank for one in mh.profile(programs.healthy(), steps=1).ranks]
+
+    assert mh.launch(work, on="cpu*2") == [[0, 1], [0, 1]]
+
+
 def test_modules_have_their_forward_and_their_backward(alone: Profile) -> None:
     watched = alone.ranks[0].watched
     assert watched is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import resolve_settings
-from .options import Json, On, Params, SplitSettings, Strategy, add_verb
+from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, TlsFolder, TokenFile, add_verb
 from .screen import note, only_json, print_json
 from .target import load_task, parse_params, split_target
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "manyhands profile digits.py",
     "manyhands profile digits.py --strategy mirrored --on 'cpu*2' --html profile.html --trace trace.json",
+    "manyhands profile digits.py --hosts 4 --join host1:7777 --token-file token   (on every host)",
     "manyhands fit digits.py --profile --name first && manyhands profile runs/first",
 )
 
@@ -45,6 +46,10 @@ def profile(
     params: Params = None,
     strategy: Strategy = None,
     on: On = None,
+    hosts: Hosts = None,
+    join: JoinAt = None,
+    token_file: TokenFile = None,
+    tls: TlsFolder = None,
     steps: Steps = 20,
     html: Html = None,
     trace: Trace = None,
@@ -54,8 +59,10 @@ def profile(
     """Say where a step's time and memory go: by rank, module and operation, with advice.
 
     Some steps of the task are taken on its ranks and forgotten; of a run it reads what was sampled while it trained.
+    Of many hosts each shows all of it.
     """
-    settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
+    given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
+    settings = resolve_settings(HostsSettings, given).values
     with only_json(json):
         task = load_task(target) if split_target(target)[0].suffix == ".py" else None
         from .. import profiles
@@ -63,8 +70,9 @@ def profile(
         if task is None:
             found = profiles.profile(Path(target))
         else:
-            words = parse_params(params or [])
-            found = profiles.profile(task, settings.strategy, on=settings.on, params=words, steps=steps)
+            words = params or []
+            place = settings.place(Path(target.partition(":")[0]), target.partition(":")[2], str(steps), *words)
+            found = profiles.profile(task, settings.strategy, on=place, params=parse_params(words), steps=steps)
     if json:
         print_json(found.to_dict())
     else:
