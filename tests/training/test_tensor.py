@@ -27,6 +27,7 @@ MATRIX = {
     "times replicas": ((4, mh.TensorParallel(2, replicas=2)), ("cnn", "own")),
     "times shards": ((4, mh.Sharded(2) * mh.TensorParallel(2)), ("gpt", "own", "towers")),
     "accumulated, recomputed": ((2, mh.TensorParallel(2, accumulate=3, recompute="blocks")), ("own",)),
+    "tokens in parts": ((2, mh.TensorParallel(2, layout={"*": "sequence"})), ("gpt", "own", "translator")),
     "random": ((2, mh.TensorParallel(2, deterministic=True)), ("dropout",)),
 }
 OWN = ("own", "dropout", "translator", "towers")

@@ -31,7 +31,7 @@ OPEN_AXES = ("replicas", "shards", "stages")
 DATA_AXES = ("replicas", "shards")
 """Axes along which ranks take different samples."""
 PRECISIONS = ("fp32", "bf16", "fp64")
-WAYS = ("column", "row", "vocabulary", "replicate")
+WAYS = ("column", "row", "vocabulary", "sequence", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SHARDINGS = ("full", "gradients", "optimizer")
 OFFLOADS = ("optimizer", "activations")
@@ -56,7 +56,8 @@ class StrategySpec:
     - `sharding`: what is cut over the shards: "full" (parameters, gradients and optimizer state), "gradients" (the
       same, but parameters stay whole between forward and backward) or "optimizer" (its state alone);
     - `layout`: where layers are not to be cut as they are found to: patterns of their names, each with "column", "row",
-      "vocabulary" or "replicate", such as "*.mlp.*:replicate;head:column";
+      "vocabulary", "sequence" (norms, and what leads to them, on some of the tokens each) or "replicate", such as
+      "*.mlp.*:replicate;head:column";
     - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "localsteps(16)" say; "allreduce" is
       exact, "auto" chooses;
     - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";

@@ -7,7 +7,7 @@ from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stag
 from .following import Facts, Value, follow, mutated, plainly
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
-from .optimizers import CAPTURABLE, fuse_on_cpu, make_capturable, skips_on_device
+from .optimizers import CAPTURABLE, fuse_on_cpu, lie_alike, make_capturable, skips_on_device
 from .recording import CannotRecord, Phase, Recording, rehearsing
 from .running import Clock, Contexts, Segment, segments_of
 from .statics import Statics, shape_of
@@ -26,6 +26,7 @@ __all__ = [
     "Watch",
     "make_capturable",
     "fuse_on_cpu",
+    "lie_alike",
     "CAPTURABLE",
     "skips_on_device",
     "culprit",

@@ -51,10 +51,10 @@ def fuse_on_cpu(optimizer: Optimizer) -> None:
     if all(type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in parameters):
         for group in groups:
             group["fused"] = True
-        optimizer.register_step_pre_hook(_require_alike)
+        optimizer.register_step_pre_hook(lie_alike)
 
 
-def _require_alike(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def lie_alike(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The fused update goes through memory and not through elements: gradient and state must lie as their parameter."""
     for group in optimizer.param_groups:
         if not group["fused"]:

@@ -139,8 +139,10 @@ def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) ->
     """How a network's layers are cut over the tensor axis, found by following a few samples through it."""
     from .tensor import Axis, find_layout
 
-    # What crosses between stages is whole, so nothing is left in parts along its samples.
-    spreads = spec.stages == 1
+    # What crosses between stages is whole, so nothing is left in parts along its tokens. On a CPU it is left so only on
+    # demand: gloo sums all of a tensor to give each rank its part of the sum, so that more is sent and not less.
+    is_wanted = world.device.type != "cpu" or "sequence" in spec.layouts.values()
+    spreads = spec.stages == 1 and is_wanted
     return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts, spreads=spreads)
 
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec
+from ..graph import fuse_on_cpu
+from .own_parts import on_own_parts
 from .skipping import step_where
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class Replica:
             from .offload import Parking
 
             self._parked = {key: Parking(optimizer, world.device) for key, optimizer in self.optimizers.items()}
+        for key in self.optimizers.keys() - self._parked.keys():
+            with on_own_parts(self.optimizers[key]):
+                fuse_on_cpu(self.optimizers[key])
         if spec.offload and world.device.type == "cpu":
             self.notes.append(f"offload={spec.offload} changes nothing on a CPU: its memory is the host's")
 
@@ -171,10 +176,9 @@ class Replica:
             bring = self.bringing(key)
             if where is None or bool(where):
                 self._parked[key].step(bring)
-        elif where is None:
-            self.optimizers[key].step()
         else:
-            step_where(self.optimizers[key], where)
+            with on_own_parts(self.optimizers[key]):
+                step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
 
     def bringing(self, key: str) -> Callable[[nn.Parameter], Tensor | None]:

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from ..graph import CAPTURABLE, skips_on_device
 
 
-def step_where(optimizer: Optimizer, flag: Tensor) -> None:
+def step_where(optimizer: Optimizer, flag: Tensor | None) -> None:
     """Takes an optimizer's step if the flag is set; otherwise parameters and state stay as they are."""
-    if flag.device.type != "cpu" and skips_on_device(optimizer):
+    if flag is None:
+        optimizer.step()
+    elif flag.device.type != "cpu" and skips_on_device(optimizer):
         # The fused updates read these two, which torch's own gradient scaler sets.
         optimizer.found_inf, optimizer.grad_scale = (~flag).float(), None  # type: ignore[attr-defined]
         optimizer.step()

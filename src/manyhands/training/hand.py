@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, join_launched, resolve
 from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
-from ..graph import fuse_on_cpu
 from ..store import CheckpointStore
 from ..strategies import (
     MAIN,
@@ -201,8 +200,6 @@ class Hand:
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
         for text in self._replica.notes:
             self.notice(text)
-        for optimizer in self._replica.optimizers.values():
-            fuse_on_cpu(optimizer)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None
         if self.randomness is not None:
             self._covers += self.randomness.cover(self.model)

@@ -133,7 +133,7 @@ class Vocabulary(Way):
 class Norm(Way):
     """A norm over the last dim: samples or tokens that are in parts stay so while it works."""
 
-    name, is_cut = "whole", False
+    name, is_cut = "sequence", False
 
     def placements(self, layer: nn.Module) -> dict[str, Placement]:
         return {}
@@ -187,7 +187,7 @@ def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
         divides = layer.num_groups % axis.size == 0
         return Channels(layer) if is_cut(inputs, 1) and divides else Replicated(layer)
     if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
-        return Norm(layer) if len(layer.normalized_shape) == 1 else Replicated(layer)
+        return Norm(layer) if _is_norm_of_one_dim(layer) else Replicated(layer)
     return Replicated(layer) if isinstance(layer, (nn.RNNBase, nn.Bilinear)) else None
 
 
@@ -195,12 +195,14 @@ def can_be(name: str, layer: nn.Module) -> bool:
     """Whether a layer can be computed in the way of this name, as a person asks for."""
     if name in (Column.name, Row.name):
         return _is_matrix(layer)
+    if name == Norm.name:
+        return _is_norm_of_one_dim(layer)
     return name == Replicated.name or (name == Vocabulary.name and isinstance(layer, nn.Embedding))
 
 
 def way_named(name: str, layer: nn.Module) -> Way:
     """The way of this name."""
-    return {way.name: way for way in (Column, Row, Vocabulary, Replicated)}[name](layer)
+    return {way.name: way for way in (Column, Row, Vocabulary, Norm, Replicated)}[name](layer)
 
 
 @contextmanager
@@ -283,6 +285,10 @@ def _channel_dim(layer: Any) -> int:
 def _fits(count: int, axis: Axis) -> bool:
     """Whether every rank gets some of them."""
     return count > (axis.size - 1) * -(-count // axis.size)
+
+
+def _is_norm_of_one_dim(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) and len(layer.normalized_shape) == 1
 
 
 def is_norm(module: nn.Module) -> bool:

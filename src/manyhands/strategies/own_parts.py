@@ -1,0 +1,69 @@
+"""Own parts: an update that works element by element needs this rank's part of each tensor, and nobody else's.
+
+Torch would ask for every operation of it how it is done over all ranks, which takes longer than small updates do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from ..graph import lie_alike
+
+BY_ELEMENT = (
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
+
+
+@contextmanager
+def on_own_parts(optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer whose parameters, gradients and state are this rank's parts of them."""
+    groups = optimizer.param_groups
+    cut: list[Any] = [
+        p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")
+    ]
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    # Whoever looks at an update sees the tensors of all ranks.
+    if not cut or type(optimizer) not in BY_ELEMENT or any(hook is not lie_alike for hook in hooks):
+        yield
+        return
+    held, state = [group["params"] for group in groups], optimizer.state
+    own = {parameter: _own(parameter) for parameter in cut}
+    before = {parameter: state.pop(parameter) for parameter in cut if parameter in state}
+    for parameter, slots in before.items():
+        state[own[parameter]] = {name: getattr(slot, "_local_tensor", slot) for name, slot in slots.items()}
+    for group in groups:
+        group["params"] = [own.get(parameter, parameter) for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, held, strict=True):
+            group["params"] = parameters
+        for parameter in cut:
+            mine = own[parameter]
+            if mine in state:
+                known = before.get(parameter, {})
+                slots = state.pop(mine).items()
+                state[parameter] = {name: _parted(slot, known.get(name), parameter, mine) for name, slot in slots}
+
+
+def _own(parameter: Any) -> nn.Parameter:
+    mine = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        mine.grad = parameter.grad._local_tensor
+    return mine
+
+
+def _parted(slot: Any, known: Any, parameter: Any, mine: Tensor) -> Any:
+    """What an update has left, as a part of a tensor of all ranks where it has an element for each of this rank's."""
+    if getattr(known, "_local_tensor", known) is slot:
+        return known
+    if not isinstance(slot, Tensor) or slot.shape != mine.shape or not parameter.dim():
+        return slot
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return type(parameter).from_local(slot, parameter.device_mesh, parameter.placements, run_check=False, **whole)
