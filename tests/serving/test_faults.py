@@ -13,6 +13,7 @@ import grpc
 import httpx
 import numpy as np
 import psutil
+import pytest
 from torch import Tensor
 
 from manyhands.core import Predictor, Signature, TensorSpec
@@ -105,6 +106,24 @@ def test_what_vanished_clients_asked_is_not_computed(start: Start, tmp_path: Pat
     until(lambda: taken(server) == 0)
     # Only what a replica had taken before its client went was computed.
     assert figures(server)["rows"] == before < 21
+
+
+def test_a_replica_that_never_ends_is_replaced(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 0.2)
+    server = start({"gate": Gate(tmp_path / "never")}, timeout=5.0)
+    before = figures(server)["replicas"][0]["pid"]
+    body = (
+        b'{"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [%d]}], "parameters": {"timeout": %d}}'
+    )
+
+    def ask(value: int, micros: int) -> httpx.Response:
+        return httpx.post(f"{server.url}/v2/models/gate/infer", content=body % (value, micros), timeout=60)
+
+    assert ask(1, 300_000).status_code == 504
+    until(lambda: [replica for replica in figures(server)["replicas"] if replica["pid"] != before])
+    assert ask(0, 5_000_000).json()["outputs"][0]["data"] == [1.0]
+    # What is late before it begins is late, not refused.
+    assert ask(0, -1).json() == {"error": "the deadline has passed"}
 
 
 def taken(server: Server) -> int:

@@ -118,6 +118,40 @@ def test_pipelined_requests_are_answered_in_their_order() -> None:
     assert bodies == list(range(40))
 
 
+def test_of_large_pipelined_requests_only_a_few_are_taken_ahead() -> None:
+    requests: list[Request] = []
+    body = bytes(1 << 20)
+
+    async def talk(port: int) -> tuple[int, int]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(body, close=False) * 40)
+        while not requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        (connection,) = listeners[0].connections
+        ahead = connection._num_waiting
+        num_answered = 0
+        while num_answered < 40:
+            if num_answered < len(requests):
+                requests[num_answered].answer(200, b"")
+                num_answered += 1
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            else:
+                await asyncio.sleep(0.001)
+        writer.close()
+        return ahead, connection._num_waiting
+
+    listeners: list[Listener] = []
+
+    def keep(request: Request) -> None:
+        listeners.append(request._connection._listener)
+        requests.append(request)
+
+    (ahead, left), _ = serve(talk, keep)
+    assert 0 < ahead <= 2 << 20
+    assert left == 0
+
+
 def test_a_slow_client_is_cut_off_and_others_are_not() -> None:
     async def talk(port: int) -> tuple[bytes, bytes, bytes]:
         slow = asyncio.ensure_future(say(port, b"POST /x HTTP/1.1\r\n", *[b"A: b\r\n"] * 10, pause=0.02))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -185,6 +186,41 @@ def test_one_that_takes_no_connection_does_not_cost_the_request(
             assert answer.json() == {"predictions": [[21.0]]}
         assert silent.num_lost > 0
         assert "did not take a connection" in silent.reason
+
+
+class Fragile(socketserver.ThreadingTCPServer):
+    """A server that is well, and gone as soon as anybody asks for more."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+        super().__init__(("127.0.0.1", 0), Reading)
+        threading.Thread(target=self.serve_forever, args=(0.01,)).start()
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Reading(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            while self.rfile.readline().strip():
+                pass
+            if not line.startswith(b"GET /v2/health/ready"):
+                self.server.asked += 1  # type: ignore[attr-defined]
+                return
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
+def test_a_request_that_servers_do_not_survive_is_not_handed_on_for_ever(route: Route) -> None:
+    with Fragile() as first, Fragile() as second:
+        ports = [each.server_address[1] for each in (first, second)]
+        router = route(*(f"127.0.0.1:{port}/{port}/{port}" for port in ports))
+        answer = httpx.get(f"{router.url}/v1/models/poison", timeout=60)
+        assert (answer.status_code, answer.json()["error"]) == (500, "servers were lost while computing this request")
+        assert first.asked + second.asked == 3
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:8500/8501", "a:99999", "http://a:8500", "a b:1"])

@@ -97,6 +97,11 @@ class Batch:
     shapes: Shapes
     """Of one row of each input, in the signature's order."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return all(part.ticket.over for part in self.parts)
+
     def copy_to(self, views: Mapping[str, Array]) -> None:
         """Writes the rows into a replica's memory: the only copy of a request's numbers."""
         for name, view in views.items():
@@ -176,8 +181,10 @@ class Batcher:
 
     def require_room(self, deadline: float) -> None:
         """Refuses at once what would not be answered in time: that costs nobody anything."""
-        wait = self.num_queued / self.pace if self.pace else 0.0
-        if self.is_full or self._now() + wait > deadline:
+        now, wait = self._now(), self.num_queued / self.pace if self.pace else 0.0
+        if deadline <= now:
+            raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed")
+        if self.is_full or now + wait > deadline:
             retry = max(1.0, math.ceil(wait))
             raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_queued} rows are waiting", retry)
 

@@ -21,8 +21,8 @@ from .security import Tls
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
-_MAX_WAITING = 16
-"""Pipelined requests of one connection; what comes beyond waits in the network."""
+_MAX_WAITING, _MAX_WAITING_BYTES = 16, 1 << 20
+"""Pipelined requests of one connection, and their bytes; what comes beyond waits in the network."""
 JSON = b"application/json"
 
 
@@ -167,7 +167,11 @@ class Connection(asyncio.Protocol):
         self._url, self._num_head = b"", 0
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
-        self._num_body = 0
+        self._num_body = self._num_waiting = 0
+
+    @property
+    def _has_enough(self) -> bool:
+        return len(self._waiting) >= _MAX_WAITING or self._num_waiting >= _MAX_WAITING_BYTES
 
     @property
     def is_busy(self) -> bool:
@@ -252,7 +256,8 @@ class Connection(asyncio.Protocol):
             self._listener.handler(request)
         else:
             self._waiting.append(request)
-            if len(self._waiting) >= _MAX_WAITING and not self._is_paused:
+            self._num_waiting += len(request.body)
+            if self._has_enough and not self._is_paused:
                 self._is_paused = True
                 self._transport.pause_reading()
 
@@ -275,7 +280,7 @@ class Connection(asyncio.Protocol):
     def check_times(self, now: float) -> None:
         """Ends a client that is too slow, in sending, in taking or in coming back."""
         silent = now - self._since
-        if self._is_blocked or self._is_reading:
+        if self._is_blocked or (self._is_reading and not self._is_paused):
             if silent > self._limits.receive:
                 if self._is_blocked:
                     self._transport.abort()
@@ -291,8 +296,9 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         if self._current is None and self._waiting and not self._is_blocked and not self._transport.is_closing():
             self._current = self._waiting.popleft()
-            if self._is_paused and len(self._waiting) < _MAX_WAITING // 2:
-                self._is_paused = False
+            self._num_waiting -= len(self._current.body)
+            if self._is_paused and not self._has_enough:
+                self._is_paused, self._since = False, time.monotonic()
                 self._transport.resume_reading()
             self._listener.handler(self._current)
 

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from ..cluster import Device, Engine, Job
@@ -19,6 +20,8 @@ from .slots import NUM_SLOTS, Dims, Layout, Slots
 
 ENDING_SECONDS = 10.0
 """For a process that is not wanted any more."""
+STUCK_SECONDS = 30.0
+"""That a batch is computed for nobody before its process is taken for stuck."""
 
 
 class Replica:
@@ -32,6 +35,9 @@ class Replica:
         self._batcher: Batcher | None = None
         self._on_lost: Callable[[Replica], None] = lambda replica: None
         self._batches: dict[int, Batch] = {}
+        self._asked: dict[int, float] = {}
+        """When each of them was sent."""
+        self._kill: Callable[[], None] = lambda: None
         self._free = list(range(NUM_SLOTS))
         layout = Layout(arrival.signature, max_rows)
         self._slots, fd = Slots.create(layout)
@@ -91,6 +97,7 @@ class Replica:
             await _first_of(coming, ending)
             replica = cls(device, coming.result(), computing.sizes[-1], ending)
             await _first_of(replica._is_ready, ending)
+            replica._kill = jobs[0].kill
         except BaseException:
             # A process that comes later finds that nobody expects it, and ends.
             meeting.forget(computing.key)
@@ -116,12 +123,18 @@ class Replica:
 
     def send(self, batch: Batch) -> None:
         slot = self._free.pop()
-        self._batches[slot] = batch
+        self._batches[slot], self._asked[slot] = batch, time.monotonic()
         self.num_rows += batch.rows
         batch.copy_to(self._slots.inputs(slot, batch.size, batch.shapes))
         # Where the other side is gone, _hear finds out and the batch is computed elsewhere.
         with contextlib.suppress(OSError):
             self._socket.send(JOB.pack(slot, batch.size) + self._dims_in.pack(batch.shapes))
+
+    def end_if_stuck(self) -> None:
+        """Kills a process that has long been computing what nobody waits for: it may never end, and others wait."""
+        long_ago = time.monotonic() - STUCK_SECONDS
+        if any(self._asked[slot] < long_ago and batch.is_over for slot, batch in self._batches.items()):
+            self._kill()
 
     def close(self) -> None:
         """Lets the process go: it ends by itself."""

@@ -178,6 +178,8 @@ class Version:
         while True:
             await asyncio.sleep(_SWEEP)
             self.batcher.expire()
+            for replica in self.replicas:
+                replica.end_if_stuck()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -22,6 +22,11 @@ CONNECT_SECONDS = 2.0
 class Lost(Exception):
     """A backend was gone before its answer came: another one may be asked."""
 
+    def __init__(self, *, with_request: bool = True) -> None:
+        self.with_request = with_request
+        """Whether it may have begun to compute."""
+        super().__init__("lost")
+
 
 class Refused(Exception):
     """A backend has too much to do, and says so."""
@@ -109,7 +114,7 @@ class Backend:
             if isinstance(error, TimeoutError):
                 raise
             self._lose(str(error))
-            raise Lost from None
+            raise Lost(with_request=False) from None
         except Lost:
             self.num_lost += 1
             raise
@@ -140,8 +145,9 @@ class Backend:
                 raise
             if trailing is not None and "retry-after" in trailing:
                 raise Refused(error) from None
-            self._lose("gRPC: " + (error.details() or "unavailable"))
-            raise Lost from None
+            text = error.details() or "unavailable"
+            self._lose(f"gRPC: {text}")
+            raise Lost(with_request="failed to connect" not in text) from None
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ...core import RequestRefused
+from ..batcher import ATTEMPTS
 from ..security import Tls
 from .backend import Address, Backend, Lost, Refused
 
@@ -103,7 +104,7 @@ class Fleet:
         until = time.monotonic() + seconds
         tried: set[Backend] = set()
         refused: Refused | None = None
-        lost, wait = 0.0, 0.02
+        lost, num_lost, wait = 0.0, 0, 0.02
         while True:
             now = time.monotonic()
             if now >= until:
@@ -122,8 +123,12 @@ class Fleet:
             tried.add(backend)
             try:
                 return await send(backend, until - now), backend
-            except Lost:
+            except Lost as gone:
                 lost = lost or now
+                num_lost += gone.with_request
+                if num_lost == ATTEMPTS:
+                    # It may be what kills them, and there are others to be served.
+                    raise RequestRefused("INTERNAL", "servers were lost while computing this request") from None
             except Refused as refusal:
                 refused = refusal
             except TimeoutError:
