@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
 
 from manyhands.serving import Server
 from manyhands.serving.protocols import health_grpc, open_inference_grpc, tensorflow_grpc
@@ -100,3 +102,19 @@ def test_a_token_and_a_deadline(start: Start) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         call(server.grpc, method, request, messages["ModelInferResponse"], metadata=metadata, timeout=0.1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+
+
+def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:
+    server = start({"moody": Moody()})
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.unload_model("moody")
+        assert not client.is_model_ready("moody")
+        with pytest.raises(InferenceServerException, match="'foo' is not found"):
+            client.load_model("foo")
+        with pytest.raises(InferenceServerException, match="without parameters"):
+            client.load_model("moody", config="{}")
+        client.load_model("moody")
+        assert client.is_model_ready("moody")
+        rows = triton_grpc.InferInput("x", [1, 1], "FP32")
+        rows.set_data_from_numpy(np.ones((1, 1), np.float32))
+        assert client.infer("moody", [rows]).as_numpy("y").tolist() == [[2.0]]

@@ -74,11 +74,8 @@ class Catalogue:
 
     async def start(self) -> None:
         """Loads what is there; a model that cannot be loaded does not keep the others from being served."""
-        for name, predictor in (self.settings.given or {}).items():
-            model = self.models.setdefault(name, Model(name))
-            version = self._version(model, 1, Given(predictor, self.settings.precision))
-            await version.load()
-            self._switch(model)
+        for name in self.settings.given or {}:
+            await self._load_given(self.models.setdefault(name, Model(name)))
         await self.look(first=True)
         if self.settings.root is not None:
             self._watching = asyncio.ensure_future(self._watch())
@@ -146,6 +143,8 @@ class Catalogue:
             model.rejected.clear()
         for key in [key for key in self._attempts if key[0] == name]:
             del self._attempts[key]
+        if name in (self.settings.given or {}) and model.current is None:
+            await self._load_given(model)
         await self.look()
         failed = [v.error for v in model.versions.values() if v.error and version in (None, v.number)]
         if failed:
@@ -262,6 +261,12 @@ class Catalogue:
         for version in model.available:
             if version.number not in keep and version is not model.current:
                 self._spawn(self._let_go(model, version))
+
+    async def _load_given(self, model: Model) -> None:
+        assert self.settings.given is not None
+        async with self._turn:
+            await self._version(model, 1, Given(self.settings.given[model.name], self.settings.precision)).load()
+        self._switch(model)
 
     async def _load(self, model: Model, number: int, print_: Print) -> None:
         """Loads a version aside; a failure leaves everything as it was, and is tried again later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from .open_inference_rest import (
 )
 
 _NAMED = ["name 1 string", "version 2 string"]
+_MANAGED = ["repository_name 1 string", "model_name 2 string", "parameters 3 map ModelRepositoryParameter"]
 MESSAGES = make_messages(
     "inference",
     {
@@ -122,6 +123,16 @@ MESSAGES = make_messages(
         "RepositoryIndexRequest": ["repository_name 1 string", "ready 2 bool"],
         "ModelIndex": ["name 1 string", "version 2 string", "state 3 string", "reason 4 string"],
         "RepositoryIndexResponse": ["models 1 *ModelIndex"],
+        "ModelRepositoryParameter": [
+            "bool_param 1 ?bool",
+            "int64_param 2 ?int64",
+            "string_param 3 ?string",
+            "bytes_param 4 ?bytes",
+        ],
+        "RepositoryModelLoadRequest": _MANAGED,
+        "RepositoryModelLoadResponse": [],
+        "RepositoryModelUnloadRequest": _MANAGED,
+        "RepositoryModelUnloadResponse": [],
     },
 )
 DATA_TYPES = {
@@ -152,6 +163,8 @@ class OpenInferenceGrpc(GrpcService):
             "ModelConfig": self._config,
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
         }
         return {
             name: (method, MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]) for name, method in found.items()
@@ -201,6 +214,24 @@ class OpenInferenceGrpc(GrpcService):
     async def _index(self, request: Any, context: Any) -> Any:
         listed = [one for one in index(self.desk.catalogue) if not request.ready or one["state"] == "READY"]
         return MESSAGES["RepositoryIndexResponse"](models=listed)
+
+    async def _load(self, request: Any, context: Any) -> Any:
+        self.desk.require_managing()
+        if request.parameters:
+            raise RequestRefused("INVALID_ARGUMENT", "a model is loaded as it lies in the folder, without parameters")
+        await self._managed(self.desk.catalogue.load(request.model_name))
+        return MESSAGES["RepositoryModelLoadResponse"]()
+
+    async def _unload(self, request: Any, context: Any) -> Any:
+        self.desk.require_managing()
+        await self._managed(self.desk.catalogue.unload(request.model_name))
+        return MESSAGES["RepositoryModelUnloadResponse"]()
+
+    async def _managed(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Unknown as unknown:
+            raise in_own_words(unknown) from None
 
     async def _infer(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_name, request.model_version, key_of(context))

@@ -49,6 +49,11 @@ class Desk:
         self.is_ready = False
         """Whether clients should come here."""
 
+    def require_managing(self) -> None:
+        """Refuses what changes models where whoever may ask may not manage."""
+        if not self.may_reload:
+            raise RequestRefused("PERMISSION_DENIED", "models are managed on this server's own machine only")
+
     def deadline(self, seconds: float | None = None) -> float:
         """When a request is too late; its own wish can only make that earlier."""
         return time.monotonic() + (self.timeout if seconds is None else min(seconds, self.timeout))

@@ -50,8 +50,7 @@ class ModelService(GrpcService):
 
     async def _reload(self, request: Any, context: Any) -> Any:
         """The new list replaces the old; it can only name what lies in the server's own folder."""
-        if not self.desk.may_reload:
-            raise RequestRefused("PERMISSION_DENIED", "models are managed on this server's own machine only")
+        self.desk.require_managing()
         if request.config.WhichOneof("one") != "model_config_list":
             raise RequestRefused("INVALID_ARGUMENT", "ServerConfig must use model_config_list")
         policies: dict[str, Policy | None] = {}

@@ -206,7 +206,11 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
         return answers[0][0]  # type: ignore[index]
 
 
-EVERYWHERE = {"/tensorflow.serving.ModelService/HandleReloadConfigRequest"}
+EVERYWHERE = {
+    "/tensorflow.serving.ModelService/HandleReloadConfigRequest",
+    "/inference.GRPCInferenceService/RepositoryModelLoad",
+    "/inference.GRPCInferenceService/RepositoryModelUnload",
+}
 """What changes a server, and so all of them."""
 
 
