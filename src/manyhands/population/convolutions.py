@@ -40,6 +40,9 @@ class Unfolded(TorchFunctionMode):
     ) -> Any:
         if func is torch.conv2d:
             return _convolved(self._most, *args, **(kwargs or {}))
+        if func is F.adaptive_avg_pool2d and args:
+            # With channels last it would be computed for one member after the other.
+            return func(args[0].contiguous(), *args[1:], **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError:
