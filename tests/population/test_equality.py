@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -126,6 +127,25 @@ def test_members_have_probabilities_of_dropout_of_their_own(kind: str, tmp_path:
     members = [one(0.1, 0), one(0.5, 1), one(0.3, 0)]
     assert [group.tasks for group in groups([*members, one(0.0, 0)])] == [(0, 1, 2), (3,)]
     follows(members, tmp_path)
+
+
+def test_frozen_parameters_that_the_optimizer_holds_and_noise_of_a_loss(tmp_path: Path) -> None:
+    def network() -> torch.nn.Module:
+        made = KINDS["mlp"][0]()
+        made[0].requires_grad_(False)
+        return made
+
+    def noisy(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        inputs = batch[0] + 0.1 * torch.randn_like(batch[0]) + 0.1 * torch.rand(len(batch[0]), 1)
+        return F.cross_entropy(model(inputs), batch[1])
+
+    members = [
+        task("mlp", adamw(1e-2, weight_decay=0.1), seed=seed, ema=0.9).replace(model=network, loss=noisy, metrics={})
+        for seed in (1, 2)
+    ]
+    population = follows(members, tmp_path)
+    held = population.state(0)["optimizers"][""]["groups"][0]["params"]
+    assert held == [name for name, _ in network().named_parameters()]  # as torch's own state names them
 
 
 def test_members_learn_from_some_rows_of_arrays(tmp_path: Path) -> None:

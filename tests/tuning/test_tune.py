@@ -258,6 +258,21 @@ def test_a_stacked_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path: Pat
     assert all(trial.is_over for trial in part.trials)
 
 
+def test_a_network_that_cannot_be_built_costs_only_its_trial(tmp_path: Path) -> None:
+    def sometimes(lr: float = 0.1) -> mh.Task:
+        def build() -> torch.nn.Module:
+            if lr in (0.1, 0.4):
+                raise ArithmeticError("no such network")
+            return torch.nn.Linear(4, 2)
+
+        return networks.task(lr=lr).replace(model=build)
+
+    space = {"lr": [0.1, 0.2, 0.3, 0.4, 0.5]}
+    study = tune(sometimes, space, search="grid", folder=tmp_path, execution="stacked")
+    assert [trial.state for trial in study.trials] == ["failed", "finished", "finished", "failed", "finished"]
+    assert study.trials[3].reason == "ArithmeticError: no such network"
+
+
 def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.tuning.stacked.MOST_SHELVES", 2)
     workshop = Workshop(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .layout_free import LayoutFree, Shape
 
 Replacement = Callable[..., Any]
+_is_stacked: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def replacements() -> _Replacements:
@@ -277,7 +278,8 @@ def _factory(fill: Callable[..., Tensor]) -> Replacement:
         kwargs.pop("names", None), kwargs.pop("generator", None)
         size, rest = _size(args, kwargs)
         empty = torch.empty(size, **kwargs) if out is None else out.resize_(size)
-        return _filled(fill(draws, empty, *rest), empty)
+        values = fill(draws, empty, *rest)
+        return _made(values, empty) if out is None else _filled(values, empty)
 
     return make
 
@@ -289,7 +291,7 @@ def _like(fill: Callable[..., Tensor]) -> Replacement:
         bounds = [kwargs.pop(name) for name in ("low", "high") if name in kwargs]
         kwargs.pop("generator", None)
         empty = torch.empty_like(input, **kwargs)
-        return _filled(fill(draws, empty, *args, *bounds, owner=input), empty)
+        return _made(fill(draws, empty, *args, *bounds, owner=input), empty)
 
     return make
 
@@ -311,6 +313,13 @@ def _initial(fill: Callable[..., Tensor], draws: LayoutFree, tensor: Tensor, *ar
 def _given(values: Tensor, out: Tensor | None) -> Tensor:
     """Values in the tensor that was given for them, if one was."""
     return values if out is None else _filled(values, out.resize_(values.shape))
+
+
+def _made(values: Tensor, empty: Tensor) -> Tensor:
+    """Values as a new tensor of that kind; in a stack they are many where the tensor would be one for all members."""
+    if _is_stacked(values) and not _is_stacked(empty):
+        return values.to(empty.dtype)
+    return _filled(values, empty)
 
 
 def _filled(values: Tensor, empty: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ class Built:
     kind: str
     """What its optimizer is called."""
     groups: tuple[tuple[str, ...], ...]
-    """The names of the parameters of every group."""
+    """The names of the parameters of every group that are trained."""
+    held: tuple[tuple[str, ...], ...]
+    """Those of all its parameters: some hand frozen ones to the optimizer too, which leaves them as they are."""
     settings: tuple[dict[str, Any], ...]
     """The numbers and flags of every group."""
     updates: tuple[Update, ...]
@@ -44,6 +46,7 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
     try:
         seed_all(mix(task.seed, 0))
         model = task.model()
+        _require_ready(model)
         model = model.to(dtype) if dtype is not None else model
         if not model.training:
             model.train()
@@ -59,9 +62,12 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
         got = type(optimizer).__name__
         raise TaskError(f"stacked optimizers are {KNOWN}", got=got, remedy="use one of these, or train it by itself")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+    held = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+    frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
+    groups = tuple(tuple(name for name in group if name not in frozen) for group in held)
     settings = tuple(_settings(group) for group in optimizer.param_groups)
-    return Built(task, model, type(optimizer).__name__, groups, settings, tuple(kind(group) for group in settings))
+    updates = tuple(kind(group) for group in settings)
+    return Built(task, model, type(optimizer).__name__, groups, held, settings, updates)
 
 
 @torch.no_grad()
@@ -95,6 +101,15 @@ def averaged(built: Built) -> dict[str, Tensor]:
             start = f"{path}." if path else ""
             found |= {f"{start}running_mean": layer.running_mean, f"{start}running_var": layer.running_var}
     return found
+
+
+def _require_ready(model: nn.Module) -> None:
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise TaskError(
+            "a stacked network has all its parameters from the start",
+            got="lazy layers",
+            remedy="give their sizes, or train it by itself",
+        )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

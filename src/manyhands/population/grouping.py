@@ -21,6 +21,8 @@ class Group:
     """Why this task cannot be stacked; empty where it can."""
     unlike: str = ""
     """Why it is not in an earlier group of tasks that can be stacked; empty for the first."""
+    is_broken: bool = False
+    """Whether its own functions failed, as they would if it were trained alone."""
 
     @property
     def stacks(self) -> bool:
@@ -58,6 +60,8 @@ def groups(tasks: Sequence[Task]) -> list[Group]:
                 alike.append((built, [number], unlike))
         except UsageError as error:
             alone.append(Group((number,), reason=str(error)))
+        except Exception as error:
+            alone.append(Group((number,), reason=f"{type(error).__name__}: {error}", is_broken=True))
     return [*(Group(tuple(numbers), unlike=unlike) for _, numbers, unlike in alike), *alone]
 
 

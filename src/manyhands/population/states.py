@@ -98,7 +98,7 @@ def _optimizer(member: Member, row: Row, built: Built) -> dict[str, Any]:
             if slots:
                 state[name] = slots
     groups = []
-    for names, group in zip(built.groups, built.settings, strict=True):
+    for names, group in zip(built.held, built.settings, strict=True):
         groups.append({"params": list(names), **{key: _plain(value) for key, value in group.items()}})
     return {"state": state, "groups": groups}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cluster import Device
-from ..core import SettingsError, Task, UsageError
+from ..core import SettingsError, Task
 from ..population import Gain, Population, gain, groups
 from ..store import Checkpoint, CheckpointStore
 from ..training import CHECKPOINTS
@@ -129,10 +129,11 @@ class Stacked(Executor):
                 self._shelves.append(shelf)
                 for number, (work, _) in enumerate(chosen):
                     self._begin(shelf, number, work)
-            elif self._must_stack:
+            elif self._must_stack and not group.is_broken:
                 raise SettingsError("execution='stacked' needs tasks that stack", got=group.reason, remedy="leave it")
             else:
-                self._say(f"trials run one by one: {group.reason}")
+                if not group.is_broken:
+                    self._say(f"trials run one by one: {group.reason}")
                 self._single.extend(work for work, _ in chosen)
 
     def _make_room(self) -> None:
@@ -148,7 +149,7 @@ class Stacked(Executor):
             return False
         try:
             shelf.population.replace(shelf.free[0], task)
-        except UsageError:
+        except Exception:  # it is another network, or one that cannot be built, which is told where it runs alone
             return False
         self._begin(shelf, shelf.free[0], work)
         return True
@@ -232,10 +233,13 @@ def _measured(task: Task, device: Device, most: int) -> Gain:
 
 def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: bool) -> tuple[int, str]:
     """How many trials of such a task are trained as one program, 1 where that does not pay; and why, in words."""
-    if reason := groups([task])[0].reason:
-        if must_stack:
-            raise SettingsError("execution='stacked' needs tasks that stack", got=reason, remedy="leave it away")
-        return 1, f"trials run one by one: {reason}"
+    looked_at = groups([task])[0]
+    if looked_at.reason:
+        if must_stack and not looked_at.is_broken:
+            raise SettingsError(
+                "execution='stacked' needs tasks that stack", got=looked_at.reason, remedy="leave it away"
+            )
+        return 1, f"trials run one by one: {looked_at.reason}"
     most = min(SIZES[-1], limit or SIZES[-1])
     if most < SIZES[0] and not must_stack:
         return 1, ""
