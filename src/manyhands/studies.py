@@ -224,7 +224,7 @@ def _mapped_here(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     for place, item in enumerate(items):
         try:
             results.append(fn(item))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             results.append(None)
             failures[place] = error
     if failures:

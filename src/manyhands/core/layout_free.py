@@ -341,7 +341,7 @@ class LayoutFree(TorchFunctionMode):
         """Exponential numbers of rate 1, never 0, so that their logarithm is finite."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         drawn = self.uniform(shape, device, wide, owner).neg_().log1p_().neg_()
-        return drawn.clamp_(min=max(2.0 ** -(_BITS[wide] + 1), torch.finfo(dtype).tiny)).to(dtype)
+        return drawn.clamp(min=max(2.0 ** -(_BITS[wide] + 1), torch.finfo(dtype).tiny)).to(dtype)
 
     def integers(self, shape: Shape, low: int, high: int, device: torch.device, owner: Tensor | None = None) -> Tensor:
         """Whole numbers from low up to and without high, as int64."""

@@ -440,7 +440,7 @@ def _multinomial(
         return _given((input / race).topk(num_samples, -1).indices, out)
     sums = input.double().cumsum(-1)
     drawn = draws.uniform((*input.shape[:-1], num_samples), input.device, torch.float64) * sums[..., -1:]
-    return _given(torch.searchsorted(sums, drawn, right=True).clamp_(max=input.shape[-1] - 1), out)
+    return _given(torch.searchsorted(sums, drawn, right=True).clamp(max=input.shape[-1] - 1), out)
 
 
 def _permutation(draws: LayoutFree, n: int, **kwargs: Any) -> Tensor:

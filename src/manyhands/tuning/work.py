@@ -105,7 +105,7 @@ class Workshop:
                 outcome.mistake = self._mistake(made)
                 return None if outcome.mistake else made
             outcome.metrics, outcome.epochs = self._measured(made), work.until
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
         return None
 
@@ -120,7 +120,7 @@ class Workshop:
                 self._train(task, work, world, outcome)
         except LossNotFinite as error:
             outcome.reason, outcome.is_diverged = str(error), True
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
         finally:
             restore_random_state(states, torch.device("cpu"))
