@@ -13,6 +13,7 @@ from keras import layers
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
+from manyhands.core import DataError
 
 from .scenarios import INPUTS, LABELS, TARGETS
 
@@ -146,6 +147,19 @@ def each_reads_its_own(folder: Path) -> dict[str, Any]:
     model.train_on_batch(INPUTS[:4].astype("float32"), TARGETS[:4].astype("float32"))
     model.fit(DataLoader(data, batch_size=16, shuffle=True), epochs=1, verbose=0)
     return {"read": read}
+
+
+@behaviour
+def orders_that_differ_are_refused(folder: Path) -> dict[str, Any]:
+    """As an order is that every replica draws for itself, outside of the generators that are shared."""
+    strategy = mhk.MirroredStrategy()
+    model = network(strategy=strategy)
+    inputs = INPUTS[::-1].copy() if strategy.hand.rank else INPUTS
+    try:
+        model.fit(((inputs[at : at + 8], TARGETS[at : at + 8]) for at in (0, 8)), verbose=0)
+    except DataError as error:
+        return {"said": str(error)}
+    return {"said": ""}
 
 
 @behaviour

@@ -128,3 +128,9 @@ def test_bfloat16(every: dict[str, Facts], alone: dict[str, Any]) -> None:
 def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     for fact in every["a_metric_with_states"]:
         assert fact["values"] == pytest.approx(alone["a_metric_with_states"]["values"], rel=1e-5)
+
+
+def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Facts]) -> None:
+    for facts in every["orders_that_differ_are_refused"]:
+        assert "the same batches on every replica" in facts["said"]
+        assert "shuffle(1000, seed=0)" in facts["said"]

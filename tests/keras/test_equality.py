@@ -10,8 +10,8 @@ import pytest
 
 from .scenarios import SCENARIOS
 
-WEIGHTS = 1e-6
-"""Scenarios ask for float64, but Keras' own products and divisions on this backend round to float32."""
+WEIGHTS = 1e-12
+"""Scenarios compute in float64."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -7,6 +7,7 @@ one of arrays, a replica reads only its own; of what can only be iterated every 
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return Share.of(total, rank=hand.rank, size=hand.size, micros=self._micros)
 
     def _cut(self, batches: Any) -> Iterator[tuple[Share, Any]]:
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number == 0:
+                _require_same(self._strategy.hand, batch)
             share = self._share(num_rows(batch))
             yield share, share.taken(batch)
 
@@ -154,6 +157,21 @@ def share_randomness(hand: Hand) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.default_generator.set_state(torch.from_numpy(state.copy()))
+
+
+def _require_same(hand: Hand, batch: Any) -> None:
+    """Refuses an input that is another one on each replica: rows would be trained twice, and others never."""
+    if hand.size == 1:
+        return
+    leaves = [torch.as_tensor(leaf).cpu().contiguous() for leaf in tree.flatten(batch) if leaf is not None]
+    digests = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy()) for leaf in leaves]
+    if len({tuple(each) for each in hand.world.gather_objects(digests)}) > 1:
+        raise DataError(
+            "an input that can only be iterated must give the same batches on every replica, each keeps its rows",
+            got="first batches that differ",
+            remedy="give what draws its order a seed, such as dataset.shuffle(1000, seed=0); "
+            "or let each replica make its own with distribute_datasets_from_function",
+        )
 
 
 def _is_indexed(loader: Any) -> bool:

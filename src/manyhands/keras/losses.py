@@ -32,7 +32,7 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return step.part(loss)
         if mask is None and (reduction != "mean_with_sample_weight" or sample_weight is None):
             return step.part(loss * step.rows.weight) if step.is_plain_sum else loss
-        return step.part(loss * _fraction(step, _counted(values, sample_weight, mask, reduction)))
+        return step.part(loss * _fraction(step, _counted(values, sample_weight, mask, reduction)).to(loss.dtype))
 
     return reduce_weighted_values
 
@@ -55,4 +55,4 @@ def _fraction(step: Step, count: Tensor) -> Tensor:
     own = (count * (0.0 if step.rows.is_ghost else 1.0)).detach().clone()
     total = own.clone()
     step.hand.replicas.all_reduce(total)
-    return torch.where(total > 0, own / total, torch.zeros_like(own)).to(torch.float32)
+    return torch.where(total > 0, own / total, torch.zeros_like(own))
