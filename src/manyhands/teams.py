@@ -80,7 +80,7 @@ def ensemble(
     batches = _batches(chosen, data)
     team = Team([ensembles.member_of(one) for one in chosen], combine=combine, batches=batches, uncertainty=uncertainty)
     if study is not None:
-        keep_event(study.path, event("team", **_told(team)))
+        keep_event(study.path, event("team", **told(team)))
     return team
 
 
@@ -96,14 +96,14 @@ def _best_of(study: Study, members: int | None) -> list[Trial]:
     return best
 
 
-def _told(team: Team) -> dict[str, Any]:
-    """A team for the event log: who is in it, and how right it and its members are where labels tell."""
-    told = {"members": [one.name for one in team.members], "combine": team.combine, "stacked": team.is_stacked}
+def told(team: Team) -> dict[str, Any]:
+    """A team as JSON-ready data: who is in it, and how right it and its members are where labels tell."""
+    known = {"members": [one.name for one in team.members], "combine": team.combine, "stacked": team.is_stacked}
     try:
         together, alone = team.calibration()
     except DataError:
-        return told
-    return {**told, "calibration": asdict(together), "alone": [asdict(one) for one in alone]}
+        return known
+    return {**known, "calibration": asdict(together), "alone": [asdict(one) for one in alone]}
 
 
 def apart(
@@ -166,9 +166,10 @@ def _trained(source: Task | Callable[..., Task], members: int, *, params: Any, *
     study = studies.tune(make, space, search="grid", objective=objective, keep=members, **options)
     if len(study.finished) < members:
         failed = [trial for trial in study.trials if trial.state != "finished"]
-        reason = failed[0].reason if failed else "it was stopped"
+        reason = failed[0].reason if failed and failed[0].reason else "it was stopped"
+        remedy = f'pass name="{study.name}" and resume=True to go on' if study.stopped else "mend the task"
         raise TaskError(
-            f"all {members} members must be trained", got=f"{len(study.finished)} ({reason})", remedy="mend the task"
+            f"all {members} members must be trained", got=f"{len(study.finished)} ({reason})", remedy=remedy
         )
     return study
 

@@ -21,6 +21,7 @@ VERBS = (
     "profile",
     "fit",
     "tune",
+    "ensemble",
     "launch",
     "token",
     "replay",
