@@ -340,10 +340,13 @@ def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) ->
         page.get_by_role("link", name="logs/first").click()
         expect(page.locator("h1")).to_contain_text("serving")
         ports = [server.grpc, *(url.rpartition(":")[2] for url in (server.url, server.manage_url))]
-        with mh.route("127.0.0.1:{}/{}/{}".format(*ports), http=0, grpc=0, manage=0) as router:
+        log = tmp_path / "logs" / "router"
+        with mh.route("127.0.0.1:{}/{}/{}".format(*ports), http=0, grpc=0, manage=0, log=str(log)) as router:
             mh.Client(router.url)("adder", torch.ones(2, 4))
             routed = show("serving", servers=[router.url])
             row = routed.get_by_role("region", name="Servers behind a router").locator("tbody tr")
             expect(row).to_contain_text(f"127.0.0.1:{server.grpc}serving")
             data_of(routed, "Answers a second, by server")
+            routed.get_by_role("link", name="logs/router").click()
+            expect(routed.get_by_role("region", name="What happened")).to_contain_text("backend up")
     expect(page.locator("h1")).to_contain_text("stopped")

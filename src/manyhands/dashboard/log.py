@@ -20,8 +20,9 @@ FIRST, RATIO, NUM_BOUNDS = 1e-5, 1.25, 80
 SERVING = (
     "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed", "version_loading", "version_failed",
     "version_available", "version_ended", "replica_lost", "replica_failed", "replica_replaced",
+    "routing", "backend_up", "backend_down",
 )  # fmt: skip
-FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed")
+FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down")
 
 
 class Bucket:
@@ -83,6 +84,9 @@ class Log(Source):
 
     def on_serving(self, entry: dict[str, Any]) -> None:
         self.serving, self.is_up, self.versions = entry, True, {}
+
+    # A router's log is one of a server whose devices are other servers.
+    on_routing = on_serving
 
     def on_stopped(self, entry: dict[str, Any]) -> None:
         self.is_up = False

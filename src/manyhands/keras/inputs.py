@@ -164,7 +164,7 @@ def _require_same(hand: Hand, batch: Any) -> None:
     if hand.size == 1:
         return
     leaves = [torch.as_tensor(leaf).cpu().contiguous() for leaf in tree.flatten(batch) if leaf is not None]
-    digests = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy()) for leaf in leaves]
+    digests = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy().tobytes()) for leaf in leaves]
     if len({tuple(each) for each in hand.world.gather_objects(digests)}) > 1:
         raise DataError(
             "an input that can only be iterated must give the same batches on every replica, each keeps its rows",

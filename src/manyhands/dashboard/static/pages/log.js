@@ -18,14 +18,14 @@ export function open(host, [id]) {
       fill(head, empty(`There is no log ${id}.`));
       return;
     }
-    fill(head, h("h1", {}, log.id, state(log.is_up ? "serving" : "stopped")), facts([["devices", (log.serving.devices ?? []).join(", ")], ["HTTP", number(log.serving.http)], ["gRPC", number(log.serving.grpc)], ["since", moment(log.serving.t)]]));
+    fill(head, h("h1", {}, log.id, state(log.is_up ? "serving" : "stopped")), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["HTTP", number(log.serving.http)], ["gRPC", number(log.serving.grpc)], ["since", moment(log.serving.t)]]));
     const { x, rate, refused, p50, p99 } = log.requests;
     charts.update({ "Requests a second": { curves: x.length ? { answered: { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
     const versions = Object.entries(log.versions).flatMap(([model, all]) => Object.entries(all).map(([version, how]) => ({ model, version, how })));
     const splits = Object.entries(log.splits).map(([model, shares]) => ({ model, shares: JSON.stringify(shares) }));
-    const marks = log.news.map((one) => ({ t: one.t, text: one.text, kind: one.fault ? "fault" : one.kind === "version_available" || one.kind === "serving" ? "good" : "plain" }));
+    const marks = log.news.map((one) => ({ t: one.t, text: one.text, kind: one.fault ? "fault" : ["version_available", "serving", "routing", "backend_up"].includes(one.kind) ? "good" : "plain" }));
     fill(below,
-      h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["", (one) => one.how]], versions),
+      log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["", (one) => one.how]], versions)],
       splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", (one) => one.model], ["shares", (one) => one.shares, { wide: true }]], splits)] : null,
       h("h2", {}, "Time line"), marks.length ? timeline("Time line", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
       table("What happened", [["when", (one) => moment(one.t)], ["", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
