@@ -30,7 +30,7 @@ from manyhands.serving.slots import Dims
 
 from .test_fuzz import ANYTHING
 
-MANY = settings(max_examples=80, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 SIGNATURE = Signature(
     {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}, {"y": TensorSpec("float32", (None,))}
 )

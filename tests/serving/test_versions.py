@@ -186,7 +186,8 @@ class Moody(Predictor):
 
 
 def ask_moody(url: str, value: float) -> httpx.Response:
-    return httpx.post(f"{url}/v1/models/moody:predict", json={"inputs": [[value]]}, timeout=30)
+    # Reading all authorities of the world, for TLS that is not used, takes longer than the answer.
+    return httpx.post(f"{url}/v1/models/moody:predict", json={"inputs": [[value]]}, timeout=30, verify=False)
 
 
 def test_a_replica_that_dies_under_load_is_replaced_and_nobody_notices(start: Start) -> None:
@@ -214,16 +215,12 @@ def test_a_replica_that_dies_under_load_is_replaced_and_nobody_notices(start: St
     assert min(first) not in later
 
 
-def test_who_kills_replicas_is_refused_and_others_are_served(start: Start) -> None:
-    server = start({"moody": Moody()})
-    assert ask_moody(server.url, 666).status_code == 500
-    assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
-
-
-def test_who_makes_a_network_fail_hears_why(start: Start) -> None:
+def test_who_makes_a_network_fail_hears_why_and_who_kills_replicas_is_refused(start: Start) -> None:
     server = start({"moody": Moody()})
     answer = ask_moody(server.url, -1)
     assert (answer.status_code, answer.json()["error"]) == (500, "the model failed: ValueError: no negative numbers")
+    assert ask_moody(server.url, 666).status_code == 500
+    assert ask_moody(server.url, 1).json()["outputs"] == [[2.0]]
 
 
 def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, start: Start) -> None:
