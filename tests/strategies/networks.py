@@ -43,9 +43,10 @@ class Shifting(nn.Module):
         self.side, self.middle = nn.Linear(16, 5), block(16)
         self.head, self.check = nn.Linear(16, 5), nn.Linear(5, 5)
         self.register_buffer("last", torch.zeros(16))
+        self.temperature = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        start = self.first(x) + self.shift.detach()
+        start = self.first(x) / self.temperature + self.shift.detach()
         out = self.head(self.middle(start) + start)
         if not self.training:
             return out + self.check(out) + self.last.sum()

@@ -78,7 +78,7 @@ def losses_of(world: World, folder: Path, noises: list[str]) -> dict[str, dict[s
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_what_a_draw_is_for_does_not_depend_on_the_split(
     size: int, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -15,10 +15,10 @@ from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
 from manyhands.training import Hand
 
-from .problems import generator, problem
+from .problems import problem
 from .test_equality import trained
 
-CASES = [(name, optimizer) for name in ("mlp", "cnn", "gpt") for optimizer in ("sgd", "adamw")]
+CASES = [("mlp", "sgd"), ("mlp", "adamw"), ("cnn", "adamw"), ("gpt", "sgd")]
 
 
 def tasks() -> dict[str, mh.Task]:
@@ -100,18 +100,14 @@ def test_a_checkpoint_goes_on_under_any_other_layout(tmp_path: Path) -> None:
     layouts = {
         "single": (mh.Single(precision="fp64"), "cpu"),
         "mirrored": (mh.Mirrored(precision="fp64"), "cpu*2"),
-        "sharded": (mh.Sharded(precision="fp64"), "cpu*2"),
         "hybrid": (mh.Sharded(2, replicas=2, precision="fp64"), "cpu*4"),
         "optimizer": (mh.Sharded(sharding="optimizer", precision="fp64"), "cpu*2"),
     }
     whole = mh.fit(task, layouts["single"][0], on="cpu", epochs=2, name="whole", **settings)
     for first, then in (
-        ("sharded", "single"),
-        ("single", "sharded"),
-        ("hybrid", "mirrored"),
-        ("mirrored", "hybrid"),
-        ("optimizer", "sharded"),
-        ("single", "optimizer"),
+        ("hybrid", "optimizer"),
+        ("optimizer", "mirrored"),
+        ("single", "hybrid"),
     ):
         name = f"{first}-{then}"
         mh.fit(task, layouts[first][0], on=layouts[first][1], steps=3, name=name, **settings)
@@ -159,53 +155,3 @@ def test_a_loss_that_reads_parameters_by_itself_is_refused() -> None:
     split = task.replace(loss=lambda model, batch: model(batch[0]).mean() * model[0].bias.sum())
     with pytest.raises(StrategyError, match=r"got 0.bias, which is changed by forward or held in parts"):
         mh.fit(split, "stages=2,shards=2", on="cpu*4", steps=1, progress=False)
-
-
-def hugging_face() -> dict[str, mh.Task]:
-    """Real architectures with random weights: tied embeddings, an encoder and a decoder, pictures."""
-    import transformers as hf
-
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5}
-    gpt2 = hf.GPT2Config(
-        vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
-    )  # fmt: skip
-    t5 = hf.T5Config(
-        vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    ids = torch.randint(1, 99, (16, 12), generator=generator(0))
-    labels = torch.randint(0, 5, (16,), generator=generator(1))
-    pictures = torch.randn(16, 3, 16, 16, generator=generator(2))
-    networks = {
-        "gpt2": (partial(hf.GPT2LMHeadModel, gpt2), {"input_ids": ids, "labels": ids}),
-        "bert": (
-            partial(hf.BertForSequenceClassification, hf.BertConfig(vocab_size=100, **small, **quiet)),
-            {"input_ids": ids, "labels": labels},
-        ),
-        "vit": (
-            partial(hf.ViTForImageClassification, hf.ViTConfig(image_size=16, patch_size=8, **small, **quiet)),
-            {"pixel_values": pictures, "labels": labels},
-        ),
-        "t5": (partial(hf.T5ForConditionalGeneration, t5), {"input_ids": ids, "labels": ids}),
-    }
-    return {
-        name: mh.Task(
-            model=model,
-            loss=lambda model, batch: model(**batch).loss,
-            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-            data=data,
-            batch_size=8,
-        )
-        for name, (model, data) in networks.items()
-    }
-
-
-def test_hugging_face_models_go_through_unchanged(run_ranks: Any, tmp_path: Path) -> None:
-    spec = mh.Sharded(precision="fp64")
-    whole = trained(NullWorld(), hugging_face(), mh.Single(precision="fp64"), tmp_path / "whole")
-    parts = run_ranks(lambda world: trained(world, hugging_face(), spec, tmp_path / "parts"), 2)[0]
-    for name, (losses, _) in whole.items():
-        # GPT-2 computes its loss in fp32, whatever its weights are.
-        np.testing.assert_allclose(parts[name][0]["loss"], losses["loss"], rtol=1e-6, err_msg=name)

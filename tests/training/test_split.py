@@ -25,15 +25,15 @@ from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 from tests.strategies.networks import Scribble, task
 
+from .problems import generator
 from .test_equality import keep
-from .test_sharded import hugging_face
 
 Case = tuple[str, mh.StrategySpec]
 TOWERS = {"tower_a.*": "cpu:0", "tower_b.*": 1}
 
 
 class Thaw(mh.Callback):
-    """Sets the first layer free in the middle of training, and freezes another; keeps what validation measured."""
+    """Sets a layer free in the middle of training, freezes another, cools down; keeps what validation measured."""
 
     def __init__(self) -> None:
         self.measured: list[float] = []
@@ -45,6 +45,7 @@ class Thaw(mh.Callback):
         if hand.num_steps == 2:
             hand.model.first.requires_grad_(True)
             hand.model.middle.requires_grad_(False)
+            hand.model.temperature = 0.5
 
 
 def trained(world: World, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def scribbled(world: World, seeds: list[int]) -> list[str]:
 
 
 def test_random_networks_with_random_homes_never_wait_for_each_other(run_ranks: Any) -> None:
-    assert run_ranks(partial(scribbled, seeds=list(range(12))), 3) == [[]] * 3
+    assert run_ranks(partial(scribbled, seeds=list(range(8))), 3) == [[]] * 3
 
 
 def test_a_rank_that_dies_inside_a_microbatch_costs_no_step(tmp_path: Path) -> None:
@@ -283,21 +284,62 @@ def test_a_rank_that_dies_inside_a_microbatch_costs_no_step(tmp_path: Path) -> N
         torch.testing.assert_close(run.state_dict()[key], value, rtol=0, atol=1e-9, msg=key)
 
 
-def test_hugging_face_networks_go_through_a_pipeline_unchanged(run_ranks: Any, tmp_path: Path) -> None:
-    results = run_ranks(partial(in_a_pipeline, folder=tmp_path / "cut"), 2)[0]
-    for name, made in hugging_face().items():
-        losses = losses_of(NullWorld(), made, mh.Single(), tmp_path / "whole" / name)
-        np.testing.assert_allclose(results[name], losses, rtol=1e-5, err_msg=name)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5"])
+def test_hugging_face_networks_go_through_every_split_unchanged(name: str, run_ranks: Any, tmp_path: Path) -> None:
+    splits = [mh.Sharded(2), mh.TensorParallel(2), mh.Pipeline(2, microbatches=2)]
+    results = run_ranks(partial(split_in_turn, name=name, splits=splits, folder=tmp_path / "cut"), 2)[0]
+    whole = split_in_turn(NullWorld(), name, [mh.Single()], tmp_path / "whole")
+    assert len(whole) == 2
+    # GPT-2 computes its loss in fp32, whatever its weights are.
+    np.testing.assert_allclose(results, whole * len(splits), rtol=1e-6)
 
 
-def in_a_pipeline(world: World, folder: Path) -> dict[str, Any]:
-    spec = mh.Pipeline(2, microbatches=2)
-    return {name: losses_of(world, made, spec, folder / name) for name, made in hugging_face().items()}
-
-
-def losses_of(world: World, made: mh.Task, spec: mh.StrategySpec, where: Path) -> list[float]:
+def split_in_turn(world: World, name: str, splits: list[mh.StrategySpec], folder: Path) -> list[float]:
+    """The losses of two steps under one strategy after another."""
     losses: dict[str, list[float]] = {}
     world.line.taps[:] = [partial(keep, into=losses)]
-    train(world, Job(task=made, spec=spec, folder=where, steps=2))
-    world.barrier()
+    for number, spec in enumerate(splits):
+        train(world, Job(task=hugging_face()[name], spec=f64(spec), folder=folder / str(number), steps=2))
+        world.barrier()
     return losses.get("loss", [])
+
+
+def hugging_face() -> dict[str, mh.Task]:
+    """Real architectures with random weights: tied embeddings, an encoder and a decoder, pictures."""
+    import transformers as hf
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5}
+    gpt2 = hf.GPT2Config(
+        vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    t5 = hf.T5Config(
+        vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(1, 99, (16, 12), generator=generator(0))
+    labels = torch.randint(0, 5, (16,), generator=generator(1))
+    pictures = torch.randn(16, 3, 16, 16, generator=generator(2))
+    networks = {
+        "gpt2": (partial(hf.GPT2LMHeadModel, gpt2), {"input_ids": ids, "labels": ids}),
+        "bert": (
+            partial(hf.BertForSequenceClassification, hf.BertConfig(vocab_size=100, **small, **quiet)),
+            {"input_ids": ids, "labels": labels},
+        ),
+        "vit": (
+            partial(hf.ViTForImageClassification, hf.ViTConfig(image_size=16, patch_size=8, **small, **quiet)),
+            {"pixel_values": pictures, "labels": labels},
+        ),
+        "t5": (partial(hf.T5ForConditionalGeneration, t5), {"input_ids": ids, "labels": ids}),
+    }
+    return {
+        name: mh.Task(
+            model=model,
+            loss=lambda model, batch: model(**batch).loss,
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+            data=data,
+            batch_size=8,
+        )
+        for name, (model, data) in networks.items()
+    }

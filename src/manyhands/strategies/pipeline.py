@@ -180,6 +180,7 @@ class PipelineReplica(PlacedReplica):
     def run(self, num_micros: int, steps: Micros) -> None:
         """Takes all microbatches through forward and backward."""
         start, waited = time.perf_counter(), self.world.waited
+        self.refresh()
         self.holding.open()
         under_way: dict[int, _Micro] = {}
         for action in merged(self.spec.schedule, self.inner.size, num_micros):

@@ -70,7 +70,6 @@ class PlacedReplica(Replica):
         self.holding.stats = self._stats
         self._clock = Clock()
         self._relays: dict[int, tuple[Cut, Relay]] = {}
-        self._trainable = self._now_trainable()
         self.flow: Flow | None = None
         self._cut: Cut | None = None
         self._has_called = False
@@ -136,6 +135,7 @@ class PlacedReplica(Replica):
 
     def _train(self, call: Call) -> Any:
         """Takes part in a forward for training; the answer where it is, else the end of the loss."""
+        self.refresh()
         cut, relay = self.relay_for(call)
         self.holding.open()
         self.flow = flow = self._flow_of(call, 0)
@@ -156,6 +156,7 @@ class PlacedReplica(Replica):
 
     def _answer(self, call: Call) -> Any:
         """The network's answer on all ranks of the group, without a way back."""
+        self.refresh()
         with torch.no_grad():
             cut, relay = self.relay_for(call)
             self.holding.open()
@@ -179,11 +180,6 @@ class PlacedReplica(Replica):
 
     def relay_for(self, call: Call) -> tuple[Cut, Relay]:
         """The cut for a call, and what this rank does of it."""
-        if self._trainable != self._now_trainable():
-            # What has a gradient, and so what crosses, is another set now.
-            self._trainable = self._now_trainable()
-            self.placement.forget()
-            self._relays.clear()
         cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
         if id(cut) not in self._relays:
             relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding)
@@ -191,8 +187,10 @@ class PlacedReplica(Replica):
         self._cut = cut
         return self._relays[id(cut)]
 
-    def _now_trainable(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.names]
+    def refresh(self) -> None:
+        """Follows what was changed in the network since the last step."""
+        if self.placement.refresh():
+            self._relays.clear()
 
     def _flow_of(self, call: Call, number: int) -> Flow:
         return Flow(number, call.tensors, torch.default_generator.initial_seed() if self.spec.deterministic else 0)

@@ -193,6 +193,8 @@ class Placement:
     first: Cut | None = None
     seconds: list[float] = field(default_factory=list)
     """What each unit of the first cut costs, where that was asked."""
+    _known: dict[bool, list[Any]] = field(default_factory=dict)
+    """The settings of the network's modules when it was traced, in training and in evaluation."""
     _traced: dict[Any, Traced] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
@@ -200,6 +202,8 @@ class Placement:
 
     def settle(self, homes_of: Callable[[Works], list[int]]) -> None:
         """Finds the homes of the first call's parts, and with them who holds which parameter."""
+        self._modules = list(self.model.modules())
+        self._known[self.model.training] = self._settings()
         works = self._works(self.calling.call, self.model.training, self._trace(self.calling.call))
         homes = homes_of(works)
         wanted = self._wanted(works, self.calling.used)
@@ -256,9 +260,24 @@ class Placement:
             self._cuts[key] = self._pieces(works, homes, self._wanted(works, used), training=training)
         return self._cuts[key]
 
-    def forget(self) -> None:
-        """Lets go of the cuts of earlier calls, whose results may have gradients now that they had not."""
+    def refresh(self) -> bool:
+        """Forgets the traces of a network that was changed since, by a callback say; True where it was."""
+        now = self._settings()
+        before = self._known.setdefault(self.model.training, now)
+        if now == before:
+            return False
+        self._known[self.model.training] = now
+        self._traced = {key: traced for key, traced in self._traced.items() if key[0] != self.model.training}
         self._cuts.clear()
+        return True
+
+    def _settings(self) -> list[Any]:
+        """What a trace takes as it is: numbers and flags of all modules, and which parameters have gradients."""
+        held = [
+            value for m in self._modules for value in vars(m).values() if isinstance(value, bool | int | float | str)
+        ]
+        held += [p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None]
+        return held
 
     def _homes(self, works: Works) -> list[int]:
         return by_map(works, self.named, self.rest, self.holders)
