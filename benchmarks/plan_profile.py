@@ -17,10 +17,10 @@ import manyhands as mh
 
 from .report import SAME, interleaved
 
-ROWS, STEPS = 64, 520
+ROWS, STEPS = 64, 170
 FIRST = 20
 """The step after which the clock begins."""
-ROUNDS = 15
+ROUNDS = 45
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def times(quick: bool) -> dict[str, list[float]]:
     """Seconds of a step, by round, off, off once more, and on."""
     work = task()
     contenders = {"off": False, f"off{SAME}": False, "on": True}
-    return interleaved({name: partial(_seconds, work, on) for name, on in contenders.items()}, 3 if quick else ROUNDS)
+    return interleaved({name: partial(_seconds, work, on) for name, on in contenders.items()}, 6 if quick else ROUNDS)
 
 
 def _seconds(work: mh.Task, profile: bool) -> float:
