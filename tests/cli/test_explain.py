@@ -17,6 +17,7 @@ def test_shards_are_a_table(invoke: Invoke) -> None:
     told = json.loads(invoke("explain", TARGET, "--strategy", "sharded", "--on", "cpu*2", "--json").stdout)
     assert told["spec"] == {"shards": 2}
     assert told["parameters"] < told["whole"]
+    assert "one device, which shares with nobody" in invoke("explain", TARGET, "--strategy", "sharded").stdout
 
 
 def test_pieces_are_drawn(invoke: Invoke, tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ class Table:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in held.items())
         lines.append(f"a device holds {size_text(sum(held.values()))}: {parts}")
         sent = ", ".join(f"{what} {size_text(size)}" for what, size in self.traffic.items())
-        return [
-            *lines,
-            f"a device sends {size_text(sum(self.traffic.values()))} a step: {sent or 'nothing'}",
-            *self.notes,
-        ]
+        if self.spec.num_devices == 1:
+            lines.append('this is one device, which shares with nobody; name more, such as on="cpu*2"')
+        else:
+            lines.append(f"a device sends {size_text(sum(self.traffic.values()))} a step: {sent or 'nothing'}")
+        return [*lines, *self.notes]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -567,7 +567,7 @@ class TrainingLoop:
         for callback in self.job.callbacks:
             callback.on_end(hand)
         if hand.spec.shards != 1 or hand.spec.tensor > 1:
-            hand.world.line.report(event("used", rank=hand.world.rank, **used(hand)))
+            hand.world.line.report(event("used", rank=hand.world.rank, device=hand.device.type, **used(hand)))
 
     def report_start(self) -> None:
         for text in self.hand.replica.hints():

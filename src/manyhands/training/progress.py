@@ -167,8 +167,9 @@ def said(entry: Event) -> str:
     if entry["kind"] == "split":
         return "\n".join(["where everything goes", *entry["lines"]])
     if entry["kind"] == "used" and entry["rank"] == 0:
-        parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer", "peak"))
-        return f"the first device really held {parts}"
+        parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer"))
+        whole = "its process, torch and all," if entry["device"] == "cpu" else "all in all"
+        return f"the first device really held {parts}; {whole} {size_text(entry['peak'])} at most"
     return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang") else ""
 
 
