@@ -38,6 +38,7 @@ def test_every_whole_number_is_as_likely_as_any_other() -> None:
         (lambda: mh.integers(1, 2.5), "whole numbers, but got 2.5"),
         (lambda: mh.choice(), "a choice has values, but got none"),
         (lambda: mh.choice(1, 1), "every value once"),
+        (lambda: mh.choice(1.0, float("nan")), "can be told apart, but got nan"),
         (lambda: mh.choice([1]), "numbers, texts, bools and None, but got a list"),
         (lambda: parse_range("gauss:1..2"), "a range is written uniform:LOW..HIGH"),
         (lambda: parse_range("uniform:2..1"), "from low to high, but got 2.0 to 1.0"),

@@ -65,6 +65,14 @@ def test_other_policies_stop_some_and_finish_some(tmp_path: Path, stop: str) -> 
     assert all(trial.epochs == 3 for trial in study.trials if trial.state == "finished")
 
 
+@pytest.mark.parametrize("execution", [None, "stacked"])
+def test_a_study_of_few_trials_has_a_best_one(tmp_path: Path, execution: str | None) -> None:
+    space = {"lr": [1e-3, 1e-2]}
+    study = tune(networks.task, space, search="grid", stop="asha", epochs=9, execution=execution, folder=tmp_path)
+    assert [trial.epochs for trial in study.trials] == [1, 9]
+    assert study.run(study.best).path.exists()
+
+
 def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
     def measure(x: float = 0.0, y: float = 0.0) -> dict[str, float]:
         return {"loss": (x - 1) ** 2, "accuracy": -((x + 1) ** 2), "size": y}

@@ -121,6 +121,8 @@ class Driver:
                 worker = self._executor.start(work)
                 self._journal.lease(self.trials[work.number], worker, work.until)
             if not self._executor.is_busy:
+                if self._call_last():
+                    continue
                 break
             for outcome in self._executor.wait():
                 self._leased.discard(outcome.number)
@@ -167,6 +169,21 @@ class Driver:
         if trial is not None:
             self._waiting.discard(trial.number)
         return trial
+
+    def _call_last(self) -> bool:
+        """Where nobody has come to the end, lets the best of those go on that came furthest: a study has a best trial.
+
+        Few trials would all wait for others that are worse.
+        """
+        if self.is_stopping or self._is_over_budget or any(trial.state == FINISHED for trial in self.trials):
+            return False
+        waiting = [self.trials[number] for number in self._waiting]
+        if not waiting:
+            return False
+        first = min(waiting, key=lambda trial: (-trial.epochs, self._cost(trial.reports[trial.epochs]), trial.number))
+        self._waiting.discard(first.number)
+        self._due.append(first)
+        return True
 
     def _new(self) -> Trial | None:
         number = len(self.trials)

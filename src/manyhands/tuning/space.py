@@ -112,6 +112,10 @@ class Choice(Range):
                     got=f"a {type(value).__name__}",
                     remedy="name it, and look the name up in the task function",
                 )
+            if value != value:
+                raise SettingsError(
+                    "a choice is among values that can be told apart", got=value, remedy="leave it away"
+                )
         if len({(type(value), value) for value in self.values}) < len(self.values):
             raise SettingsError("a choice has every value once", got=self.values, remedy="leave the others away")
 
