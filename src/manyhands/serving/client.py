@@ -66,7 +66,7 @@ class Client:
         part of a split.
         """
         path = f"/v2/models/{quote(model, safe='')}" + ("" if version is None else f"/versions/{version}")
-        named = inputs if isinstance(inputs, Mapping) else {self._only_input(path): inputs}
+        named = inputs if isinstance(inputs, Mapping) else self._only_input(path, inputs)
         listed, blobs = [], []
         for name, value in named.items():
             array, kind = _as_bytes(name, value)
@@ -127,11 +127,15 @@ class Client:
         self._wire.close()
         self._manage.close()
 
-    def _only_input(self, path: str) -> str:
-        names = [one["name"] for one in self._wire.json("GET", path, is_kept=True)["inputs"]]
-        if len(names) != 1:
-            raise DataError(f"the inputs are {', '.join(names)}", got="one array", remedy="pass a dict of them")
-        return str(names[0])
+    def _only_input(self, path: str, value: Any) -> dict[str, Any]:
+        told = self._wire.json("GET", path, is_kept=True)["inputs"]
+        if len(told) != 1:
+            names = ", ".join(one["name"] for one in told)
+            raise DataError(f"the inputs are {names}", got="one array", remedy="pass a dict of them")
+        kind = BY_OPEN[told[0]["datatype"]].numpy
+        # Lists and arrays of numpy are float64 because nobody chose; a tensor's type was chosen.
+        is_loose = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == np.float64)
+        return {told[0]["name"]: np.asarray(value, kind) if is_loose and kind.kind == "f" else value}
 
     def _act(self, model: str, act: str, value: Mapping[str, Any]) -> Any:
         body = json.dumps(value).encode()
@@ -144,7 +148,9 @@ class _Wire:
     def __init__(self, url: str, token: str | None, timeout: float, tls: Tls) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingsError("a server's address is http://host:port", got=repr(url), remedy="write it so")
+            raise SettingsError(
+                "a server's address is http://host:port", got=repr(url), remedy="write http://127.0.0.1:8501"
+            )
         self._parts, self._timeout, self._tls = parts, timeout, tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._local = threading.local()
