@@ -156,10 +156,11 @@ class _Ready:
         devices: Sequence[Device],
         placed: Callable[[Callable[[World], Any]], Callable[[World], Any]],
     ) -> tuple[float, float]:
-        # Of one device other steps are taken than the one that is to be predicted.
-        rows = self.workload.batch_size // (len(devices) if len(devices) > 1 else 4)
+        # A plain step is not predicted from itself, but from one of the other size that was calibrated.
+        rows = self.workload.batch_size // (4 if spec == StrategySpec() else len(devices))
         work = placed(partial(by_turns, task=self.task, spec=spec, rows=rows))
-        found = verbs._engine.start(work, devices, timeout=120).wait(_unheard, _unheard)
+        # As the bench measures: one device in this process, with its threads.
+        found = verbs._start(work, devices, 120, _unheard, training.View())
         plain, split = ([plans.steady(times[which]) for times in found] for which in (0, 1))
         guessed = partial(estimate, correction=self.bench.correction if len(devices) == 1 else None)
         alone = guessed(replace(self.workload, batch_size=rows), where, StrategySpec()).seconds
