@@ -159,7 +159,7 @@ class Scribble(nn.Module):
         draw = random.Random(seed)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(size))
         self.reads = [draw.sample(range(n + 1), draw.randint(1, min(3, n + 1))) for n in range(size)]
-        self.kinds = [draw.choice(["tanh", "relu_", "mul", "chunk"]) for _ in range(size)]
+        self.kinds = [draw.choice(["tanh", "relu_", "mul", "chunk", "fill"]) for _ in range(size)]
         self.ends = sorted({size, *draw.sample(range(1, size + 1), 2)})
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -170,6 +170,10 @@ class Scribble(nn.Module):
                 y = F.relu(y, inplace=True)
             elif kind == "mul":
                 y = y * made[reads[0]]
+            elif kind == "fill":
+                filled = torch.zeros_like(y)
+                filled[:, :2], filled[:, 2:] = y[:, 2:], y[:, :2].tanh()
+                y = filled
             elif kind == "chunk":
                 a, b = y.chunk(2, 1)
                 y = torch.cat([b, a], 1)

@@ -26,6 +26,16 @@ class Branching(nn.Module):
         return -y
 
 
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.layers(x)
+
+
 def refused(made: mh.Task, spec: mh.StrategySpec | str, on: str = "cpu*2") -> str:
     """What is said, and by whom: an error of a rank would name it."""
     with pytest.raises((StrategyError, TaskError, DeviceError)) as caught:
@@ -48,6 +58,8 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     assert "may not depend on values" in said
     assert "test_cuts.py" in said
     assert "if y.sum() > 0" in said
+    said = refused(deep.replace(model=Overwriting), mh.Pipeline(2))
+    assert "leaves its inputs as they are, but got add_ in place, in the network itself" in said
     twice = deep.replace(loss=lambda model, batch: (model.first(batch[0])).mean())
     assert "calls model(...) exactly once, but got 0 calls" in refused(twice, mh.Pipeline(2))
     assert "a task with loss=" in refused(problem("gan"), mh.Pipeline(2))

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from torch import fx
 
+from ..core import StrategyError
 from .following import Facts, aliased, is_random, mutated
 from .tracing import Traced
 
@@ -101,6 +102,7 @@ class Works:
 def works_of(traced: Traced, facts: Facts) -> Works:
     """Sorts a network's operations: what must be placed, in units, and what is done again where it is needed."""
     nodes = [n for n in traced.graph.nodes if n.op == "call_function" and n.name not in facts.numbers]
+    _require_inputs_kept(traced, facts, nodes)
     placed = _placed(traced, facts, nodes)
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -111,6 +113,25 @@ def works_of(traced: Traced, facts: Facts) -> Works:
     made = [Unit(members, traced.paths[members[-1].name]) for members in groups.values()]
     works = _needed(Works(traced, facts, made, _places(made)))
     return _sorted(works, order)
+
+
+def _require_inputs_kept(traced: Traced, facts: Facts, nodes: Sequence[fx.Node]) -> None:
+    """Refuses a network that changes what it is given, which other ranks, and the loss, have too."""
+    for node in nodes:
+        for target in mutated(node):
+            while (source := aliased(target)) is not None and _dtype(facts, source) == _dtype(facts, target):
+                target = source
+            if target.name in traced.inputs:
+                raise StrategyError(
+                    "a network that is cut leaves its inputs as they are",
+                    got=f"{getattr(node.target, '_opname', node.target)} in place, in "
+                    f"{traced.paths[node.name] or 'the network itself'}",
+                    remedy="write it out of place (x = x + 1 and not x += 1), or start from x.clone()",
+                )
+
+
+def _dtype(facts: Facts, node: fx.Node) -> object:
+    return facts.values[node.name].dtype if node.name in facts.values else None
 
 
 def _places(units: Sequence[Unit]) -> dict[str, int]:

@@ -81,8 +81,9 @@ def follow(
                 held[node.name] = getattr(traced.root, str(node.target))
             elif node.op == "call_function":
                 held[node.name] = _follow_one(node, held, facts, draws)
-            if node.op != "output":
-                _note(node.name, held[node.name], facts)
+    # At the end, because what is filled in place has a gradient only then.
+    for name, made in held.items():
+        _note(name, made, facts)
     return facts
 
 

@@ -151,6 +151,12 @@ class Hand:
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
         self.realise(model, task.optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
+        if task.loss is not None and MAIN not in self.optimizers:
+            raise TaskError(
+                "a loss is minimised by one optimizer",
+                got=f"several, {', '.join(map(str, self.optimizers))}",
+                remedy="return one with several parameter groups, or write a step that calls hand.minimize(loss, key)",
+            )
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
         if task.ema is not None:
