@@ -122,7 +122,8 @@ class Generator:
         self.codes: Counter[int] = Counter()
         self.good: list[float] = []
         self.bad: list[float] = []
-        self.free: list[Client] = []
+        self.free: deque[Client] = deque()
+        """They take turns: a server may close a connection that is not used for long."""
         self.due: deque[float] = deque()
         self.is_over = False
 
@@ -149,7 +150,7 @@ class Generator:
             if wait > 0:
                 await asyncio.sleep(wait)
             if self.free:
-                self.free.pop().ask(due)
+                self.free.popleft().ask(due)
             else:
                 self.due.append(due)
 
@@ -169,6 +170,8 @@ class Client(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._began and not self._generator.is_over:
             self._generator.codes[0] += 1
+        if self in self._generator.free:
+            self._generator.free.remove(self)
 
     def ask(self, began: float) -> None:
         """Sends the request, whose time counts from then."""
@@ -262,7 +265,7 @@ async def run_open(
         _, client = await loop.create_connection(lambda: Client(generator), "127.0.0.1", port)
         clients.append(client)
     began = time.perf_counter()
-    generator.free = clients
+    generator.free = deque(clients)
     await generator.arrive(began + seconds)
     took = time.perf_counter() - began
     generator.is_over = True

@@ -53,6 +53,8 @@ def check(name: str, which: str) -> float:
         ("feed", [f"{check('feed', 'feed_over_dataloader'):.2f}",
                   f"WebDataset {1 / ratio('feed', 'webdataset images', 'webdataset'):.2f}"]),
         ("slow_link", [f"{seconds('slow_link', '100 Mbit/s', who):.1f}" for who in ("auto, lossy", "auto", "ddp")]),
+        ("slow_link", [f"limit, seconds to DDP's loss | {seconds('slow_link', 'unlimited', 'auto'):.1f}",
+                       f"DDP {seconds('slow_link', 'unlimited', 'ddp'):.1f}"]),
         ("parameter_server", [
             f"{1 / ratio('parameter_server', '2 workers, 1 server, 1.9M parameters', 'servers, asynchronous'):.1f}",
             f"{check('parameter_server', 'async_with_straggler'):.1f} asynchronous",
@@ -60,6 +62,12 @@ def check(name: str, which: str) -> float:
         ("split", [f"{ratio('split', 'a deep network in two stages', 'pipeline'):.2f} and "
                    f"{ratio('split', 'a deep network, sharded on two', 'sharded'):.2f} of the time",
                    f"{ratio('split', 'a deep network, tensor parallel on two', 'tensor parallel'):.2f} of the time"]),
+        ("serve", [f"{check('serve', 'json_over_litserve'):.1f}", *(
+            f"{name} {1 / ratio('serve', 'small network, 32 connections', f'{name.lower()} JSON'):.1f}"
+            for name in ("MLServer", "BentoML", "Ray Serve"))]),
+        ("tune", [f"{seconds('tune', '20 small trials', 'mh.tune'):.1f} s",
+                  f"Ray Tune {seconds('tune', '20 small trials', 'ray tune'):.1f} s"]),
+        ("plan_accuracy", [f"{100 * check('plan_accuracy', 'local_step_error'):.1f}%"]),
         ("memory", [f"{result('memory')['notes'][which] / 1e9:.1f} billion"
                     for which in ("plain_params", "fit_in_params")]),
         ("stacked", [f"{1000 * seconds('stacked', 'MLP 784-512-512-10, b128', who):.2f} ms"

@@ -15,8 +15,8 @@ from .memory import ROOM, Footprint, footprint
 from .schedules import cut, in_flight, makespan
 from .workload import Workload, wire_share
 
-BUCKET = 25e6
-"""Bytes of gradients that travel together."""
+BUCKET, FIRST_BUCKET = 25e6, 1e6
+"""Bytes of gradients that travel together, and of those that leave first."""
 JITTER = 0.1
 """How far hosts that start operations one by one drift apart between two exchanges, as a part of the time between."""
 CONTENTION = (0.15, 0.02)
@@ -317,16 +317,16 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
 
 def _overlapped(stage: _Stage, group: Group, share: float, *, overlaps: bool) -> float:
     """Buckets leave as soon as backward has filled them; what is still under way when it ends is waited for."""
-    now = end = size = 0.0
-    travelling = 0.0
+    now = end = size = travelling = 0.0
+    limit = FIRST_BUCKET
     for piece, seconds in zip(reversed(stage.pieces), reversed(stage.backwards), strict=True):
         now += seconds
         size += piece.gradient_bytes * share
-        if size >= BUCKET * min(1.0, share) or piece is stage.pieces[0]:
+        if size >= limit * min(1.0, share) or piece is stage.pieces[0]:
             cost = all_reduce(size, group) if size else 0.0
             end = max(end, now) + cost
             travelling += cost
-            size = 0.0
+            size, limit = 0.0, BUCKET
     if not overlaps:
         return travelling
     beside = min(travelling, now)
