@@ -59,7 +59,7 @@ class Judgement:
         self._raised |= {loss.rank for loss in losses if loss.raised}
         # What every rank raises at one step, if not at once then in turns, or one before any step was taken, is the
         # program's own mistake.
-        if len(self._raised) == size or (self._raised and step <= 0):
+        if len(self._raised) >= size or (self._raised and step <= 0):
             return False
         self._rounds += 1
         return self._rounds <= MAX_ROUNDS

@@ -20,6 +20,7 @@ from ..cluster import World
 from ..core import StrategySpec
 from ..graph import Contexts, layer_of
 from .holding import Holding
+from .own_parts import own_part
 from .tensor import Cutting, Layout, in_tensors, plain, reorder, replicating
 
 
@@ -67,7 +68,7 @@ class HeldInParts(Holding):
         """What this shard keeps of a parameter; a single number has no parts."""
         if self._shards.size == 1 or parameter.dim() == 0:
             return parameter
-        mine = self._mine(_local(parameter.detach())).clone()
+        mine = self._mine(own_part(parameter.detach())).clone()
         return nn.Parameter(self._wrapped(mine, parameter), requires_grad=parameter.requires_grad)
 
     def _wrapped(self, mine: Tensor, inner: Tensor) -> DTensor:
@@ -125,7 +126,7 @@ class HeldInParts(Holding):
             rows = [row.split(sizes) for row in self._shards.all_gather(flat)]
             for place, parameter in enumerate(same):
                 inner = self._inner[self._names[parameter]]
-                local = torch.empty(_local(inner).shape, dtype=parameter.dtype, device=flat.device)
+                local = torch.empty(own_part(inner).shape, dtype=parameter.dtype, device=flat.device)
                 for rank, row in enumerate(rows):
                     held = self._rows(local, rank)
                     held.copy_(row[place][: held.numel()].view(held.shape))
@@ -140,7 +141,7 @@ class HeldInParts(Holding):
         return [found[kind] for kind in sorted(found)]
 
     def _longest(self, parameter: Tensor) -> int:
-        local = _local(self._inner[self._names[parameter]])
+        local = own_part(self._inner[self._names[parameter]])
         return -(-len(local) // self._shards.size) * (local.numel() // max(1, len(local)))
 
     def _as_inner(self, local: Tensor, inner: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class HeldInParts(Holding):
             return self._reordered(tensor.full_tensor(), tensor, name, back=True)
         local = tensor.to_local()
         if self._is_sharded(tensor):
-            into = torch.empty(_local(inner).shape, dtype=tensor.dtype, device=local.device)
+            into = torch.empty(own_part(inner).shape, dtype=tensor.dtype, device=local.device)
             longest = -(-len(into) // self._shards.size) * (into.numel() // max(1, len(into)))
             for rank, row in enumerate(self._shards.all_gather(_padded(local.flatten(), longest))):
                 held = self._rows(into, rank)
@@ -252,7 +253,7 @@ class HeldInParts(Holding):
         return self.whole(_like(part.contiguous(), like), name) if isinstance(like, DTensor) else part
 
     def cut(self, whole: Tensor, name: str) -> Tensor:
-        return _local(self.part_for(whole, self._named(name), name))
+        return own_part(self.part_for(whole, self._named(name), name))
 
     def _named(self, name: str) -> Tensor:
         return next(parameter for parameter, other in self._names.items() if other == name)
@@ -283,7 +284,3 @@ def _like(part: Tensor, like: Any) -> DTensor:
 
 def _padded(flat: Tensor, size: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(size - flat.numel())]) if flat.numel() < size else flat
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

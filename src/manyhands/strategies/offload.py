@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..cluster import World
 from ..core import StrategySpec
+from .own_parts import own_part
 from .replica import Replica
 
 AT_ONCE = 256 << 20
@@ -50,7 +51,7 @@ class Parking:
         some: list[nn.Parameter] = []
         size = 0
         for parameter in _parameters(self._optimizer):
-            here = local(parameter)
+            here = own_part(parameter)
             some.append(parameter)
             size += here.numel() * here.element_size()
             if size >= AT_ONCE:
@@ -76,7 +77,7 @@ class Parking:
         state = self._optimizer.state.get(parameter, {})
         for name, slot in state.items():
             if isinstance(slot, Tensor) and slot.dim():
-                moved = function(name, local(slot))
+                moved = function(name, own_part(slot))
                 if hasattr(slot, "_local_tensor"):
                     # A part of a whole stays one: a new one would be brought to the device of its mesh.
                     slot._local_tensor = moved
@@ -169,12 +170,6 @@ def keeping_on_host(device: torch.device) -> torch.autograd.graph.saved_tensors_
 def host_like(tensor: Tensor) -> Tensor:
     """Room in the host's memory, pinned where the tensor is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-
-
-def local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:

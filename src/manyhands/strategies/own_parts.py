@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from ..graph import lie_alike
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 BY_ELEMENT = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
@@ -36,7 +39,7 @@ def on_own_parts(optimizer: Optimizer) -> Iterator[None]:
     own = {parameter: _own(parameter) for parameter in cut}
     before = {parameter: state.pop(parameter) for parameter in cut if parameter in state}
     for parameter, slots in before.items():
-        state[own[parameter]] = {name: getattr(slot, "_local_tensor", slot) for name, slot in slots.items()}
+        state[own[parameter]] = {name: own_part(slot) for name, slot in slots.items()}
     for group in groups:
         group["params"] = [own.get(parameter, parameter) for parameter in group["params"]]
     try:
@@ -49,21 +52,31 @@ def on_own_parts(optimizer: Optimizer) -> Iterator[None]:
             if mine in state:
                 known = before.get(parameter, {})
                 slots = state.pop(mine).items()
-                state[parameter] = {name: _parted(slot, known.get(name), parameter, mine) for name, slot in slots}
+                state[parameter] = {name: _kept(slot, known.get(name), parameter, mine) for name, slot in slots}
+
+
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor, in the same memory; whatever is no part of one is itself."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def parted(part: Tensor, like: Any) -> DTensor:
+    """What this rank holds, as its part of a tensor of all ranks that is cut as another."""
+    whole = {"shape": like.shape, "stride": like.stride()}
+    made: DTensor = type(like).from_local(part, like.device_mesh, like.placements, **whole)
+    return made
 
 
 def _own(parameter: Any) -> nn.Parameter:
-    mine = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
-    if parameter.grad is not None:
-        mine.grad = parameter.grad._local_tensor
+    mine = nn.Parameter(own_part(parameter), requires_grad=parameter.requires_grad)
+    mine.grad = own_part(parameter.grad)
     return mine
 
 
-def _parted(slot: Any, known: Any, parameter: Any, mine: Tensor) -> Any:
+def _kept(slot: Any, known: Any, parameter: Any, mine: Tensor) -> Any:
     """What an update has left, as a part of a tensor of all ranks where it has an element for each of this rank's."""
-    if getattr(known, "_local_tensor", known) is slot:
+    if own_part(known) is slot:
         return known
-    if not isinstance(slot, Tensor) or slot.shape != mine.shape or not parameter.dim():
-        return slot
-    whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    return type(parameter).from_local(slot, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+    has_all = isinstance(slot, Tensor) and slot.shape == mine.shape and parameter.dim() > 0
+    return parted(slot, parameter) if has_all else slot

@@ -23,6 +23,7 @@ from .batch_stats import BatchStats
 from .drawing import Outline, drawn
 from .holding import Holding
 from .mirrored import hash_of
+from .own_parts import own_part
 from .placement import Cut, Loss, Placement, one_call
 from .relay import Flow, Relay
 from .replica import Replica
@@ -350,7 +351,7 @@ class PlacedReplica(Replica):
         data = self.world.along(self.spec.axes, *DATA_AXES)
         for buffer in self.model.buffers():
             if not buffer.is_meta:
-                data.broadcast(_local(buffer))
+                data.broadcast(own_part(buffer))
 
     def outline(self) -> Outline:
         """Which parts are where, and what crosses for the rows that were looked at."""
@@ -372,7 +373,7 @@ class PlacedReplica(Replica):
     def differences(self) -> list[str]:
         """Compares what ranks of different replicas hold of the same stage."""
         every_one = (*self.model.named_parameters(), *self.model.named_buffers())
-        named = {name: _local(tensor.detach()) for name, tensor in every_one if not tensor.is_meta}
+        named = {name: own_part(tensor.detach()) for name, tensor in every_one if not tensor.is_meta}
         found = []
         if named and self.outer.size > 1:
             gathered = self.outer.all_gather(torch.stack([hash_of(tensor) for tensor in named.values()]))
@@ -402,12 +403,6 @@ def _filled(cut: Cut, made: Mapping[str, Tensor]) -> Any:
             value = cut.works.facts.values[output.name]
             leaves.append(torch.empty(value.shape, dtype=value.dtype, device="meta"))
     return cut.works.traced.answer.filled(leaves)
-
-
-def _local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
-    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return held
 
 
 def _flat(nested: Mapping[str, Any], path: tuple[str, ...] = ()) -> Any:

@@ -25,6 +25,7 @@ from .batch_stats import BatchStats
 from .deferred import Take
 from .local import common_slots
 from .mirrored import hash_of
+from .own_parts import own_part, parted
 from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
 
@@ -83,7 +84,7 @@ def taking(model: nn.Module) -> Take:
     @torch.no_grad()
     def take(name: str, tensor: Tensor) -> None:
         mine = held[name]
-        _local(mine).copy_(tensor[_window(mine)] if isinstance(mine, DTensor) else tensor)
+        own_part(mine).copy_(tensor[_window(mine)] if isinstance(mine, DTensor) else tensor)
 
     return take
 
@@ -129,7 +130,7 @@ class ShardedReplica(Replica):
             # The ranks of one group go on together; the groups go apart.
             self.group = world.along(spec.axes, *self._inner)
             parameters = next(iter(self.groups.values()))
-            self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, _local)
+            self._agreement = Agreement(self._policy, self._outer, parameters, model.buffers, own_part)
 
     @property
     def is_recordable(self) -> bool:
@@ -187,7 +188,7 @@ class ShardedReplica(Replica):
         """Means over the shards for what every one of them keeps, as torch does for the rest."""
         if not self._roots:
             return
-        kept = [_local(p.grad) for p in self.groups[key].values() if not _is_sharded(p) and p.grad is not None]
+        kept = [own_part(p.grad) for p in self.groups[key].values() if not _is_sharded(p) and p.grad is not None]
         if kept:
             flat = torch.cat([gradient.flatten() for gradient in kept])
             self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
@@ -211,7 +212,7 @@ class ShardedReplica(Replica):
 
     @torch.no_grad()
     def join(self, others: Iterable[Tensor] = ()) -> None:
-        average(self._outer, map(_local, (*common_slots(self.world, self), *others)))
+        average(self._outer, map(own_part, (*common_slots(self.world, self), *others)))
 
     def load(self, whole: Mapping[str, Tensor], *, strict: bool = True) -> None:
         super().load(whole, strict=strict)
@@ -221,7 +222,7 @@ class ShardedReplica(Replica):
     def _add_over_replicas(self, key: str, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         course = self._course_for(
-            key, {n: _local(p.detach()) for n, p in self.groups[key].items() if p.grad is not None}
+            key, {n: own_part(p.detach()) for n, p in self.groups[key].items() if p.grad is not None}
         )
         course.begin(flat)
         while course.advance():
@@ -298,7 +299,7 @@ class ShardedReplica(Replica):
         if self._agreement is not None and saved:
             state = State.of(saved)
             parts = {
-                key: _local(self.part_for(held, self._parameter(key), key.partition("/")[2]))
+                key: own_part(self.part_for(held, self._parameter(key), key.partition("/")[2]))
                 for key, held in state.shared.items()
             }
             self._agreement.take_over(State({}, parts, state.num_steps))
@@ -309,7 +310,7 @@ class ShardedReplica(Replica):
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
         state = State.of(saved).share(self._outer)
         known = {name: held for name, held in state.feedback.items() if name in self.names.values()}
-        mine = {name: _local(self.part_for(held, self._named(name), name)) for name, held in known.items()}
+        mine = {name: own_part(self.part_for(held, self._named(name), name)) for name, held in known.items()}
         self._saved = State(mine, {}, state.num_steps)
         return ""
 
@@ -317,7 +318,7 @@ class ShardedReplica(Replica):
         """This rank's parts of the gradients of one optimizer."""
         for parameter in self.groups[key].values():
             if parameter.grad is not None:
-                yield _local(parameter.grad)
+                yield own_part(parameter.grad)
 
     def clip(self, key: str, max_norm: float) -> Tensor:
         """The norm over all parts, each counted once however many ranks hold it."""
@@ -356,18 +357,18 @@ class ShardedReplica(Replica):
         if all(type(place) in (Shard, Replicate) for place in like.placements):
             # Only what is wanted of it travels: it may lie in a file that is larger than the device's memory.
             mine = whole[_window(like)]
-            return _parted(mine.to(like.device, like.dtype).contiguous(), like)
+            return parted(mine.to(like.device, like.dtype).contiguous(), like)
         moved = whole.to(like.device, like.dtype)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
     def align_buffers(self) -> None:
         data = self.world.along(self.spec.axes, *DATA_AXES)
         for buffer in self.model.buffers():
-            data.broadcast(_local(buffer))
+            data.broadcast(own_part(buffer))
 
     def differences(self) -> list[str]:
         """Compares the parts of ranks that should hold the same."""
-        named = {name: _local(tensor.detach()) for name, tensor in self.model.named_parameters()}
+        named = {name: own_part(tensor.detach()) for name, tensor in self.model.named_parameters()}
         return self.odd_over(self._outer, named if self.agrees else {}, "over the replicas")
 
     def odd_over(self, world: World, named: Mapping[str, Tensor], where: str) -> list[str]:
@@ -416,17 +417,9 @@ def whole(tensor: Tensor) -> Tensor:
     """All of what ranks hold in parts, wherever the parts lie."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return _parted(_local(tensor), tensor).full_tensor()
+    return parted(own_part(tensor), tensor).full_tensor()
 
 
 def _global(part: Tensor, like: Tensor) -> Tensor:
     """A rank's part of something that is laid out like a parameter, known as such."""
-    return _parted(part, like) if isinstance(like, DTensor) else part
-
-
-def _parted(part: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return parted(part, like) if isinstance(like, DTensor) else part
