@@ -1,7 +1,8 @@
 """The planner's scorecard: predicted against measured, on published data and on this machine.
 
 `python -m benchmarks.plan_accuracy [--quick] [--published FILE.csv]`. With a file, its points are tried by the same
-code as those in `benchmarks/data/published_scaling.csv`, and nothing else is.
+code as those in `benchmarks/data/published_scaling.csv`, and nothing else is. What needs a GPU is measured where there
+is one, or by `python -m benchmarks.plan_gpu` alone.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 import manyhands as mh
+from manyhands.cluster import Device
 
-from . import plan_profile, plan_published, plan_vtrain
+from . import plan_gpu, plan_profile, plan_published, plan_vtrain
 from .plan_famous import POINTS
 from .report import Check, Report
 
@@ -41,6 +44,8 @@ def main() -> None:
         if not asked.quick:
             large(report)
             local(report)
+            if torch.cuda.is_available():
+                plan_gpu.score(report, Device("cuda"))
     report.finish()
 
 

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import plan_gpu
+from benchmarks.report import Report
+
+from manyhands.cluster import Device
 
 ROOT = Path(__file__).parents[1]
 BARS = {
@@ -95,6 +99,18 @@ def test_quick_plan_accuracy() -> None:
     # No time is measured for the others, so they must hold wherever this runs.
     del checks["profile_overhead"]
     assert all(check["value"] <= check["at_most"] for check in checks.values())
+
+
+def test_plan_gpu_has_its_form_on_a_cpu() -> None:
+    report = Report("plan_gpu", quick=True)
+    plan_gpu.score(report, Device("cpu"))
+    assert report.checks["gpu_memory_error"].at_most == 0.10
+    assert {row.case for row in report.rows} == {
+        f"{work}, {way}: {what}"
+        for work in ("GPT", "ResNet")
+        for way in ("fp32", "bf16", "recompute", "accumulate 4")
+        for what in ("gigabytes", "step")
+    }
 
 
 def test_stacked_has_its_form_on_a_cpu() -> None:
