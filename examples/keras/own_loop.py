@@ -30,7 +30,7 @@ def step(inputs, wanted):
     """One update from a replica's part of a global batch."""
     # For this step alone: gradients are summed over its micro-steps, and nothing of the step before is in them.
     model.zero_grad()
-    total = torch.zeros(())
+    total = 0.0
     for x, y in zip(inputs.tensor_split(MICRO_STEPS), wanted.tensor_split(MICRO_STEPS), strict=True):
         losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
         # The part of this micro-step in the mean over the global batch; parts are added, so nothing is averaged twice.

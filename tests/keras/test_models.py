@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from keras import layers
+from keras.src.backend.torch import core as keras_torch
 
 import manyhands as mh
 import manyhands.keras as mhk
@@ -106,6 +107,14 @@ def test_what_strategies_refuse() -> None:
     sharded = mh.StrategySpec(deterministic=True)
     with pytest.raises(StrategyError, match="a Keras model is mirrored"):
         mhk.Strategy(Hand(mhk.get_strategy().hand.world, sharded))
+
+
+def test_keras_computes_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in (lambda: mhk.MirroredStrategy(["cpu:0"]), lambda: mhk.OneDeviceStrategy("cpu")):
+        monkeypatch.setattr(keras_torch, "DEFAULT_DEVICE", "cuda")
+        made()
+        keras.utils.clear_session()
+        assert keras_torch.get_device() == "cpu"
 
 
 def test_resolvers_know_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
     def _noting(self, batches: Iterator[tuple[Share, Any]]) -> Iterator[Any]:
         for share, own in batches:
             hand_out(share)
-            yield own
+            yield _moved(own, self._strategy.hand.device)
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -145,7 +145,13 @@ class OwnInput(DistributedInput):
                     "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
                 )
             hand_out(Share((Rows(sum(every[: hand.rank]), every[hand.rank], sum(every)),)))
-            yield own if own is not None else tree.map_structure(lambda leaf: leaf[:1], last)
+            taken = own if own is not None else tree.map_structure(lambda leaf: leaf[:1], last)
+            yield _moved(taken, hand.device)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch where the replica is, as a loop of a person's own takes it."""
+    return tree.map_structure(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def share_randomness(hand: Hand) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..cluster import NullWorld, resolve
 from ..core import StrategySpec
 from ..training import Hand
-from .placing import hand_of_all, named
+from .placing import hand_of_all, named, settled
 from .resolvers import TFConfigClusterResolver
 from .strategy import Strategy
 
@@ -42,4 +42,4 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str = "cpu", **chosen: Any) -> None:
         found, _ = resolve(named([device]), 1)
-        super().__init__(Hand(NullWorld(found[0]), StrategySpec()), **chosen)
+        super().__init__(settled(Hand(NullWorld(found[0]), StrategySpec())), **chosen)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keras.src.backend.torch import core as keras_torch
+
 from ..cluster import current_world, resolve, whole_host
 from ..core import DeviceError
 from ..training import Hand, hand, joined_world
@@ -14,15 +16,21 @@ from ..training import Hand, hand, joined_world
 
 def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
     """This process's hand among all replicas; a plain program with several devices is started again on all of them."""
+    on = named(devices)
     if current_world() is None:
-        on = named(devices)
         if whole_host(on) is not None:
             _start_again(on, name, "every device of this host")
         elif joined_world(on) is None:
             found, _ = resolve(on)
             if len(found) > 1:
                 _start_again(on, name, ", ".join(map(str, found)))
-    return hand()
+    return settled(hand(on))
+
+
+def settled(hand: Hand) -> Hand:
+    """Lets Keras compute where a replica is: in all of its threads, and after `clear_session` too."""
+    keras_torch.DEFAULT_DEVICE = str(hand.device)
+    return hand
 
 
 def named(devices: Sequence[str] | str | None) -> str | None:

@@ -131,7 +131,7 @@ def taking(step: Step) -> Iterator[None]:
     """Makes it the current step; what is drawn inside comes from the replica's own numbers."""
     _steps.append(step)
     try:
-        with own_numbers(step.hand.rank) if step.hand.size > 1 else contextlib.nullcontext():
+        with own_numbers(step.hand) if step.hand.size > 1 else contextlib.nullcontext():
             yield
     finally:
         _steps.pop()
@@ -147,21 +147,29 @@ def apart() -> Iterator[None]:
         _steps[:] = held
 
 
-_states: dict[int, Tensor] = {}
-"""The CPU generator's state of what a replica computes; what it reads draws from one that all share."""
+_states: dict[int, list[Tensor]] = {}
+"""The generators' states of what a replica computes; what it reads draws from those that all share."""
 
 
 @contextlib.contextmanager
-def own_numbers(rank: int) -> Iterator[None]:
+def own_numbers(hand: Hand) -> Iterator[None]:
     """Draws for computing, which differ by replica, leave the numbers alone that decide the order of the data."""
-    generator = torch.default_generator
-    shared = generator.get_state()
-    if rank not in _states:
-        generator.manual_seed(mix(generator.initial_seed(), rank + 1))
+    generators = [torch.default_generator]
+    if hand.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[hand.device.index])
+    shared = [generator.get_state() for generator in generators]
+    if hand.rank not in _states:
+        for generator in generators:
+            generator.manual_seed(mix(generator.initial_seed(), hand.rank + 1))
     else:
-        generator.set_state(_states[rank])
+        _restore(generators, _states[hand.rank])
     try:
         yield
     finally:
-        _states[rank] = generator.get_state()
-        generator.set_state(shared)
+        _states[hand.rank] = [generator.get_state() for generator in generators]
+        _restore(generators, shared)
+
+
+def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -46,8 +46,6 @@ class Strategy:
         """How it is split, as far as Keras lets it be."""
         _require_mirrored(self.spec)
         self._num_alone = 0
-        if hand.device.type != "cpu" or hand.size > 1:
-            keras.src.backend.common.global_state.set_global_attribute("torch_device", str(hand.device))
         share_randomness(hand)
 
     @property

@@ -719,15 +719,15 @@ def holding(hand: Hand) -> Iterator[None]:
         _held.pop()
 
 
-def hand() -> Hand:
-    """The hand of this process: one of many under `manyhands launch`, the only one otherwise.
+def hand(on: str | None = None) -> Hand:
+    """The hand of this process: one of many under `manyhands launch`, the only one otherwise, on the first of `on`.
 
     >>> hand().size
     1
     """
     if _held:
         return _held[-1]
-    world = joined_world() or _world_of_a_plain_program()
+    world = joined_world(on) or _world_of_a_plain_program(on)
     return Hand(world, StrategySpec(replicas=world.size))
 
 
@@ -742,8 +742,8 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT) -> World | No
     return world
 
 
-def _world_of_a_plain_program() -> World:
+def _world_of_a_plain_program(on: str | None) -> World:
     """The first device there is; what the hand logs is shown."""
-    device = resolve(None, 1)[0][0]
+    device = resolve(on, 1)[0][0]
     view = make_view(f"replicas=1 on {device}", None, live=False)
     return NullWorld(device, DirectLine(lambda entry: view.show(0, entry)))
