@@ -2,7 +2,7 @@
 
 In the open loop a request's time counts from the moment at which it was due, whether or not a connection was free, so
 that a server which stalls cannot hide the requests that would have come meanwhile. It runs in a process of its own:
-`measure(...)` starts it, `python -m benchmarks.load JSON` is it.
+`measure(...)` starts it, `python -m benchmarks.load` is it, and reads its job from where others type.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ class Measuring:
             "port": ask.port, "message": base64.b64encode(ask.message()).decode(), "seconds": seconds,
             "connections": connections, "rate": rate, "alike": alike,
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.load", json.dumps(job)]
-        self._process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+        command, pipe = [sys.executable, "-m", "benchmarks.load"], subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job))
+        self._process.stdin.close()
 
     @property
     def is_over(self) -> bool:
@@ -85,8 +88,9 @@ class Measuring:
 
     def outcome(self) -> Outcome:
         """Waits for the end."""
-        text, _ = self._process.communicate()
-        if self._process.returncode != 0:
+        assert self._process.stdout is not None
+        text = self._process.stdout.read()
+        if self._process.wait() != 0:
             raise RuntimeError("the generator of load failed; see above")
         found = json.loads(text)
         found["codes"] = {int(code): num for code, num in found["codes"].items()}
@@ -282,7 +286,7 @@ def main() -> None:
     """Takes the job from the command line and prints what came of it."""
     import uvloop
 
-    job = json.loads(sys.argv[1])
+    job = json.load(sys.stdin)
     message = base64.b64decode(job.pop("message"))
     if job["rate"] is None:
         found = run_closed(job["port"], message, job["seconds"], job["connections"])

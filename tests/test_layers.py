@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"core", "costs", "cluster"},
     "tuning": {"core", "store", "training", "population", "cluster"},
     "ensembles": {"core", "store", "training", "population", "cluster"},
-    "serving": {"core", "store", "cluster"},
+    "serving": {"core", "store", "graph", "cluster"},
     "keras": {"core", "store", "strategies", "training", "data", "cluster"},
     "dashboard": {"core"},
     "testing": {"core", "cluster", "sync", "strategies", "data", "store"},

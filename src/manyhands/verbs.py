@@ -378,6 +378,7 @@ def serve(
     timeout: float = 30.0,
     probation: float = 30.0,
     precision: str = "fp32",
+    compile: bool = False,
     warmup: str | Path | None = None,
     record: str | Path | None = None,
     traces: bool = False,
@@ -393,7 +394,8 @@ def serve(
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
     - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
-    - `precision`: "bf16" computes in bfloat16 where torch thinks that safe;
+    - `precision`: "bf16" computes in bfloat16 where torch thinks that safe; `compile`: exported networks are compiled
+      when they are loaded, and kept so where that measures faster;
     - `warmup`: a folder with NAME.jsonl, requests that every version of NAME computes before it takes over; `record`: a
       folder where a server writes such files; `traces`: a span of OpenTelemetry for every request;
     - `log`: a folder for the event log and the access log.
@@ -416,6 +418,7 @@ def serve(
         batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
         probation=Probation(seconds=probation),
         precision=precision,
+        compiles=compile,
         warmup=Path(warmup) if warmup is not None else None,
         record=Path(record) if record is not None else None,
         traces=traces,

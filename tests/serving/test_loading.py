@@ -24,6 +24,8 @@ from .test_versions import Moody
 class Shy:
     """Says that there was no core for it as long as it has to step back."""
 
+    compiles: bool = False
+
     def open(self, device: str) -> Predictor:
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
             raise Starved("no core was free")
@@ -49,7 +51,7 @@ def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine)
         meeting = Meeting()
         try:
             version = Version("shy", 1, Shy(), Place(engine, meeting, [device]), BatchSettings(max_rows=1))
-            loading = asyncio.create_task(version.load())
+            loading = asyncio.create_task(version.load(quietly=True))
             await asyncio.sleep(0)
             await version.end(patience=1.0)
             with pytest.raises(RequestRefused, match="unloaded while it was loading"):

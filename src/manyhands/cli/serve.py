@@ -52,6 +52,7 @@ class ServeOptions(ListenOptions):
     queue_rows: int = 1024
     probation: float = 30.0
     precision: str = "fp32"
+    compile: bool = False
     warmup: str | None = None
     record: str | None = None
     traces: bool = False
@@ -101,6 +102,9 @@ ProbationSeconds = Annotated[
     typer.Option("--probation", help="Seconds in which a new version that fails or is slow is sent back; 30."),
 ]
 Precision = Annotated[str | None, typer.Option(help="fp32, or bf16 to compute in bfloat16 where that is safe.")]
+Compile = Annotated[
+    bool | None, typer.Option("--compile", help="Compile networks when they are loaded, where that is faster.")
+]
 WarmupFolder = Annotated[
     str | None,
     typer.Option("--warmup", metavar="FOLDER", help="Requests (NAME.jsonl) to compute before a version takes over."),
@@ -145,6 +149,7 @@ def serve(
     timeout: Timeout = None,
     probation: ProbationSeconds = None,
     precision: Precision = None,
+    compile: Compile = None,
     warmup: WarmupFolder = None,
     record: Record = None,
     traces: Traces = None,
@@ -168,7 +173,8 @@ def serve(
     routed = {"backends": backends, "backend_ca": backend_ca}
     served = {
         "on": on, "versions": versions, "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows,
-        "probation": probation, "precision": precision, "warmup": warmup, "record": record, "traces": traces,
+        "probation": probation, "precision": precision, "compile": compile, "warmup": warmup, "record": record,
+        "traces": traces,
     }  # fmt: skip
     if router:
         _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})

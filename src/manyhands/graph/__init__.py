@@ -3,6 +3,7 @@
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import culprit
 from .call import Call
+from .compilers import stop_compilers
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
 from .following import Facts, Value, follow, mutated, plainly
 from .layers import Layer, layer_of
@@ -19,6 +20,7 @@ __all__ = [
     "Phase",
     "CannotRecord",
     "rehearsing",
+    "stop_compilers",
     "Statics",
     "has_convolutions",
     "lay_out",

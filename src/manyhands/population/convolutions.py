@@ -43,6 +43,11 @@ class Unfolded(TorchFunctionMode):
         if func is F.adaptive_avg_pool2d and args:
             # With channels last it would be computed for one member after the other.
             return func(args[0].contiguous(), *args[1:], **(kwargs or {}))
+        if func is F.batch_norm and args and args[0].dim() == 4 and not args[0].is_contiguous():
+            # Pictures are rows of channels as they lie: nothing is turned over, which vmap cannot do on a GPU.
+            rows = args[0].permute(0, 2, 3, 1)
+            normal = func(rows.flatten(0, 2), *args[1:], **(kwargs or {}))
+            return normal.reshape(rows.shape).permute(0, 3, 1, 2)
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError:
@@ -66,32 +71,18 @@ def _convolved(
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     top, left = _pair(padding)
     pictures = F.pad(input.permute(0, 2, 3, 1), (0, 0, left, left, top, top))
-    parts = _shifted(pictures, weight.shape[-2:], _pair(stride), _pair(dilation))
+    for dim, length, step, gap in zip((1, 2), weight.shape[2:], _pair(stride), _pair(dilation), strict=True):
+        pictures = pictures.unfold(dim, gap * (length - 1) + 1, step)[..., ::gap]
+    seen = pictures.permute(0, 1, 2, 4, 5, 3)
+    shape, patches = seen.shape[:3], seen.reshape(-1, weight[0].numel())
     matrix = weight.permute(2, 3, 1, 0).flatten(0, 2)
-    shape = parts[0].shape[:3]
     if bias is not None:
         # One more input that is always 1: the product adds the bias, and its gradient comes with the others.
-        parts.append(pictures.new_ones(*shape, 1))
-        matrix = torch.cat([matrix, bias.unsqueeze(0)])
+        patches, matrix = F.pad(patches, (0, 1), value=1.0), torch.cat([matrix, bias.unsqueeze(0)])
     if missing := -len(matrix) % ALIGNED:
-        parts.append(pictures.new_zeros(*shape, missing))
-        matrix = F.pad(matrix, (0, 0, 0, missing))
+        patches, matrix = F.pad(patches, (0, missing)), F.pad(matrix, (0, 0, 0, missing))
     # One product for all samples: the kernels would be copied for each of them otherwise.
-    product = torch.cat(parts, -1).flatten(0, 2) @ matrix
-    return product.view(*shape, -1).permute(0, 3, 1, 2)
-
-
-def _shifted(pictures: Tensor, kernel: torch.Size, stride: tuple[int, int], dilation: tuple[int, int]) -> list[Tensor]:
-    """What every place of a kernel sees, one after the other; views of pictures whose channels lie last."""
-    sizes = [
-        (size - gap * (length - 1) - 1) // step + 1
-        for size, length, step, gap in zip(pictures.shape[1:3], kernel, stride, dilation, strict=True)
-    ]
-    return [
-        pictures[:, down * dilation[0] :: stride[0], right * dilation[1] :: stride[1]][:, : sizes[0], : sizes[1]]
-        for down in range(kernel[0])
-        for right in range(kernel[1])
-    ]
+    return (patches @ matrix).view(*shape, -1).permute(0, 3, 1, 2)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -64,6 +64,19 @@ class Program:
         """The network that all members are; its own tensors count for nothing."""
         return self._whole.model
 
+    @contextlib.contextmanager
+    def trying_kernels(self) -> Iterator[None]:
+        """Where steps are taken, compiled or not: libraries try their kernels instead of guessing.
+
+        Convolutions of many groups have many ways to be computed, of which a guess is a bad one.
+        """
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or not self._spec.deterministic
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def factors(self, stack: Stack, factor: Tensor) -> list[dict[str, Tensor]]:
@@ -155,9 +168,6 @@ class Program:
         """Where networks are computed: the precision, and kernels that know of stacks."""
         with contextlib.ExitStack() as held:
             held.enter_context(Folded())
-            if self.device.type == "cuda" and not self._spec.deterministic:
-                # Convolutions of many groups have many ways to be computed, of which a library's guess is a bad one.
-                held.enter_context(_trying_kernels())
             if self.unfolds:
                 held.enter_context(Unfolded(self.unfolds))
             if self._spec.precision == "bf16":
@@ -225,16 +235,6 @@ class Whole(nn.Module):
         loss = self.task.loss(self.model, batch)
         # Some layers change their buffers, others put new ones in their place.
         return (loss.total, loss.count) if isinstance(loss, Mean) else loss, dict(self.model.named_buffers())
-
-
-@contextlib.contextmanager
-def _trying_kernels() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:

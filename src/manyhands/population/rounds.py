@@ -139,7 +139,8 @@ class Rounds:
             stop = min(len(stack), start + (self.chunk or len(stack)))
             part = stack if stop - start == len(stack) else stack.part(start, stop)
             try:
-                losses.append(self._step(part, ids[start:stop], factor[start:stop], shared))
+                with self._program.trying_kernels():
+                    losses.append(self._step(part, ids[start:stop], factor[start:stop], shared))
             except torch.OutOfMemoryError as error:
                 if self._is_recording:
                     raise
@@ -180,7 +181,12 @@ class Rounds:
         ways: list[Way] = [(GROUPED, None), (THIN, None), (ALL, None), *one_by_one]
         seconds: dict[Way, float] = {}
         for way in ways:
-            taken = self._timed(way, stack, block, factors)
+            try:
+                taken = self._timed(way, stack, block, factors)
+            except RuntimeError:
+                if way[0] == GROUPED:
+                    raise
+                continue  # some operation cannot take what an unfolded convolution gives
             # Where members did not fit together, fewer of them were computed at a time.
             seconds[self._program.unfolds, self.chunk] = taken
         self._set(min(seconds, key=lambda way: seconds[way]))

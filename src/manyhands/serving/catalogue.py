@@ -50,6 +50,7 @@ class CatalogueSettings:
     probation: Probation
     batch: BatchSettings
     precision: str = "fp32"
+    compiles: bool = False
     poll: float = 1.0
     patience: float = 30.0
     """Seconds for requests to finish when a version goes."""
@@ -265,7 +266,8 @@ class Catalogue:
     async def _load_given(self, model: Model) -> None:
         assert self.settings.given is not None
         async with self._turn:
-            await self._version(model, 1, Given(self.settings.given[model.name], self.settings.precision)).load()
+            source = Given(self.settings.given[model.name], self.settings.precision, self.settings.compiles)
+            await self._version(model, 1, source).load(quietly=self._is_serving)
         self._switch(model)
 
     async def _load(self, model: Model, number: int, print_: Print) -> None:
@@ -275,10 +277,10 @@ class Catalogue:
             return
         assert self.settings.root is not None
         path = models_in(self.settings.root)[model.name] / str(number)
-        version = self._version(model, number, Exported(path, self.settings.precision))
+        version = self._version(model, number, Exported(path, self.settings.precision, self.settings.compiles))
         self._say("version_loading", model=model.name, version=number)
         try:
-            await version.load()
+            await version.load(quietly=self._is_serving)
         except ManyhandsError:
             wait = min(2 * attempt.wait, _SLOWEST_RETRY) if attempt is not None else _FASTEST_RETRY
             self._attempts[model.name, number] = Attempt(print_, time.monotonic() + wait, wait)
@@ -286,6 +288,11 @@ class Catalogue:
         else:
             self._attempts.pop((model.name, number), None)
             self._switch(model)
+
+    @property
+    def _is_serving(self) -> bool:
+        """Whether somebody may be waiting for a core already."""
+        return any(model.available for model in self.models.values())
 
     def _version(self, model: Model, number: int, source: Exported | Given) -> Version:
         version = Version(model.name, number, source, self._place, self.settings.batch)

@@ -24,6 +24,7 @@ from ..store import load
 from .kinds import BY_TORCH, Array
 from .precision import in_precision
 from .slots import Dims, Layout, Slots
+from .ways import Run, fastest
 
 MAX_MESSAGE = 65536
 JOB = struct.Struct("<II")
@@ -44,6 +45,10 @@ class Starved(RunError):
 class Source(Protocol):
     """Where a predictor comes from."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether it may be compiled."""
+
     def open(self, device: str) -> Predictor:
         """Makes it, in the process that will compute with it."""
 
@@ -54,6 +59,7 @@ class Exported:
 
     path: Path
     precision: str = "fp32"
+    compiles: bool = False
 
     def open(self, device: str) -> Predictor:
         return in_precision(load(self.path, device), self.precision)
@@ -65,6 +71,7 @@ class Given:
 
     predictor: Predictor
     precision: str = "fp32"
+    compiles: bool = False
 
     def open(self, device: str) -> Predictor:
         return in_precision(self.predictor, self.precision)
@@ -105,7 +112,8 @@ class Computing:
         require_rows(predictor.signature)
         server.connect(self.meeting)
         slots = self._introduce(server, predictor.signature)
-        compute = Compute(predictor, slots, self.device.torch)
+        run = fastest(predictor, self.device.torch, self.sizes[-1], compiles=self.source.compiles)
+        compute = Compute(run, predictor.signature, slots, self.device.torch)
         compute.warm_up(self.sizes)
         compute.choose_threads(self.sizes[-1])
         return compute
@@ -124,9 +132,8 @@ class Computing:
 class Compute:
     """Answers one batch after another, in a replica's own memory."""
 
-    def __init__(self, predictor: Predictor, slots: Slots, device: torch.device) -> None:
-        self._predictor, self._slots, self._device = predictor, slots, device
-        signature = predictor.signature
+    def __init__(self, run: Run, signature: Signature, slots: Slots, device: torch.device) -> None:
+        self._compute, self._signature, self._slots = run, signature, slots
         self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
         self.num_threads = 1
         if device.type == "cuda":
@@ -134,7 +141,7 @@ class Compute:
 
     def warm_up(self, sizes: tuple[int, ...]) -> None:
         """Computes batches of the sizes that will come, so that no request pays for a first time."""
-        inputs = self._predictor.signature.inputs
+        inputs = self._signature.inputs
         shapes = [tuple(_FREE_SIZE if n is None else n for n in spec.shape[1:]) for spec in inputs.values()]
         free = any(n is None for spec in inputs.values() for n in spec.shape[1:])
         for size in sizes:
@@ -170,14 +177,9 @@ class Compute:
         return REPLY.pack(slot, 0, micros) + self._dims_out.pack(shapes)
 
     def _run(self, slot: int, size: int, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        signature = self._predictor.signature
+        signature = self._signature
         views = self._slots.inputs(slot, size, shapes)
-        inputs = {
-            name: as_tensor(view, signature.inputs[name].dtype).to(self._device, non_blocking=True)
-            for name, view in views.items()
-        }
-        with torch.inference_mode():
-            answers = self._predictor.run(inputs)
+        answers = self._compute({name: as_tensor(view, signature.inputs[name].dtype) for name, view in views.items()})
         found = [tuple(answers[name].shape[1:]) for name in signature.outputs]
         for name, view in self._slots.outputs(slot, size, found).items():
             answer, spec = answers[name], signature.outputs[name]

@@ -27,12 +27,12 @@ class Bfloat16(Predictor):
     """Matrix products and convolutions in bfloat16, by torch's own rules for mixed precision."""
 
     def __init__(self, inner: Predictor) -> None:
-        self._inner = inner
+        self.inner = inner
         self.signature = inner.signature
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         device = next(iter(inputs.values())).device.type
         with torch.autocast(device, torch.bfloat16):
-            answers = self._inner.run(inputs)
+            answers = self.inner.run(inputs)
         outputs = self.signature.outputs
         return {name: answer.to(getattr(torch, outputs[name].dtype)) for name, answer in answers.items()}

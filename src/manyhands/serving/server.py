@@ -38,6 +38,8 @@ class ServeSettings(ListenSettings):
     probation: Probation = field(default_factory=Probation)
     precision: str = "fp32"
     """Or bf16: computed in bfloat16 where torch thinks that safe."""
+    compiles: bool = False
+    """Whether exported networks are compiled when they are loaded, where that measures faster."""
     warmup: Path | None = None
     """A folder with requests that a version computes before it takes over."""
     record: Path | None = None
@@ -103,6 +105,7 @@ class Server(Background):
             probation=self.settings.probation,
             batch=self.settings.batch,
             precision=self.settings.precision,
+            compiles=self.settings.compiles,
             poll=self.settings.poll,
             patience=self.settings.patience,
         )

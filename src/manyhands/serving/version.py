@@ -75,11 +75,16 @@ class Version:
         """Rows that wait."""
         return self._batcher.num_queued if self._batcher is not None else 0
 
-    async def load(self) -> None:
-        """Loads and warms a replica on every device, in processes of their own; raises where one cannot."""
+    async def load(self, *, quietly: bool) -> None:
+        """Loads and warms a replica on every device, in processes of their own; raises where one cannot.
+
+        Where others serve it goes about it `quietly`.
+        """
         self.state, self.error = LOADING, ""
         try:
-            started = await asyncio.gather(*map(self._start, self._place.devices), return_exceptions=True)
+            started = await asyncio.gather(
+                *(self._start(device, quietly=quietly) for device in self._place.devices), return_exceptions=True
+            )
             replicas = [replica for replica in started if isinstance(replica, Replica)]
             failures = [failure for failure in started if isinstance(failure, BaseException)]
             if not failures and self.is_over:
@@ -141,7 +146,7 @@ class Version:
             replica.close()
         self.replicas.clear()
 
-    async def _start(self, device: Device, *, quietly: bool = True) -> Replica:
+    async def _start(self, device: Device, *, quietly: bool) -> Replica:
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
         return await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)

@@ -25,7 +25,6 @@ from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
-from .ways import stop_compilers
 
 __all__ = [
     "Hand",
@@ -44,7 +43,6 @@ __all__ = [
     "time_steps",
     "Steps",
     "own_stream",
-    "stop_compilers",
     "gradient_squares",
     "evaluate",
     "evaluating",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..graph import has_convolutions, lay_out
+from ..graph import has_convolutions, lay_out, stop_compilers
 from .hand import Hand
 
 Loss = Callable[[Any, Any], Any]
@@ -227,10 +227,3 @@ def _give_names(loss: Loss, model: torch.nn.Module) -> None:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def stop_compilers() -> None:
-    """Ends the processes that torch keeps for compiling more."""
-    from torch._inductor.async_compile import shutdown_compile_workers
-
-    shutdown_compile_workers()

@@ -1,0 +1,186 @@
+"""Ways to compute a batch: as the network is written, compiled, or as a CUDA graph; what measures fastest is taken.
+
+A GPU computes a small batch faster than Python can ask for it, so batches are recorded: a graph for each of some sizes,
+and a batch takes the smallest that holds it. What fills it up is computed too, and goes nowhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import Predictor, Signature
+from ..graph import CannotRecord, Phase, Recording, rehearsing, stop_compilers
+from ..store import Archive
+from .precision import Bfloat16
+
+Tensors = Mapping[str, Tensor]
+Run = Callable[[Tensors], dict[str, Tensor]]
+"""From a batch on the host to answers on the device."""
+TRIES = 5
+CLOSE = 0.05
+"""How far answers of two ways may lie apart, as a share of the largest: kernels sum in their own order."""
+
+
+class Plain:
+    """Computes batches of any size, as the network is written."""
+
+    def __init__(self, predictor: Predictor, device: torch.device) -> None:
+        self.predictor = predictor
+        self._device = device
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
+        with torch.inference_mode():
+            return self.predictor.run(moved)
+
+
+class Recorded:
+    """Computes batches of up to `size` rows by one CUDA graph."""
+
+    def __init__(self, predictor: Predictor, statics: Tensors, size: int, pool: Any) -> None:
+        self.size = size
+        self._inputs = {name: tensor[:size] for name, tensor in statics.items()}
+        self._outputs: dict[str, Tensor] = {}
+
+        def run() -> None:
+            with torch.inference_mode():
+                self._outputs = predictor.run(dict(self._inputs))
+
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run()
+            with rehearsing():
+                run()
+            self._recording = Recording([Phase(run)], pool)
+        torch.cuda.synchronize()
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        rows = num_rows(inputs)
+        for name, tensor in inputs.items():
+            self._inputs[name][:rows].copy_(tensor, non_blocking=True)
+        self._recording.replay()
+        return {name: output[:rows] for name, output in self._outputs.items()}
+
+
+class Fastest:
+    """Computes a batch by the smallest recording that holds it, or plainly."""
+
+    def __init__(self, plain: Plain, recorded: Sequence[Recorded] = ()) -> None:
+        self._plain, self._recorded = plain, sorted(recorded, key=lambda way: way.size)
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        rows = num_rows(inputs)
+        way: Run = next((way for way in self._recorded if rows <= way.size), self._plain)
+        return way(inputs)
+
+
+def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compiles: bool) -> Fastest:
+    """Tries the ways that there are on a device for what nothing but tensors goes through."""
+    plain = Plain(predictor, device)
+    if not isinstance(_inner(predictor), Archive) or _is_free(predictor.signature):
+        return Fastest(plain)
+    if compiles:
+        plain = _compiled(plain, device, max_rows)
+    return Fastest(plain, _recorded(plain, device, max_rows) if device.type == "cuda" else ())
+
+
+def num_rows(inputs: Tensors) -> int:
+    """Rows of a batch."""
+    return len(next(iter(inputs.values())))
+
+
+def _compiled(plain: Plain, device: torch.device, max_rows: int) -> Plain:
+    """The network compiled, where that is faster."""
+    other = Plain(_compile(plain.predictor), device)
+    batches = [_batch(plain.predictor.signature, rows) for rows in (1, max_rows)]
+    try:
+        _require_alike(plain, other, batches)
+        is_faster = all(_seconds(other, batch) < _seconds(plain, batch) for batch in batches)
+    except Exception as error:
+        _say(f"not compiled: {_first_line(error)}")
+        return plain
+    finally:
+        stop_compilers()
+    return other if is_faster else plain
+
+
+def _compile(predictor: Predictor) -> Predictor:
+    if isinstance(predictor, Bfloat16):
+        return Bfloat16(_compile(predictor.inner))
+    assert isinstance(predictor, Archive)
+    module: Any = torch.compile(predictor.module, dynamic=True)
+    return Archive(module, predictor.signature, predictor.version, predictor.meta, predictor.device)
+
+
+def _recorded(plain: Plain, device: torch.device, max_rows: int) -> list[Recorded]:
+    """Recordings of batches of 1, 2, 4, ... rows: those that answer as the network does, and faster."""
+    signature = plain.predictor.signature
+    statics = {name: tensor.to(device) for name, tensor in _batch(signature, max_rows).items()}
+    pool, made = torch.cuda.graph_pool_handle(), []
+    size = max_rows
+    # Sizes are few, so libraries may try their kernels instead of guessing.
+    torch.backends.cudnn.benchmark = True
+    while size:
+        # One row less than it could hold, where it can: whoever fills a batch up must not matter.
+        batch = _batch(signature, max(1, size - 1))
+        try:
+            way = Recorded(plain.predictor, statics, size, pool)
+            _require_alike(plain, way, [batch])
+        except (CannotRecord, RuntimeError) as error:
+            _say(f"not recorded: {_first_line(error)}")
+            return []
+        if _seconds(way, batch) < _seconds(plain, batch):
+            made.append(way)
+        size = 1 << (size - 1).bit_length() - 1 if size > 1 else 0
+    return made
+
+
+def _require_alike(one: Run, other: Run, batches: Sequence[Tensors]) -> None:
+    for batch in batches:
+        want = {name: tensor.clone() for name, tensor in one(batch).items()}
+        for name, have in other(batch).items():
+            far = (have.double() - want[name].double()).abs().max()
+            if have.shape != want[name].shape or far > CLOSE * want[name].double().abs().max():
+                raise RuntimeError(f"{name!r} would not be the same")
+
+
+def _seconds(run: Run, batch: Tensors) -> float:
+    """The best of some tries."""
+    times = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        for answer in run(batch).values():
+            answer.cpu()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _batch(signature: Signature, rows: int) -> dict[str, Tensor]:
+    """Numbers that any network takes: of whole ones, which may be places in a table, only zeros."""
+    made = {}
+    for name, spec in signature.inputs.items():
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        shape = [rows, *(size or 1 for size in spec.shape[1:])]
+        made[name] = torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+    return made
+
+
+def _inner(predictor: Predictor) -> Predictor:
+    return predictor.inner if isinstance(predictor, Bfloat16) else predictor
+
+
+def _is_free(signature: Signature) -> bool:
+    return any(size is None for spec in signature.inputs.values() for size in spec.shape[1:])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _say(text: str) -> None:
+    print(f"batches are {text}", file=sys.stderr)
