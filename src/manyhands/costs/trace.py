@@ -100,6 +100,13 @@ def _is_repeating(module: nn.Module) -> bool:
     return isinstance(module, _CONTAINERS) and len(kinds) > len(set(kinds))
 
 
+def _is_block(model: nn.Module, name: str) -> bool:
+    """Whether it is one of several of its class in a container: those that recomputing computes again."""
+    container, block = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)
+    kinds = [type(child) for child in container.children() if any(True for _ in child.children())]
+    return isinstance(container, _CONTAINERS) and kinds.count(type(block)) > 1
+
+
 def _has_blocks(module: nn.Module) -> bool:
     return isinstance(module, _CONTAINERS) or any(_is_repeating(inner) for inner in module.modules())
 
@@ -347,15 +354,12 @@ class _Tracer:
 
     def _pieces(self) -> Iterator[Piece]:
         seen: set[int] = set()
-        counts: dict[Any, int] = {}
-        for name, key, _ in self._met:
-            counts[key] = counts.get(key, 0) + any(True for _ in self._parts[name].children())
         for name, key, output in self._met:
             kind = self._kinds[key]
             is_kept = kind.saved_output or output in self._needed
             kept = kind.piece.kept + (kind.piece.output if is_kept else 0)
             own = _owned(self._parts[name].parameters(), seen)
-            yield replace(kind.piece, name=name, kept=kept, is_repeated=counts[key] > 1, **own)
+            yield replace(kind.piece, name=name, kept=kept, is_repeated=_is_block(self._model, name), **own)
         kept = sum(life.size for life in self._outer.lives if life.is_kept)
         forward_peak, backward_peak = _peaks(self._outer.lives, kept)
         yield Piece(

@@ -81,6 +81,8 @@ def _peak(
             again = piece.kept * samples * piece.share(spec.tensor)
         # Beside what its backward makes stands the gradient that it starts from, as large as what the piece gave on.
         working = (piece.backward.peak * piece.share(spec.tensor) + piece.output) * samples + again
+        if spec.accumulate * spec.microbatches > 1:
+            working += piece.largest / spec.tensor  # a gradient stands by itself until it is added to those before
         grown += gradients * piece.gradient_bytes / total
         best = max(best, (held, working, grown), key=sum)
         held -= size
