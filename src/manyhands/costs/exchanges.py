@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .hardware import Link
 
 START = 20e-6
-"""Seconds to start a collective on an accelerator and to be sure that all others have."""
+"""Seconds to start an exchange on an accelerator and to be sure that all others have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,5 +92,5 @@ class Servers:
         """Seconds in which all pull their parameters and all push their gradients, each way by itself."""
         served = pushers * max(self.hottest, 1 / self.count) * size / min(self.task_rate, self.way.rate)
         own = size / self.way.rate
-        once = max(served, own) + self.way.latency
+        once = START + max(served, own) + self.way.latency
         return once, once

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core import StrategySpec
+from ..costs import START, Link
 from .clusters import Cluster
 from .estimate import Estimate, estimate, servers_of
 from .workload import Workload
@@ -128,6 +130,8 @@ class Curves:
         assert network is not None
         faster = replace(cluster, network=replace(network, bandwidth=4 * network.bandwidth))
         changes.append(("a network four times as fast", False, work, faster, {}))
+        quicker = _with_links(replace(cluster, network=network), latency=0.25)
+        changes.append(("links and starts with a quarter of the latency", False, work, quicker, {}))
         if spec.precision == "fp32" and "bf16" in work.networks:
             changes.append(('computing in bf16, precision="bf16"', False, work, cluster, {"precision": "bf16"}))
         if work.noise is None or work.noise > work.batch_size:
@@ -178,6 +182,17 @@ class Curves:
         return self._best.sync if replicas > 1 else "allreduce"
 
 
+def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
+    """With so many times the bandwidth and the latency of all links."""
+
+    def changed(way: Link) -> Link:
+        return replace(way, bandwidth=bandwidth * way.bandwidth, latency=latency * way.latency)
+
+    network = cluster.network and changed(cluster.network)
+    start = latency * (cluster.exchange or START)
+    return replace(cluster, inside=changed(cluster.inside), network=network, exchange=start)
+
+
 def _grid(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12 and so on: two for each doubling."""
     counts = {1 << power for power in range(11)} | {3 << power for power in range(9)}
@@ -208,6 +223,13 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     grown = cluster.with_devices(found.num_devices)
     way = grown.network if spans and grown.network else cluster.inside
     what = "the network card" if spans else f"the link inside a host ({cluster.inside.name})"
+    endless = _with_links(grown, bandwidth=math.inf)
+    waited = estimate(work, endless, found.spec).communication
+    if waited > lost / 2:  # however fast the links were
+        return (
+            f"latency: before they carry anything, exchanges between {found.num_devices} devices take "
+            f"{_milliseconds(waited)} of a {_milliseconds(found.seconds)} step; a faster link would not shorten that"
+        )
     return (
         f"{what}: {size:.3g} MB of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
         f"{_milliseconds(lost)} of a {_milliseconds(found.seconds)} step"

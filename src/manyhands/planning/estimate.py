@@ -13,7 +13,7 @@ from ..costs import Chip, Group, Network, Piece, Servers, Work, all_gather, all_
 from .clusters import Cluster
 from .memory import ROOM, Footprint, footprint
 from .schedules import cut, in_flight, makespan
-from .workload import Workload, wire_share
+from .workload import Workload, period, wire_share
 
 BUCKET, FIRST_BUCKET = 25e6, 1e6
 """Bytes of gradients that travel together, and of those that leave first."""
@@ -311,7 +311,9 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
     if replicas > 1:
         group = cluster.group(replicas, stride * shards)
         share = workload.wire * wire_share(spec.sync) / (spec.tensor * shards)
-        waited += _overlapped(stage, group, share, overlaps=workload.overlaps and len(stage.pieces) > 1)
+        every = period(spec.sync)
+        overlaps = workload.overlaps and len(stage.pieces) > 1 and every == 1
+        waited += _overlapped(stage, group, share, overlaps=overlaps) / every
     return waited
 
 

@@ -68,7 +68,7 @@ def cells(plan: Plan, option: Option) -> list[str]:
         f"{sign}{duration(option.seconds)}",
         *(duration(parts[name]) if parts[name] else "-" for name in ("compute", "communication", "bubble")),
         *(duration(parts[name]) if parts[name] else "-" for name in ("stragglers", "input")),
-        f"{made.memory.total / 2**30:.2f} GiB",
+        size(made.memory.total),
         f"{made.batch_size / option.seconds:.4g}",
         f"{plan.efficiency(option):.0%}",
         *([] if money is None else [f"{money:.3g}"]),
@@ -135,6 +135,15 @@ def closing(curve: Curve) -> list[str]:
 
 def _devices(count: int) -> str:
     return f"{count} device{'' if count == 1 else 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> size(3e6), size(5 * 2**30)
+    ('2.86 MiB', '5.00 GiB')
+    """
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def duration(seconds: float) -> str:

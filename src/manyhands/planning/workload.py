@@ -44,13 +44,27 @@ def wire_share(sync: str) -> float:
     >>> wire_share("bf16"), wire_share("topk(0.01)"), wire_share("allreduce")
     (0.5, 0.02, 1.0)
     """
-    name = re.split(r"[^a-z0-9_]", sync.lower(), maxsplit=1)[0]
-    number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
+    name, number = _parsed(sync)
     if name == "topk":
-        return min(1.0, 2 * float(number[0])) if number else 0.02
-    if name in ("localsteps", "diloco"):
-        return 1 / float(number[0]) if number else 1 / 8
+        return 0.02 if number is None else min(1.0, 2 * number)
     return {"bf16": 0.5, "fp16": 0.5, "int8": 0.26, "powersgd": 0.02}.get(name, 1.0)
+
+
+def period(sync: str) -> float:
+    """Steps from one exchange to the next.
+
+    >>> period("allreduce"), period("localsteps(8)"), period("diloco")
+    (1, 8.0, 100)
+    """
+    name, number = _parsed(sync)
+    usual = {"localsteps": 16, "diloco": 100}.get(name)
+    return 1 if usual is None else number or usual
+
+
+def _parsed(sync: str) -> tuple[str, float | None]:
+    """A policy's name and its first number."""
+    number = re.search(r"\d+(?:\.\d+)?", sync.partition("(")[2])
+    return re.split(r"[^a-z0-9_]", sync.lower(), maxsplit=1)[0], float(number[0]) if number else None
 
 
 def is_lossy(sync: str) -> bool:

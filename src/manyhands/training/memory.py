@@ -450,7 +450,7 @@ def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -
     head = f"step {hand.num_steps + 1} did not fit into the memory of {place}"
     options = remedies(hand, task, batch, held, memory)
     _free(hand.device)
-    texts = [head, f"a step holds about {size_text(held.total)} of {size_text(memory)}:"]
+    texts = [head, f"a step holds about {size_text(held.total)}, and there is room for {size_text(memory)}:"]
     texts += [f"  {line}" for line in held.lines()]
     texts += ["what would help:", *(f"  {line}" for line in options)]
     raise OutOfMemory("\n".join(texts)) from None
