@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -62,9 +63,10 @@ def main() -> None:
         first = export(Adder(), lambda model, x: model(x), {"x": torch.ones(2, 8)}, models / "swapped")
         shutil.copytree(first, models / "neighbour" / "1")
         versions = [written(first, number) for number in range(2, num_swaps + 2)]
-        with serving(models) as port:
+        with serving(models) as server:
+            port = server.http
             steady = asked(port, 8.0 if quick else 40.0)
-            swapped = asked(port, PERIOD * (num_swaps + 1), lambda: swap(port, first.parent, versions))
+            swapped = asked(port, PERIOD * (num_swaps + 1), lambda: swap(port, first.parent, versions, PERIOD))
     outcomes = {
         "steady": steady["swapped"],
         "swaps": swapped["swapped"],
@@ -82,17 +84,26 @@ def main() -> None:
     report.finish()
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server in a process of its own."""
+
+    pid: int
+    http: int
+    grpc: int
+
+
 @contextmanager
-def serving(models: Path) -> Iterator[int]:
-    """`manyhands serve`, and the port where it answers."""
+def serving(models: Path, *options: str) -> Iterator[Served]:
+    """`manyhands serve`, once it answers for both models."""
     ports = {name: free_port() for name in ("http", "grpc", "manage")}
-    options = [f"--{name}={port}" for name, port in ports.items()]
-    command = [sys.executable, "-m", "manyhands", "serve", str(models), "--probation=0", "--quiet", *options]
+    where = [f"--{name}={port}" for name, port in ports.items()]
+    command = [sys.executable, "-m", "manyhands", "serve", str(models), "--probation=0", "--quiet", *where, *options]
     process = subprocess.Popen(command)
     try:
         for model in MODELS:
             wait_for(question(ports["http"], model))
-        yield ports["http"]
+        yield Served(process.pid, ports["http"], ports["grpc"])
     finally:
         process.terminate()
         process.wait(60)
@@ -128,10 +139,10 @@ def asked(port: int, seconds: float, meanwhile: Callable[[], None] | None = None
     return {model: one.outcome() for model, one in running.items()}
 
 
-def swap(port: int, model: Path, versions: Sequence[Path]) -> None:
-    """Publishes a version every so often, and sees that each takes over."""
+def swap(port: int, model: Path, versions: Sequence[Path], period: float) -> None:
+    """Publishes a version every so many seconds, and sees that each takes over."""
     for version in versions:
-        due = time.monotonic() + PERIOD
+        due = time.monotonic() + period
         version.rename(model / version.name[1:])
         while current(port) != int(version.name[1:]):
             time.sleep(0.1)

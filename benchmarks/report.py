@@ -74,8 +74,10 @@ class Report:
     checks: dict[str, Check] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     """By case: how far a contender is from itself, or may be by chance, as a ratio less 1."""
-    notes: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, float | str] = field(default_factory=dict)
     """Figures besides the times, by name."""
+    picture: str = ""
+    """An SVG, where bars of times would show nothing."""
 
     def add(self, case: str, times: Mapping[str, Sequence[float]], baseline: str) -> dict[str, Row]:
         """A case's contenders against one of them; returns their rows by name."""
@@ -93,14 +95,15 @@ class Report:
         stem = f"{self.name}.quick" if self.quick else self.name
         line = json.dumps(self.to_dict())
         (RESULTS / f"{stem}.json").write_text(line + "\n")
-        (RESULTS / f"{stem}.svg").write_text(plot(self.name, self.rows))
+        (RESULTS / f"{stem}.svg").write_text(self.picture or plot(self.name, self.rows))
         return line
 
     def finish(self) -> None:
         """Writes the files, prints the table, and prints the result as the last line."""
         line = self.save()
         console = Console(width=110)
-        console.print(self._table())
+        if self.rows:
+            console.print(self._table())
         for name, check in self.checks.items():
             console.print(f"{'holds ' if check.holds else 'MISSED'} {name} {check.to_dict()}", highlight=False)
         print(line, flush=True)

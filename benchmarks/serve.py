@@ -1,8 +1,9 @@
 """Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve and MLServer.
 
 `python -m benchmarks.serve [--quick]`. The same small network everywhere, rows of 784 numbers as JSON or as bytes, 32
-connections that wait for their answers; servers take turns in rounds. Then a network that takes milliseconds: three
-times as many requests as it can answer, and two replicas against one.
+connections that wait for their answers; servers take turns in rounds, asked by our own generator and, where it is
+installed, by wrk. Then a network that takes milliseconds: three times as many requests as it can answer, and two
+replicas against one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -75,6 +79,12 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
         rows = report.add("small network, 32 connections", times, baseline)
         rates = {name: 1 / median(values) for name, values in times.items()}
         report.notes.update({f"{name} requests/s": round(rate, 1) for name, rate in rates.items()})
+        same = {name: ask for name, ask in asks.items() if name.startswith("litserve")}
+        by_wrk(
+            report,
+            {f"{OURS} JSON": as_json(server, "mlp"), f"{OURS} binary": as_bytes(server, "mlp"), **same},
+            *((1, 1) if quick else (3, 3)),
+        )
         if asks:
             at_half(report, as_json(server, "mlp"), asks, rates)
     if not asks:
@@ -83,6 +93,35 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
     report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
     best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
     report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
+
+
+def by_wrk(report: Report, asks: Mapping[str, Ask], seconds: int, rounds: int) -> None:
+    """The same closed loop from a generator that is not ours."""
+    if shutil.which("wrk") is None:
+        report.notes["by wrk"] = "left out: wrk is not installed (apt-get install wrk)"
+        return
+    times = interleaved({name: partial(wrk, ask, seconds) for name, ask in asks.items()}, rounds)
+    report.add("small network, 32 connections of wrk", times, list(times)[-1])
+    for name, values in times.items():
+        report.notes[f"{name} by wrk, requests/s"] = round(1 / median(values), 1)
+
+
+def wrk(ask: Ask, seconds: int) -> float:
+    """Seconds per good answer of one thread of wrk with 32 connections; every answer must be one."""
+    with tempfile.TemporaryDirectory() as name:
+        body, script = Path(name) / "body", Path(name) / "ask.lua"
+        body.write_bytes(ask.body)
+        headers = {"Content-Type": "application/json", **ask.headers}
+        lines = ['wrk.method = "POST"', f"wrk.body = io.open({json.dumps(str(body))}, 'rb'):read('*a')"]
+        lines += [f"wrk.headers[{json.dumps(key)}] = {json.dumps(value)}" for key, value in headers.items()]
+        script.write_text("\n".join(lines))
+        url = f"http://127.0.0.1:{ask.port}{ask.path}"
+        command = ["wrk", "--threads=1", "--connections=32", f"--duration={seconds}s", f"--script={script}", url]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rate = re.search(r"Requests/sec:\s*([\d.]+)", found)
+    if rate is None or "Non-2xx" in found or "Socket errors" in found:
+        raise RuntimeError(f"answers of {ask.path} to wrk: {found}")
+    return 1 / float(rate[1])
 
 
 def at_half(report: Report, ours: Ask, asks: Mapping[str, Ask], rates: Mapping[str, float]) -> None:

@@ -28,6 +28,7 @@ from .cluster import (
     AfterLoss,
     Device,
     DirectLine,
+    Engine,
     Join,
     LocalEngine,
     NullWorld,
@@ -82,7 +83,7 @@ from .training import (
 )
 
 if TYPE_CHECKING:
-    from .serving import Router, Server
+    from .serving import Router, Scaling, Server, ServeSettings
     from .strategies import Layout
 
 TaskLike = Task | Callable[..., Task]
@@ -361,6 +362,7 @@ def serve(
     models: str | Path | Predictor | Mapping[str, Predictor],
     *,
     on: On = None,
+    servers: int | str = 1,
     name: str = "model",
     host: str = "127.0.0.1",
     http: int = 8501,
@@ -383,11 +385,13 @@ def serve(
     record: str | Path | None = None,
     traces: bool = False,
     log: str | Path | None = None,
-) -> Server:
+) -> Server | Router:
     """Serves a folder of exported models, or predictors, on every device; returns when they answer.
 
     - `models`: a folder that is watched for new versions, a Predictor (served as `name`), or a dict of them;
-    - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device;
+    - `on`: where, such as "cuda:0,1" or "cpu*2": a replica of every version on each device; on "ray" or
+      "ray://head:10001" servers of one device each are placed on the cluster's hosts, and a router here stands before
+      them: `servers` of them, or "1..4", as many as the load wants. The folder and the token are the same everywhere;
     - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
     - `manage_host`: where management listens, for a router on another host;
     - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
@@ -403,8 +407,9 @@ def serve(
         server = mh.serve("models")
         server.wait()            # until Ctrl-C; server.stop() lets every request finish
     """
-    from .serving import BatchSettings, Probation, Server, ServeSettings, Tls
+    from .serving import BatchSettings, Probation, Scaling, Server, ServeSettings, Tls
 
+    scaling = Scaling.parse(servers, busy=max_rows)
     settings = ServeSettings(
         host=host,
         http=http,
@@ -425,8 +430,30 @@ def serve(
         log=Path(log) if log is not None else None,
     )
     served = {name: models} if isinstance(models, Predictor) else models
-    devices, _ = resolve(on)
-    return Server(Path(served) if isinstance(served, str) else served, _engine, devices, settings).start()
+    served = Path(served) if isinstance(served, str) else served
+    engine = engine_for(on, _engine)
+    devices, _ = engine.devices(on, None)
+    if engine is not _engine:
+        return _serve_placed(engine, served, devices[0].kind if devices else "cpu", settings, scaling)
+    if scaling.most > 1:
+        raise SettingsError(
+            "servers are placed in a cluster",
+            got=f"servers={servers!r} on this machine",
+            remedy='pass on="ray", or start the servers and put mh.route before them',
+        )
+    return Server(served, _engine, devices, settings).start()
+
+
+def _serve_placed(
+    engine: Engine, models: Path | Mapping[str, Predictor], kind: str, settings: ServeSettings, scaling: Scaling
+) -> Router:
+    """Servers where the engine has room for them, and a router here that listens as the settings say."""
+    from .serving import ListenSettings, PlacedServer, RouteSettings, ScaledRouter
+
+    listening = {each.name: getattr(settings, each.name) for each in dataclasses.fields(ListenSettings)}
+    models = models.absolute() if isinstance(models, Path) else models
+    make = functools.partial(PlacedServer, models=models, settings=dataclasses.replace(settings, tls=None, log=None))
+    return ScaledRouter(RouteSettings(**listening), engine, make, Device(kind), scaling).start()
 
 
 def route(

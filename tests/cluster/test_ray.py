@@ -1,4 +1,5 @@
-"""The Ray engine, on a real cluster of two nodes: a fit that loses a worker and then a node; what is refused."""
+"""The Ray engine, on a real cluster of two nodes: services, servers that follow the load, a fit that loses a worker and
+then a node; what is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import ray  # sets environment variables of its own when it is first imported
 import torch
@@ -22,7 +26,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.cluster import Device, Engine
 from manyhands.cluster.ray_engine import RayEngine, _cpus
-from manyhands.core import DeviceError, SettingsError, read_events
+from manyhands.core import DeviceError, SettingsError, Signature, TensorSpec, read_events
 from manyhands.testing import ServiceContract
 
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
@@ -55,7 +59,7 @@ def task() -> mh.Task:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     """A cluster of two raylets that leaves nothing behind: no process, no session folder."""
     environ = dict(os.environ)
@@ -75,6 +79,70 @@ def nodes() -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
         os.environ.clear()
         os.environ.update(environ)
+
+
+def test_cpus_are_dealt_out_evenly() -> None:
+    hosts = {"a": {"CPU": 2.0}, "b": {"CPU": 4.0}, "c": {}}
+    assert [str(device) for device in _cpus(hosts, 5)] == ["a/cpu", "a/cpu", "b/cpu", "b/cpu", "b/cpu"]
+    assert [device.host for device in _cpus(hosts, None)] == ["a", "b"]
+
+
+def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no trace of another cluster
+    with pytest.raises(SettingsError, match="needs a Ray cluster that answers.*ray start --head"):
+        mh.fit(task(), on="ray", folder=tmp_path)
+
+
+class RayServices(ServiceContract):
+    """The contract that local services pass too, on the second node."""
+
+    def place(self) -> tuple[Engine, Device]:
+        engine = RayEngine("ray")
+        return engine, engine.devices("ray", None)[0][1]
+
+
+@pytest.mark.timeout(180)
+def test_services_pass_the_contract(nodes: Any, tmp_path: Path) -> None:
+    contract = RayServices()
+    for name in [name for name in dir(contract) if name.startswith("test_")]:
+        getattr(contract, name)(*([tmp_path] if "gracefully" in name else []))
+
+
+class Slow(mh.Predictor):
+    """Takes its time."""
+
+    signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 1))})
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        time.sleep(0.1)
+        return {"y": inputs["x"] + 1}
+
+
+def pid_behind(backend: str) -> int:
+    """The process that listens there."""
+    host, port = backend.split(":")
+    (pid,) = {
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == int(port) and one.laddr.ip.endswith(host)
+    }
+    return pid
+
+
+@pytest.mark.timeout(180)
+def test_servers_are_placed_on_hosts_and_one_that_is_killed_loses_nothing(nodes: Any) -> None:
+    asked = {"inputs": [[1.0]]}
+    with mh.serve(Slow(), on="ray", servers=2, http=0, grpc=0, manage=0) as router:
+        placed = [each["address"] for each in router.state()["backends"] if each["up"]]
+        assert {address.split(":")[0] for address in placed} == {HEAD, SECOND}
+
+        def ask(client: httpx.Client) -> list[Any]:
+            return [client.post("/v1/models/model:predict", json=asked).json() for _ in range(10)]
+
+        with httpx.Client(base_url=router.url, timeout=60, verify=False) as client, ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask, client) for _ in range(4)]
+            os.kill(pid_behind(placed[0]), signal.SIGKILL)
+            assert all(each.result() == [{"outputs": [[2.0]]}] * 10 for each in answers)
 
 
 @pytest.mark.timeout(180)
@@ -119,30 +187,3 @@ def test_a_fit_survives_the_loss_of_a_worker_and_of_a_node(nodes: Any, tmp_path:
     assert recovered[0] == (4, 2)
     assert recovered[-1][1] == 1
     assert any("2 ranks make a group" in entry["text"] for entry in events if entry["kind"] == "notice")
-
-
-class RayServices(ServiceContract):
-    """The contract that local services pass too, on the second node."""
-
-    def place(self) -> tuple[Engine, Device]:
-        engine = RayEngine("ray")
-        return engine, engine.devices("ray", None)[0][1]
-
-
-@pytest.mark.timeout(180)
-def test_services_pass_the_contract(nodes: Any, tmp_path: Path) -> None:
-    contract = RayServices()
-    for name in [name for name in dir(contract) if name.startswith("test_")]:
-        getattr(contract, name)(*([tmp_path] if "gracefully" in name else []))
-
-
-def test_cpus_are_dealt_out_evenly() -> None:
-    hosts = {"a": {"CPU": 2.0}, "b": {"CPU": 4.0}, "c": {}}
-    assert [str(device) for device in _cpus(hosts, 5)] == ["a/cpu", "a/cpu", "b/cpu", "b/cpu", "b/cpu"]
-    assert [device.host for device in _cpus(hosts, None)] == ["a", "b"]
-
-
-def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no trace of another cluster
-    with pytest.raises(SettingsError, match="needs a Ray cluster that answers.*ray start --head"):
-        mh.fit(task(), on="ray", folder=tmp_path)

@@ -46,6 +46,7 @@ class ServeOptions(ListenOptions):
     """And of a server."""
 
     on: str | None = None
+    servers: str = "1"
     versions: str = "latest"
     max_rows: int = 64
     sizes: str = ""
@@ -78,6 +79,12 @@ Backends = Annotated[
     ),
 ]
 BackendCa = Annotated[str | None, typer.Option(metavar="FILE", help="Who signed the backends' certificates (PEM).")]
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N..M", help="With --on ray: servers in the cluster, or a range: as many as the load wants."
+    ),
+]
 Host = Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1 by default. Others need a token.")]
 Http = Annotated[int | None, typer.Option(help="The port for requests; 8501 by default, 0 takes any.")]
 Grpc = Annotated[int | None, typer.Option(help="The port for gRPC; 8500 by default, 0 takes any.")]
@@ -120,6 +127,7 @@ EXAMPLES = (
     "manyhands serve models/ --on 'cpu*2' --versions latest:2",
     "manyhands serve digits.py:predictor --http 9000",
     "manyhands serve --router --backends a:8500,b:8500",
+    "manyhands serve models/ --on ray://head:10001 --servers 1..4",
 )
 
 
@@ -133,6 +141,7 @@ def serve(
     router: Routing = False,
     backends: Backends = None,
     on: On = None,
+    servers: Servers = None,
     host: Host = None,
     http: Http = None,
     grpc: Grpc = None,
@@ -161,7 +170,8 @@ def serve(
 
     New versions in the folder are loaded aside and take over without a lost request. Ctrl-C or a SIGTERM ends the
     server after the requests that it has. With --router it stands before other servers: the less loaded of two is
-    asked, another one where one is lost, and manyhands models changes all of them together. Every option can also
+    asked, another one where one is lost, and manyhands models changes all of them together. With --on ray servers are
+    placed in a Ray cluster and a router here stands before them. Every option can also
     stand in the file of --config or in the environment (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
     """
     from .. import verbs
@@ -172,9 +182,9 @@ def serve(
     }  # fmt: skip
     routed = {"backends": backends, "backend_ca": backend_ca}
     served = {
-        "on": on, "versions": versions, "max_rows": max_rows, "sizes": sizes, "queue_rows": queue_rows,
-        "probation": probation, "precision": precision, "compile": compile, "warmup": warmup, "record": record,
-        "traces": traces,
+        "on": on, "servers": servers, "versions": versions, "max_rows": max_rows, "sizes": sizes,
+        "queue_rows": queue_rows, "probation": probation, "precision": precision, "compile": compile,
+        "warmup": warmup, "record": record, "traces": traces,
     }  # fmt: skip
     if router:
         _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})

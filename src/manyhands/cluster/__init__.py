@@ -14,7 +14,7 @@ from .local import LocalEngine
 from .network import resolve_host
 from .pretended import PretendedWorld
 from .resolvers import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, HostsFile, Resolver, Standing, understood
-from .service import Service
+from .service import Make, Service
 from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
@@ -49,6 +49,7 @@ __all__ = [
     "OnOutput",
     "LocalEngine",
     "Service",
+    "Make",
     "engine_for",
     "described",
     "launched",

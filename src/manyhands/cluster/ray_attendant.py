@@ -39,7 +39,9 @@ class RayAttendant:
     def begin(self, make: bytes, device: Device, timeout: float) -> dict[str, Any] | None:
         """Makes the object; what kept it from that, if something did."""
         try:
-            world = NullWorld(line=self._line, seat=Seat(device=device, host=device.host, timeout=timeout))
+            address = facts_here()["address"]
+            seat = Seat(device=device, host=device.host, address=address, timeout=timeout)
+            world = NullWorld(line=self._line, seat=seat)
             self._attendant = Attendant(cloudpickle.loads(make)(world))
         except Exception as error:
             self._failure = failure_of(error)

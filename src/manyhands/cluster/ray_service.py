@@ -119,7 +119,8 @@ def _actor(ray: Any, device: Device, node: str | None) -> Any:
     placed = made.options(
         num_cpus=1 if device.kind == "cpu" else 0,
         num_gpus=0 if device.kind == "cpu" else device.share,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
+        # Whoever names no host wants the work spread.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD",
     )
     return placed.remote(list(sys.path), os.getcwd())
 

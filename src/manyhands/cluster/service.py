@@ -50,6 +50,7 @@ class Service(ABC):
         if method.startswith("_"):
             raise SettingsError("a service's methods are called by their public names", got=method, remedy="name one")
         answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # whoever no longer waits for it cannot take it back
         with self._booking:
             self._num_calls += 1
             number = self._num_calls

@@ -18,6 +18,7 @@ from ..core import PeerLost, UsageError
 from .devices import Device, require_usable, this_host
 from .hangs import Diary
 from .line import DirectLine, Line
+from .network import LOOPBACK
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,8 @@ class Seat:
     size: int = 1
     device: Device = field(default_factory=lambda: Device("cpu"))
     host: str = field(default_factory=this_host)
+    address: str = LOOPBACK
+    """Where other hosts of the cluster reach this one."""
     generation: int = 0
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a healthy operation may take; every other time limit derives from it."""

@@ -12,15 +12,20 @@ from .metrics import BOUNDS, Histogram
 from .security import Tls
 
 if TYPE_CHECKING:
+    from .background import ListenSettings
     from .probation import Probation
-    from .routing import Router, RouteSettings
+    from .routing import PlacedServer, Router, RouteSettings, ScaledRouter, Scaling
     from .server import Server, ServeSettings
 
 __all__ = [
     "Server",
     "ServeSettings",
+    "ListenSettings",
     "Router",
     "RouteSettings",
+    "ScaledRouter",
+    "Scaling",
+    "PlacedServer",
     "Tls",
     "BatchSettings",
     "Limits",
@@ -32,8 +37,12 @@ __all__ = [
 _HOME = {
     "Server": "server",
     "ServeSettings": "server",
+    "ListenSettings": "background",
     "Router": "routing",
     "RouteSettings": "routing",
+    "ScaledRouter": "routing",
+    "Scaling": "routing",
+    "PlacedServer": "routing",
     "Probation": "probation",
 }
 

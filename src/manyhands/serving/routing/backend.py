@@ -92,6 +92,7 @@ class Backend:
         self.num_busy = 0
         """Requests that it has not answered."""
         self.num_answered = 0
+        """Requests of clients."""
         self.num_lost = 0
         self.reason = "not asked yet"
         """Why it is not up."""
@@ -101,9 +102,11 @@ class Backend:
         self._calls: set[Any] = set()
         self._channel: Any = None
 
-    async def fetch(self, head: bytes, body: bytes, seconds: float, *, manage: bool = False) -> Answer:
-        """Sends a request over HTTP; raises Lost, Refused or TimeoutError."""
-        self.num_busy += 1
+    async def fetch(
+        self, head: bytes, body: bytes, seconds: float, *, manage: bool = False, is_look: bool = False
+    ) -> Answer:
+        """Sends a request over HTTP; raises Lost, Refused or TimeoutError. A look is nobody's request."""
+        self.num_busy += not is_look
         wire: Wire | None = None
         try:
             async with asyncio.timeout(seconds):
@@ -119,14 +122,14 @@ class Backend:
             self.num_lost += 1
             raise
         finally:
-            self.num_busy -= 1
+            self.num_busy -= not is_look
             if wire is not None and (manage or not wire.is_free):
                 wire.close()
         if not manage and wire.is_free:
             self._idle.append(wire)
         if answer.status == 503:
             raise Refused(answer)
-        self.num_answered += 1
+        self.num_answered += not (manage or is_look)
         return answer
 
     async def call(self, method: str, request: bytes, seconds: float, metadata: Any) -> tuple[bytes, Any]:

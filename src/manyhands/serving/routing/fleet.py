@@ -47,6 +47,7 @@ class Fleet:
         self._tls, self._limit, self._say, self._admit = tls, limit, say, admit
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._lookup: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
         self._told: set[Backend] = set()
         """Backends of which was said that they are up."""
 
@@ -63,7 +64,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Ends everything."""
-        tasks = [*self._tasks.values(), *([self._lookup] if self._lookup is not None else [])]
+        tasks = [*self._tasks.values(), *self._leaving, *([self._lookup] if self._lookup is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,6 +96,9 @@ class Fleet:
             backend = self.backends.pop(address)
             backend.is_up = False
             self._tasks.pop(address).cancel()
+            leaving = asyncio.ensure_future(self._part(backend))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
             self._say("backend_removed", backend=str(address))
 
     async def ask(
@@ -147,6 +151,14 @@ class Fleet:
             await asyncio.sleep(LOOKUP_SECONDS)
             await self.look_up()
 
+    async def _part(self, backend: Backend) -> None:
+        """Lets one go that is asked no more, once it has answered."""
+        try:
+            while backend.num_busy:
+                await asyncio.sleep(CHECK_SECONDS)
+        finally:
+            await backend.close()
+
     async def _watch(self, backend: Backend) -> None:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -154,7 +166,7 @@ class Fleet:
 
     async def _check(self, backend: Backend) -> None:
         try:
-            answer = await backend.fetch(READY, b"", SILENCE_SECONDS)
+            answer = await backend.fetch(READY, b"", SILENCE_SECONDS, is_look=True)
         except TimeoutError:
             backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
         except (Lost, Refused):

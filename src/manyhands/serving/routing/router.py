@@ -40,8 +40,6 @@ class RouteSettings(ListenSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.backends:
-            raise SettingsError("a router has backends", got="none", remedy='pass backends="a:8500,b:8500"')
         self.addresses()
         if self.backend_tls is not None:
             self.backend_tls.for_client  # noqa: B018 - an authority that cannot be read is told at once
@@ -79,6 +77,7 @@ class Router(Background):
         remote.others = ForwardGrpc(fleet, settings.timeout)
         try:
             await self._listen(public, remote, private)
+            await self._open(fleet)
             await fleet.start()
             backends = [str(address) for address in fleet.backends]
             self._say("routing", http=self.http, grpc=self.grpc, manage=self.manage, backends=backends)
@@ -92,8 +91,17 @@ class Router(Background):
             public.close()
             private.close()
             await fleet.stop()
+            await self._close()
             await asyncio.sleep(0)
             self._say("stopped")
+
+    async def _open(self, fleet: Fleet) -> None:
+        """Brings servers in before anybody is asked. Here they are written down, and run already."""
+        if not self.settings.backends:
+            raise SettingsError("a router has backends", got="none", remedy='pass backends="a:8500,b:8500"')
+
+    async def _close(self) -> None:
+        """Lets go of what `_open` brought."""
 
 
 class Forward(RestHandler):
