@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.cluster import World, launched
+from manyhands.cluster import SERVER, TRAINERS, Standing, World, launched
 from manyhands.cluster.world import _current
 from manyhands.core import SettingsError
 from manyhands.testing import Hosts
@@ -119,6 +119,11 @@ def test_a_tf_config_gives_its_workers_ranks(run_ranks: Ranks) -> None:
     assert run_ranks(join, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
     with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:2"):
         launched(environ=variables("ps"))
+    # Where servers are ranks too they come last.
+    for rank, role in enumerate(("chief", "worker", "ps")):
+        found = launched(environ=variables(role), roles=(*TRAINERS, SERVER))
+        assert found is not None
+        assert found.standing == Standing(rank, 3)
 
 
 def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:

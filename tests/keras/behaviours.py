@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import torch
 from keras import layers
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +19,7 @@ from manyhands.core import DataError
 
 from .scenarios import INPUTS, LABELS, TARGETS
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "keras"
 BEHAVIOURS: dict[str, Callable[[Path], dict[str, Any]]] = {}
 
 
@@ -34,6 +37,16 @@ def network(*more: Any, strategy: mhk.Strategy | None = None, **compiled: Any) -
 
 def weights(model: Any) -> list[Any]:
     return [np.asarray(weight) for weight in model.get_weights()]
+
+
+def run_example(script: str, folder: Path, **environ: str) -> dict[str, Any]:
+    """Runs an example in this process; gives its names."""
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in {"EPOCHS": "2", **environ}.items():
+            patch.setenv(name, value)
+        return runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 class Meddler(keras.callbacks.Callback):
@@ -214,6 +227,12 @@ def micro_batches(folder: Path) -> dict[str, Any]:
     model = network(strategy=mhk.MirroredStrategy(accumulate=3))
     history = model.fit(INPUTS, TARGETS, batch_size=20, epochs=2, verbose=0)
     return {"history": history.history, "weights": weights(model), "steps": int(model.optimizer.iterations.numpy())}
+
+
+@behaviour
+def micro_steps_of_a_loop_of_ones_own(folder: Path) -> dict[str, Any]:
+    """The example, with four of them in each step."""
+    return {"losses": [float(loss) for loss in run_example("own_loop.py", folder)["losses"]]}
 
 
 @behaviour

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from keras.src.backend.common import dtypes
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
+from manyhands.cluster import current_world
 
 rng = np.random.default_rng(0)
 INPUTS = rng.normal(size=(101, 8))
@@ -271,6 +274,45 @@ def state_of_a_layer(folder: Path) -> dict[str, Any]:
     # The next value is of the last one, and that is of all rows, only after a step: rows divide evenly here.
     model.fit(INPUTS[:80], TARGETS[:80], batch_size=20, epochs=1, verbose=0, shuffle=False)
     return {"weights": [np.asarray(model.layers[0].mean)], "history": {}}
+
+
+def served(optimizer: Any) -> dict[str, Any]:
+    """By servers, with a validation in between; what the optimizer remembers counts too."""
+    with mhk.ParameterServerStrategy().scope():
+        model = keras.Sequential(
+            [layers.Dense(16, activation="tanh"), layers.BatchNormalization(), layers.Dense(9), layers.Dense(2)]
+        )
+        model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+    history = model.fit(INPUTS, TARGETS, batch_size=20, epochs=2, verbose=0, validation_data=(INPUTS, TARGETS))
+    model.train_on_batch(INPUTS[:7], TARGETS[:7])
+    memory = [np.asarray(variable).ravel() for variable in optimizer.variables]
+    values = model.evaluate(INPUTS, TARGETS, verbose=0, return_dict=True)
+    answers = model.predict(INPUTS, verbose=0, batch_size=50)
+    return results(model, history, memory=np.concatenate(memory), values=values, answers=answers)
+
+
+@scenario
+def servers(folder: Path) -> dict[str, Any]:
+    """Each has some of the variables."""
+    rate = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.9)
+    return served(keras.optimizers.Nadam(rate, epsilon=1e-3, clipnorm=0.3, weight_decay=0.01))
+
+
+@scenario
+def an_optimizer_that_looks_at_all(folder: Path) -> dict[str, Any]:
+    """One server has all of the variables."""
+    return served(keras.optimizers.Adam(1e-2, epsilon=1e-3, global_clipnorm=0.3, use_ema=True))
+
+
+@scenario
+def a_server_beside_a_worker(folder: Path) -> dict[str, Any]:
+    """As with a TF_CONFIG of a chief and a server, of which the second takes no rows."""
+    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"]}
+    task = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
+    # Alone there is no second one.
+    environ = {"TF_CONFIG": json.dumps(task)} if current_world() is not None else {}
+    with mock.patch.dict(os.environ, environ):
+        return served(keras.optimizers.Adam(1e-2, epsilon=1e-3))
 
 
 @scenario

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
 
-import manyhands as mh
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "keras"
+from .behaviours import EXAMPLES, run_example
 
 
 def start(folder: Path, script: str, **environ: str) -> subprocess.Popen[str]:
@@ -35,27 +33,21 @@ def said_by(process: subprocess.Popen[str]) -> str:
     return said
 
 
-def run_here(hand: Any, script: str, folder: Path, **environ: str) -> Any:
-    """Runs an example in this process, or rank; gives the last loss that it knows."""
-    folder.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, value in {"EPOCHS": "2", **environ}.items():
-            patch.setenv(name, value)
-        names = runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    return (
-        names["loss"]
-        if "loss" in names
-        else names["history"].history["loss"][-1]
-        if "history" in names
-        else [float(loss) for loss in names["losses"]]
-    )
+@contextlib.contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports that nobody else is given: bound all the while, and free to listen on for whoever may reuse an address."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        yield [each.getsockname()[1] for each in held]
 
 
 def test_mirrored_starts_itself_again(tmp_path: Path) -> None:
     """Under plain Python, on all devices that there are or that are named; with the result of one device."""
     again = start(tmp_path, "mirrored.py", MANYHANDS_ON="cpu*2")
-    loss = run_here(None, "mirrored.py", tmp_path / "alone")
+    loss = run_example("mirrored.py", tmp_path / "alone")["loss"]
     said = said_by(again)
     assert "MirroredStrategy: starting mirrored.py again, a replica on each of cpu#0, cpu#1" in said
     assert "2 replicas" in said
@@ -66,19 +58,19 @@ def test_mirrored_starts_itself_again(tmp_path: Path) -> None:
 
 
 def test_two_workers_by_tf_config(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        cluster = {"worker": [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]}
-    tasks = [{"type": "worker", "index": index} for index in range(2)]
-    workers = [start(tmp_path, "workers.py", TF_CONFIG=json.dumps({"cluster": cluster, "task": t})) for t in tasks]
-    loss = run_here(None, "workers.py", tmp_path / "alone")
-    first_said, second_said = (said_by(worker) for worker in workers)
+    with held_ports(2) as ports:
+        cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+        tasks = [{"type": "worker", "index": index} for index in range(2)]
+        workers = [start(tmp_path, "workers.py", TF_CONFIG=json.dumps({"cluster": cluster, "task": t})) for t in tasks]
+        loss = run_example("workers.py", tmp_path / "alone")["history"].history["loss"][-1]
+        first_said, second_said = (said_by(worker) for worker in workers)
     assert float(re.findall(r"2 replicas, loss ([\d.]+)", first_said)[0]) == pytest.approx(loss, rel=1e-4)
     assert "loss" not in second_said
     assert (tmp_path / "workers.keras").exists()
 
 
-def test_micro_steps_of_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_micro_steps_of_a_loop_of_ones_own(every: dict[str, Any], tmp_path: Path) -> None:
     """Four micro-steps on two replicas are one step on one device."""
-    run = functools.partial(run_here, script="own_loop.py", folder=tmp_path)
-    two = mh.launch(run, "mirrored", on="cpu*2", progress=False, timeout=60)
-    assert two[0] == two[1] == pytest.approx(run(None, MICRO_STEPS="1"), rel=1e-5)
+    first, second = (facts["losses"] for facts in every["micro_steps_of_a_loop_of_ones_own"])
+    alone = run_example("own_loop.py", tmp_path, MICRO_STEPS="1")["losses"]
+    assert first == second == pytest.approx([float(loss) for loss in alone], rel=1e-5)

@@ -6,7 +6,7 @@ from .engines import engine_for
 from .health import Finding, doctor
 from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, Team, tls_here, write_token
 from .judgement import Judgement, Loss
-from .launched import described, join_launched, launched, meet, whole_host
+from .launched import TRAINERS, described, join_launched, launched, meet, whole_host
 from .leases import leased
 from .line import DirectLine, Line
 from .links import Link, Reach, reach
@@ -68,6 +68,7 @@ __all__ = [
     "CHIEF",
     "WORKER",
     "SERVER",
+    "TRAINERS",
     "EVALUATOR",
     "resolve_host",
     "Standing",

@@ -27,6 +27,8 @@ from .survey import require_alike
 from .torch_world import TorchWorld
 from .world import DEFAULT_TIMEOUT, NullWorld, Seat, World, current_world, enter_world
 
+TRAINERS = (CHIEF, WORKER)
+"""The parts of a cluster that take samples."""
 _kept: list[dist.Store] = []
 """The store that this process serves, for as long as it lives."""
 
@@ -37,10 +39,16 @@ def described(on: object = None, environ: Mapping[str, str] | None = None) -> Cl
     return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
 
 
-def launched(on: object = None, environ: Mapping[str, str] | None = None, *, per_host: bool = False) -> Cluster | None:
+def launched(
+    on: object = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    per_host: bool = False,
+    roles: Sequence[str] = TRAINERS,
+) -> Cluster | None:
     """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
 
-    With `per_host` a process that speaks for a host with several devices is a rank too.
+    With `per_host` a process that speaks for a host with several devices is a rank too. `roles` have ranks.
 
     >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
     2
@@ -48,7 +56,7 @@ def launched(on: object = None, environ: Mapping[str, str] | None = None, *, per
     cluster = described(on, environ)
     if cluster is None or (cluster.standing is None and cluster.num_hosts == 1):
         return None
-    return cluster if cluster.standing is not None else _with_standing(cluster, per_host)
+    return cluster if cluster.standing is not None else _with_standing(cluster, per_host, roles)
 
 
 def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
@@ -61,7 +69,7 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
     cluster = described(on, given)
     if cluster is None or cluster.standing is not None or cluster.num_hosts == 1:
         return None
-    trainers = _trainers(cluster)
+    trainers = _hosts_of(cluster, TRAINERS)
     own = None if is_hosts_file(on) else on
     num_devices = cluster.host.num_devices or 1
     found, _ = resolve(own)  # type: ignore[arg-type]
@@ -75,39 +83,41 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
     return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), tls=tls, on=own)  # type: ignore[arg-type]
 
 
-def _trainers(cluster: Cluster) -> list[Host]:
-    """The hosts that train, of which this must be one."""
-    trainers = [host for host in cluster.hosts if host.role in (CHIEF, WORKER)]
-    if cluster.host not in trainers:
+def _hosts_of(cluster: Cluster, roles: Sequence[str]) -> list[Host]:
+    """The hosts that take part, of which this must be one."""
+    found = [host for host in cluster.hosts if host.role in roles]
+    if cluster.host not in found:
         raise SettingsError(
-            f"{CHIEF} and {WORKER} train; {cluster.source} gives this process another part",
+            f"{' and '.join(roles)} train; {cluster.source} gives this process another part",
             got=f"{cluster.host.role} at {cluster.host}",
             remedy="start no training there",
         )
-    return trainers
+    return found
 
 
-def _with_standing(cluster: Cluster, per_host: bool) -> Cluster:
+def _with_standing(cluster: Cluster, per_host: bool, roles: Sequence[str]) -> Cluster:
     """A process that speaks for its whole host is one rank, where the host has one device or that does not matter."""
-    trainers = _trainers(cluster)
-    many = [host for host in trainers if (host.num_devices or 1) > 1]
+    members = _hosts_of(cluster, roles)
+    many = [host for host in members if (host.num_devices or 1) > 1]
     if many and not per_host:
         raise SettingsError(
             f"a process that {cluster.source} started is one rank, on one device; fit and launch start one per device",
             got=f"one process for the {many[0].num_devices} devices of {many[0]}",
             remedy="use these, or start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node)",
         )
-    standing = Standing(trainers.index(cluster.host), len(trainers))
+    standing = Standing(members.index(cluster.host), len(members))
     hosts = tuple(replace(host, num_devices=1) for host in cluster.hosts) if many else cluster.hosts
     return replace(cluster, hosts=hosts, standing=standing)
 
 
-def join_launched(on: object = None, timeout: float = DEFAULT_TIMEOUT, *, per_host: bool = False) -> World | None:
+def join_launched(
+    on: object = None, timeout: float = DEFAULT_TIMEOUT, *, per_host: bool = False, roles: Sequence[str] = TRAINERS
+) -> World | None:
     """The world of this rank, joined at the first call; None in a program that was started by hand."""
     world = current_world()
     if world is not None:
         return world
-    cluster = launched(on, per_host=per_host)
+    cluster = launched(on, per_host=per_host, roles=roles)
     if cluster is None:
         return None
     standing = cluster.standing

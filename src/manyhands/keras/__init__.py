@@ -15,7 +15,7 @@ require_torch_backend()
 from .boards import TensorBoard  # noqa: E402
 from .exports import export  # noqa: E402
 from .hooks import install  # noqa: E402
-from .inputs import DistributedInput, InputContext  # noqa: E402
+from .inputs import DatasetCreator, DistributedInput, InputContext  # noqa: E402
 from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
 from .resolvers import (  # noqa: E402
     ClusterResolver,
@@ -28,7 +28,7 @@ from .resolvers import (  # noqa: E402
     TPUClusterResolver,
     TPUStrategy,
 )
-from .servers import ParameterServerStrategy  # noqa: E402
+from .servers import ClusterCoordinator, ParameterServerStrategy, Server  # noqa: E402
 from .strategy import (  # noqa: E402
     ReduceOp,
     ReplicaContext,
@@ -49,6 +49,8 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "Server",
+    "ClusterCoordinator",
     "TPUStrategy",
     "Strategy",
     "get_strategy",
@@ -64,6 +66,7 @@ __all__ = [
     "export",
     "DistributedInput",
     "InputContext",
+    "DatasetCreator",
     "ClusterResolver",
     "ClusterSpec",
     "TFConfigClusterResolver",

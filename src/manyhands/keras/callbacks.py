@@ -31,6 +31,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
             what: any(not is_default(getattr(each, name)) for each in given for name in names)
             for what, names in _BATCHES.items()
         }
+        self._saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
         is_first = strategy.hand.is_first
         super().__init__(
             list(given) if is_first else None,
@@ -59,6 +60,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._once("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._strategy.share_memory(self.model)
         self._once("on_epoch_end", epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -77,6 +79,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._once("on_train_batch_begin", batch, logs, follow=self._per_batch["train"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._saves_in_between:
+            self._strategy.share_memory(self.model)
         self._once("on_train_batch_end", batch, logs, follow=self._per_batch["train"])
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -20,7 +20,7 @@ from keras.src.trainers.trainer import Trainer
 
 from ..core import mix
 from . import losses, statistics, trainer
-from .step import current_step
+from .step import current_step, sum_gradients
 from .strategy import remember, strategy_of
 
 _ONCE = ("save", "save_weights", "export", "summary")
@@ -77,11 +77,13 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or step.is_applying:
             return original(self, grads, trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        summed = step.gather_gradients(self, list(grads), variables)
-        if summed is None:
+        added = step.add_gradients(self, list(grads))
+        if added is None:
             return None
         with step.applying():
-            return original(self, summed, trainable_variables)
+            if step.update is not None:
+                return step.update(self, original, added, variables)
+            return original(self, sum_gradients(step.hand, added, variables), trainable_variables)
 
     return apply
 

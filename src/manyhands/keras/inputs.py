@@ -52,8 +52,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return int(self.num_batches)
 
     def _share(self, total: int) -> Share:
-        hand = self._strategy.hand
-        return Share.of(total, rank=hand.rank, size=hand.size, micros=self._micros)
+        return self._strategy.share(total, self._micros)
 
     def _cut(self, batches: Any) -> Iterator[tuple[Share, Any]]:
         for number, batch in enumerate(batches):
@@ -92,6 +91,8 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1, **kwarg
     """What Keras would make of an input, cut for the replicas; None stays None."""
     if x is None or isinstance(x, DistributedInput):
         return x
+    if isinstance(x, DatasetCreator):
+        return strategy.distribute_datasets_from_function(x.dataset_fn)
     return DistributedInput(data_adapters.get_data_adapter(x, *args, **kwargs), strategy, micros)
 
 
@@ -118,6 +119,19 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
 
+@dataclass(frozen=True)
+class DatasetCreator:
+    """A function that makes each worker's own input, for `fit` and `evaluate`; a step takes a batch of every worker."""
+
+    dataset_fn: Callable[[InputContext], Any]
+    input_options: Any = None
+
+
+def opened(x: Any) -> Any:
+    """What a single replica reads of an input."""
+    return x.dataset_fn(InputContext(1, 0, 1)) if isinstance(x, DatasetCreator) else x
+
+
 class OwnInput(DistributedInput):
     """Batches that every replica makes for itself; whoever runs out first borrows until all have."""
 
@@ -135,7 +149,8 @@ class OwnInput(DistributedInput):
         batches = iter(self._adapter.get_torch_dataloader())
         while True:
             own = next(batches, None)
-            counts = torch.tensor([0 if own is None else num_rows(own)], dtype=torch.int64, device=hand.device)
+            count = 0 if own is None or self._strategy.worker is None else num_rows(own)
+            counts = torch.tensor([count], dtype=torch.int64, device=hand.device)
             every = hand.replicas.all_gather(counts).flatten().tolist()
             if not any(every):
                 return
@@ -145,7 +160,7 @@ class OwnInput(DistributedInput):
                     "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
                 )
             hand_out(Share((Rows(sum(every[: hand.rank]), every[hand.rank], sum(every)),)))
-            taken = own if own is not None else tree.map_structure(lambda leaf: leaf[:1], last)
+            taken = own if count else tree.map_structure(lambda leaf: leaf[:1], last)
             yield _moved(taken, hand.device)
 
 

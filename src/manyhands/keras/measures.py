@@ -22,9 +22,12 @@ class Measures:
         self._logs: dict[str, Tensor] = {}
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
         self._mixed: list[Tensor] = []
+        self._has_rows = self._has_first_row = False
 
     def take(self, logs: Any, rows: Rows) -> None:
         """What a micro-batch has added; a borrowed row adds nothing."""
+        self._has_rows |= not rows.is_ghost
+        self._has_first_row |= not rows.is_ghost and rows.start == 0
         for variable in _of_metrics(self._model):
             before = self._before.setdefault(id(variable), torch.zeros_like(variable.value))
             if not rows.is_ghost:
@@ -46,13 +49,17 @@ class Measures:
         metrics = list(_of_metrics(self._model))
         extra = sorted(name for name, value in self._logs.items() if value.dim() == 0)
         tensors = [self._added.get(id(v), torch.zeros_like(v.value, dtype=torch.float64)) for v in metrics]
-        tensors = [t / self._hand.size if v.aggregation == "mean" else t for t, v in zip(tensors, metrics, strict=True)]
-        if not self._hand.is_first:
+        if not self._has_first_row:
             tensors = [
                 torch.zeros_like(t) if v.aggregation == "only_first_replica" else t
                 for t, v in zip(tensors, metrics, strict=True)
             ]
-        sums = _summed(self._hand, [*tensors, *(self._logs[name] for name in extra), *self._mixed])
+        present = torch.tensor(float(self._has_rows), dtype=torch.float64)
+        present, *sums = _summed(self._hand, [present, *tensors, *(self._logs[name] for name in extra), *self._mixed])
+        sums[: len(metrics)] = [
+            total / present if variable.aggregation == "mean" else total
+            for total, variable in zip(sums, metrics, strict=False)
+        ]
         for variable, added in zip(metrics, sums, strict=False):
             variable.assign((self._before[id(variable)].double() + added).to(variable.value.dtype))
         for variable, mixed in zip(self._moved(), sums[len(sums) - len(self._mixed) :], strict=True):

@@ -1,22 +1,193 @@
-"""ParameterServerStrategy: what of it there is, and where."""
+"""ParameterServerStrategy: servers sum the gradients of a step, take its update, and give the workers the values.
+
+A step is a whole batch, so the result is that of one device. Every process runs the script: a worker takes rows, a
+server (and the chief, where there are workers) takes none and keeps in step with a borrowed row of weight zero.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ..core import StrategyError
+import torch
+from keras.optimizers import LossScaleOptimizer
+from torch import Tensor
+
+from ..cluster import CHIEF, SERVER, TRAINERS, WORKER, described
+from ..core import SettingsError
+from ..training import joined_world
+from .placing import hand_of_all, named
+from .resolvers import TFConfigClusterResolver
+from .share import Share
+from .strategy import Strategy
+
+PARTS = (*TRAINERS, SERVER)
+"""The tasks of a cluster that run the script together, ordered by rank."""
 
 
-def ParameterServerStrategy(cluster_resolver: Any = None, variable_partitioner: Any = None) -> NoReturn:
-    """Not there in `model.fit`: servers hold the optimizer and take its steps, and Keras' loop takes them itself.
+class ParameterServerStrategy(Strategy):
+    """Workers compute, servers update: the chief, workers and servers of TF_CONFIG.
 
-    The same model trains on servers as a task, with the roles of the same TF_CONFIG:
-    `mh.fit(mhk.as_task(make_model, data, batch_size=64), mh.ParameterServer(servers=2))`.
+    Where there are none, as under `manyhands launch script.py --on cpu*2`, every replica is a worker and a server of
+    its part of the variables.
+
+    - `cluster_resolver`: one of ours, all of which read the environment;
+    - `variable_partitioner`: taken and not needed: whole variables are dealt out evenly by their size;
+    - `accumulate`, `precision`, `recompute`: as in `mh.Mirrored`.
     """
-    raise StrategyError(
-        "model.fit takes its steps where the model is, parameter servers take them where the weights are",
-        got="ParameterServerStrategy",
-        remedy="train the model as a task, with the same TF_CONFIG: "
-        "mh.fit(mhk.as_task(make_model, data, batch_size=64), mh.ParameterServer(servers=2)); "
-        "or use MultiWorkerMirroredStrategy",
+
+    def __init__(self, cluster_resolver: Any = None, variable_partitioner: Any = None, **chosen: Any) -> None:
+        roles = _roles()
+        if SERVER in roles:
+            joined_world(named(None), roles=PARTS)
+        super().__init__(hand_of_all(None, type(self).__name__), **chosen)
+        self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+        every = list(range(self.hand.size))
+        # A launch of many hosts knows replicas only, whatever part its hosts have in a cluster.
+        by_role = {role: [r for r in every if roles[r] == role] for role in roles} if len(roles) == len(every) else {}
+        self._workers: list[int] = by_role.get(WORKER) or by_role.get(CHIEF) or every
+        self._servers: list[int] = by_role.get(SERVER) or every
+        self._taken: dict[int, set[int]] = {}
+        """By optimizer the variables of its memory that updates here have changed."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Workers, whose gradients are summed."""
+        return len(self._workers)
+
+    @property
+    def worker(self) -> int | None:
+        """Which of the workers this is."""
+        return self._workers.index(self.hand.rank) if self.hand.rank in self._workers else None
+
+    def share(self, total: int, micros: int = 1) -> Share:
+        return Share.of(total, rank=self.worker, size=len(self._workers), micros=micros)
+
+    def update(
+        self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Tensor | None], variables: Sequence[Any]
+    ) -> None:
+        """Workers push gradients, servers apply their sums, and everybody pulls the values."""
+        if not optimizer.built:
+            optimizer.build(list(variables))
+        values = [variable.value for variable in variables]
+        held = self._dealt_out(optimizer, values, self._used(gradients))
+        if not held:
+            # Keras refuses that in its own words.
+            apply(optimizer, list(gradients), list(variables))
+        sums = self._pushed(held, gradients, values)
+        mine = [variables[index] for index in held.get(self.hand.rank, ())]
+        if mine:
+            before = [variable._value._version for variable in optimizer.variables]
+            apply(optimizer, sums, mine)
+            now = [variable._value._version for variable in optimizer.variables]
+            changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
+            self._taken.setdefault(id(optimizer), set()).update(changed)
+        self._pull(held, variables)
+        self._count(optimizer, next(iter(held)))
+
+    def _used(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Which gradients there are on some replica."""
+        counts = torch.tensor([float(gradient is not None) for gradient in gradients], device=self.hand.device)
+        self.hand.replicas.all_reduce(counts)
+        return [count > 0 for count in counts.tolist()]
+
+    def _dealt_out(self, optimizer: Any, values: Sequence[Tensor], used: Sequence[bool]) -> dict[int, list[int]]:
+        """By server the numbers of its variables among those that were used."""
+        load = dict.fromkeys(self._servers[:1] if _looks_at_all(optimizer) else self._servers, 0)
+        held: dict[int, list[int]] = {}
+        for index in sorted(range(len(values)), key=lambda index: -values[index].numel()):
+            # All of them are dealt out, so that each has its server whichever were used.
+            server = min(load, key=lambda rank: (load[rank], rank))
+            load[server] += values[index].numel()
+            if used[index]:
+                held.setdefault(server, []).append(index)
+        return held
+
+    def _pushed(
+        self, held: dict[int, list[int]], gradients: Sequence[Tensor | None], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The summed gradients of what this rank holds; what it has for others is on its way to them."""
+        world, rank = self.hand.replicas, self.hand.rank
+        sent = []
+        flats: dict[int, Tensor] = {}
+        for server, indexes in held.items():
+            whole = [torch.zeros_like(values[i]) if gradients[i] is None else gradients[i] for i in indexes]
+            flats[server] = torch.cat([each.detach().reshape(-1) for each in whole])  # type: ignore[union-attr]
+            if server != rank and self.worker is not None:
+                sent.append(world.start_send(flats[server], server, server))
+        total = flats.get(rank)
+        if total is not None:
+            rooms = {worker: torch.empty_like(total) for worker in self._workers if worker != rank}
+            got = {worker: world.start_receive(room, worker, rank) for worker, room in rooms.items()}
+            # In the order of the ranks, so that a sum is the same every time.
+            parts = []
+            for worker in self._workers:
+                if worker != rank:
+                    got[worker].wait()
+                parts.append(rooms.get(worker, total))
+            total = torch.stack(parts).sum(0)
+        for each in sent:
+            each.wait()
+        return [] if total is None else _cut(total, [values[index] for index in held[rank]])
+
+    def _pull(self, held: dict[int, list[int]], variables: Sequence[Any]) -> None:
+        for server, indexes in held.items():
+            values = [variables[index].value for index in indexes]
+            flat = torch.cat([value.detach().reshape(-1) for value in values])
+            self.hand.replicas.broadcast(flat, server)
+            if server != self.hand.rank:
+                for index, part in zip(indexes, _cut(flat, values), strict=True):
+                    variables[index].assign(part)
+
+    def _count(self, optimizer: Any, server: int) -> None:
+        """Steps, rates and scales are those of a server, everywhere."""
+        numbers = [variable for variable in optimizer.variables if variable._value.dim() == 0]
+        told = torch.stack([number._value.detach().double() for number in numbers])
+        self.hand.replicas.broadcast(told, server)
+        for number, value in zip(numbers, told, strict=True):
+            number.assign(value.to(number._value.dtype))
+
+    def share_memory(self, model: Any) -> None:
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or not optimizer.built:
+            return
+        taken = self.hand.world.gather_objects(sorted(self._taken.pop(id(optimizer), ())))
+        owner = {index: rank for rank, indexes in reversed(list(enumerate(taken))) for index in indexes}
+        for index, rank in sorted(owner.items()):
+            self.hand.replicas.broadcast(optimizer.variables[index]._value.data, rank)
+
+
+def _roles() -> list[str]:
+    """The parts of the processes of a described cluster, as their ranks are ordered; of a plain program none."""
+    cluster = described()
+    return [] if cluster is None else [host.role for host in cluster.hosts if host.role in PARTS]
+
+
+def _looks_at_all(optimizer: Any) -> bool:
+    """Whether an optimizer's update of one variable depends on others, so that one server must have them all."""
+    names = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
+    is_plain = not isinstance(optimizer, LossScaleOptimizer) and not hasattr(optimizer, "optimizers")
+    return not is_plain or any(getattr(optimizer, name, None) for name in names)
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([value.numel() for value in like])
+    return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, like, strict=True)]
+
+
+def Server(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not there: a task of any part runs the script, and takes its part in `fit`."""
+    raise SettingsError(
+        "every task runs the whole script, and takes its part where the strategy is made",
+        got="a Server of its own",
+        remedy="leave that branch out: workers and servers go on to ParameterServerStrategy and model.fit",
+    )
+
+
+def ClusterCoordinator(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not there: nothing is scheduled, every replica runs the loop."""
+    raise SettingsError(
+        "every replica runs the loop itself",
+        got="a ClusterCoordinator",
+        remedy="call model.fit, or strategy.run(step, args) in the loop where schedule was called",
     )

@@ -45,13 +45,17 @@ class Share:
     rows: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, total: int, *, rank: int, size: int, micros: int = 1) -> Share:
-        """The share of one of so many replicas; a batch of fewer rows than micro-batches has fewer of these."""
+    def of(cls, total: int, *, rank: int | None, size: int, micros: int = 1) -> Share:
+        """The share of one of so many replicas, or of one beside them, which has no rows.
+
+        A batch of fewer rows than micro-batches has fewer of these.
+        """
         rows = []
         num_micros = max(1, min(micros, total))
         for micro in range(num_micros):
             first, end = total * micro // num_micros, total * (micro + 1) // num_micros
-            start, stop = (first + (end - first) * r // size for r in (rank, rank + 1))
+            bounds = (0, 0) if rank is None else (rank, rank + 1)
+            start, stop = (first + (end - first) * bound // size for bound in bounds)
             rows.append(Rows(start, stop - start, total, last=micro == num_micros - 1))
         return cls(tuple(rows))
 

@@ -8,7 +8,7 @@ tf.distribute: gradients are summed as they are, and losses of Keras are this re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ class Sums:
         return self.held[key]
 
 
+Update = Callable[[Any, Callable[..., Any], Sequence[Tensor | None], Sequence[Any]], None]
+"""Takes an optimizer, its own function of gradients and variables, this replica's gradients, and the variables."""
+
+
 @dataclass
 class Step:
     """A micro-batch that is being computed."""
@@ -49,6 +53,8 @@ class Step:
     is_plain_sum: bool = False
     """Whether gradients are summed as they are, because losses are parts of the whole already."""
     is_applying: bool = False
+    update: Update | None = None
+    """How an optimizer is applied over the replicas; None where each of them applies the sums."""
 
     @property
     def weight(self) -> float:
@@ -59,17 +65,15 @@ class Step:
         """A loss of which this is the part in the whole, as backward must start from it here."""
         return contribution if self.is_plain_sum else contribution * (self.rows.total / max(1, self.rows.size))
 
-    def gather_gradients(
-        self, optimizer: Any, gradients: Sequence[Tensor | None], variables: Sequence[Any]
-    ) -> list[Tensor | None] | None:
-        """The gradients over all replicas; None while more micro-batches of the step are to come."""
+    def add_gradients(self, optimizer: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """This replica's part of the gradients; None while more micro-batches of the step are to come."""
         if self.weight != 1.0:
             gradients = [None if g is None else g * self.weight for g in gradients]
         added = self.sums.add(id(optimizer), gradients)
         if not self.rows.last:
             return None
         del self.sums.held[id(optimizer)]
-        return sum_gradients(self.hand, added, variables)
+        return added
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ..core import StrategyError, StrategySpec
 from ..training import Hand
 from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
 from .share import Share, last_share
-from .step import Step, Sums, apart, current_step, taking
+from .step import Step, Sums, Update, apart, current_step, taking
 
 
 class ReduceOp(Enum):
@@ -118,7 +118,8 @@ class Strategy:
         """Input that every replica makes for itself; the function is told which one it is for."""
         from keras.src.trainers import data_adapters
 
-        context = InputContext(self.hand.size, self.hand.rank, self.hand.size)
+        # Who takes no rows has a look at the first one's.
+        context = InputContext(self.num_replicas_in_sync, self.worker or 0, self.num_replicas_in_sync)
         return OwnInput(data_adapters.get_data_adapter(dataset_fn(context)), self)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
@@ -131,6 +132,21 @@ class Strategy:
 
     # -- what training needs --------------------------------------------------------------------------------------
 
+    update: Update | None = None
+    """How an optimizer is applied in `fit`; None where every replica applies the sums."""
+
+    @property
+    def worker(self) -> int | None:
+        """Which of those that take rows this is; None where it takes none."""
+        return self.hand.rank
+
+    def share(self, total: int, micros: int = 1) -> Share:
+        """This replica's rows of a global batch."""
+        return Share.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
+
+    def share_memory(self, model: Any) -> None:
+        """Gives every replica what the optimizer remembers, where not all of them apply it."""
+
     def _share_of(self, args: Sequence[Any]) -> Share:
         """The share of the batch that the loop has taken last; even parts where the rows did not come from us."""
         share = last_share()
@@ -138,7 +154,7 @@ class Strategy:
             return share
         arrays = [leaf for leaf in tree.flatten(list(args)) if getattr(leaf, "shape", ())]
         rows = int(arrays[0].shape[0]) if arrays else 1
-        return Share.of(rows * self.hand.size, rank=self.hand.rank, size=self.hand.size)
+        return self.share(rows * self.num_replicas_in_sync)
 
     def mirror(self, model: Any) -> None:
         """Gives every replica the first one's weights and optimizer state."""

@@ -17,7 +17,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..training import Hand
 from .callbacks import OnceForAll
-from .inputs import distributed
+from .inputs import distributed, opened
 from .measures import Measures
 from .share import Share, hand_out, num_rows, take_share
 from .step import Step, Sums, taking
@@ -54,9 +54,9 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
         strategy = strategy_of(self)
         if strategy is None:
             return original(
-                self, x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
-                class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size,
-                validation_freq,
+                self, opened(x), y, batch_size, epochs, verbose, callbacks, validation_split, opened(validation_data),
+                shuffle, class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
+                validation_batch_size, validation_freq,
             )  # fmt: skip
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
@@ -109,6 +109,7 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
     ) -> Any:
         strategy = strategy_of(self)
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
+            x = opened(x)
             return original(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict, **kwargs)
         strategy.mirror(self)
         held = distributed(strategy, x, y, sample_weight, batch_size, steps)
@@ -132,7 +133,7 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
     ) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            return original(self, x, batch_size, verbose, steps, callbacks)
+            return original(self, opened(x), batch_size, verbose, steps, callbacks)
         strategy.mirror(self)
         held = distributed(strategy, x, None, None, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
@@ -150,11 +151,12 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         if strategy is None:
             return original(self, x, *args, **kwargs)
         strategy.mirror(self)
-        hand = strategy.hand
-        share = Share.of(num_rows(x), rank=hand.rank, size=hand.size)
+        share = strategy.share(num_rows(x))
         hand_out(share)
         cut = functools.partial(_own_rows, share)
-        return original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        told = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        strategy.share_memory(self)
+        return told
 
     return on_batch
 
@@ -190,7 +192,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
         with _narrow(strategy):
             if kind == "predict":
                 return _predicted(strategy.hand, plain, share, data[0])
-            logs = _stepped(model, strategy.hand, plain, share, data[0])
+            logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
             strategy.hand.tell_step(lambda: int(model.optimizer.iterations.numpy()))
         return logs
@@ -198,11 +200,11 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
     return function
 
 
-def _stepped(model: Any, hand: Hand, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: Share, own: Any) -> Any:
     """One step on this replica's rows, micro-batch by micro-batch."""
-    measures, sums, logs = Measures(model, hand), Sums(), None
+    measures, sums, logs = Measures(model, strategy.hand), Sums(), None
     for rows, part in share.micros(own):
-        with taking(Step(hand, rows, sums)):
+        with taking(Step(strategy.hand, rows, sums, update=strategy.update)):
             logs = plain([part])
         measures.take(logs, rows)
     return measures.joined(logs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, join_launched, resolve
+from ..cluster import DEFAULT_TIMEOUT, TRAINERS, DirectLine, NullWorld, World, current_world, join_launched, resolve
 from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..store import CheckpointStore
@@ -731,10 +731,13 @@ def hand(on: str | None = None) -> Hand:
     return Hand(world, StrategySpec(replicas=world.size))
 
 
-def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT) -> World | None:
-    """The world that this process is a rank of, also where torchrun has launched it; what it reports is then shown."""
+def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Sequence[str] = TRAINERS) -> World | None:
+    """The world that this process is a rank of, also where torchrun has launched it; what it reports is then shown.
+
+    `roles` are the parts of a described cluster whose processes are ranks.
+    """
     known = current_world()
-    world = known or join_launched(on, timeout)
+    world = known or join_launched(on, timeout, roles=roles)
     if world is not None and known is None and world.is_first:
         assert isinstance(world.line, DirectLine)
         view = make_view(f"{world.size} ranks", None, live=False)
