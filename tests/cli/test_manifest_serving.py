@@ -76,7 +76,7 @@ def test_it_grows_with_the_queue_and_a_router_finds_its_pods(parts: dict[tuple[s
     [
         (("slurm", "--serve", "--claim", "models"), "--serve makes a manifest for kubernetes"),
         (("kubernetes", "--serve", "--claim", "models", "--", "ls"), "without a command"),
-        (("kubernetes", "--serve"), "--claim has small letters"),
+        (("kubernetes", "--serve"), "pass --claim models"),
         (
             ("kubernetes", "--serve", "--claim", "models", "--hosts", "4", "--max-hosts", "2"),
             "--max-hosts is at least 4",

@@ -37,7 +37,9 @@ def addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
     raise AssertionError("it did not start")
 
 
-def test_serve_manage_and_end(start: Callable[..., subprocess.Popen[str]], invoke: Invoke) -> None:
+def test_serve_manage_and_end(
+    start: Callable[..., subprocess.Popen[str]], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exported(1)
     exported(2)
     process = start("serve", "models", "--http", 0, "--grpc", 0, "--manage", 0, "--versions", "all", "--log", "log")
@@ -57,6 +59,9 @@ def test_serve_manage_and_end(start: Callable[..., subprocess.Popen[str]], invok
     assert client("digits", rows)[0, 0] == 1
     assert models("split", "digits") == {"shares": []}
     assert models("rollback", "digits") == {"current": 1}
+    missing = invoke("models", "split", "digits", "1=1", "7=1", "--server", manage)
+    assert "(of digits: 1, 2), but got 7; manyhands models load digits 7" in " ".join(missing.output.split())
+    monkeypatch.setattr("manyhands.cli.models.LOOK_SECONDS", 0.01)
     assert "digits" in invoke("models", "list", "--server", manage).stdout
     assert models("load", "digits", 2) == {"current": 2}
     assert invoke("models", "load", "nothing", "--server", manage).exit_code == 1
@@ -80,6 +85,13 @@ def test_a_predictor_of_one_s_own(start: Callable[..., subprocess.Popen[str]]) -
         assert mh.Client(url)("model", rows).tolist() == [[1.0, 1.0, 1.0]]
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
+
+
+def test_a_server_that_is_not_there_is_said_with_its_address(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.cli.models.REACH_SECONDS", 0.01)
+    done = invoke("models", "list", "--server", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "http://127.0.0.1:9 cannot be reached" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [
     ("a compiler", software.compiler, {"found": "/usr/bin/g++", "has_headers": True}, "ok", "g++"),
     ("no compiler", software.compiler, {"found": "", "has_headers": True}, "slow", "apt install g++"),
     ("no headers", software.compiler, {"found": "/usr/bin/g++", "has_headers": False}, "slow", "python3-dev"),
-    ("extras", software.extras, {"installed": frozenset({"wandb"})}, "ok", "[tensorboard,mlflow,gpu,files,ray]"),
+    ("extras", software.extras, {"installed": frozenset({"wandb"})}, "ok", "[tune,serve,servers,keras,tensor"),
     ("a driver", gpu.driver, {"found": driver(), "num_on_bus": 1, "cuda": "12.9"}, "ok", "up to 12.8"),
     ("an old driver", gpu.driver, {"found": driver(), "num_on_bus": 1, "cuda": "13.0"}, "broken", "update the driver"),
     ("torch sees GPUs", gpu.torch_build, {"num_gpus": 1, "cuda": "13.0", "is_available": True}, "ok", "uses CUDA"),

@@ -71,7 +71,7 @@ class Gpt(nn.Module):
         return self.blocks(x, mask=mask, is_causal=True) @ self.tokens.weight.T
 
 
-def token_loss(model: nn.Module, batch: Tensor) -> Any:
+def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Any:
     logits, targets = model(batch[:, :-1]), batch[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
     return mh.mean(losses, (targets != 0).sum())

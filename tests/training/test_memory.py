@@ -21,7 +21,7 @@ from manyhands.cluster import NullWorld, World
 from manyhands.core import OutOfMemory, PeerLost, SettingsError, WorkerFailed
 from manyhands.data import Cursor, as_source
 from manyhands.training import Account, Hand, Job, account, parse_bytes, train
-from manyhands.training.memory import is_out_of_memory
+from manyhands.training.memory import is_out_of_memory, remedies
 
 WIDTH, DEPTH, ROWS = 256, 12, 2048
 
@@ -183,6 +183,18 @@ def test_a_replica_that_runs_out_is_heard(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"on rank [01](.|\n)*accumulate=\d+ .*about") as caught:
         mh.fit(task(8 * ROWS), "mirrored", on="cpu*2", folder=tmp_path, progress=False, memory="96MiB")
     assert isinstance(caught.value.__cause__, WorkerFailed)
+
+
+def test_what_is_fixed_needs_more_devices_and_little_room_is_said() -> None:
+    hand = Hand(NullWorld(), mh.Single())
+    fixed = Account(parameters=40 << 20, gradients=40 << 20, optimizer=80 << 20)
+    assert remedies(hand, task(), None, fixed, 100 << 20) == [
+        "mh.Sharded(4)        about 40.0 MiB on each of 4 devices",
+        "no batch: parameters, gradients and optimizer state alone are more than there is",
+    ]
+    hand = Hand(NullWorld(), mh.Single(recompute="blocks", precision="bf16"))
+    full = Account(parameters=1 << 20, gradients=1 << 20, optimizer=1 << 20, activations={"0": 120 << 20}, rows=2)
+    assert remedies(hand, task(), None, full, 100 << 20) == ["accumulate=2         about 63.0 MiB"]
 
 
 def test_a_step_of_ones_own_is_accounted_for_as_far_as_it_can_be(tmp_path: Path) -> None:

@@ -9,20 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
 from manyhands.training import Hand
 
-from .problems import problem
+from .problems import problem, token_loss
 from .test_equality import trained
 
 CASES = [("mlp", "sgd"), ("mlp", "adamw"), ("cnn", "adamw"), ("gpt", "sgd")]
 
 
+def in_place(model: nn.Module, batch: Tensor) -> Any:
+    """Changes the network's answer, which is a view, as many losses do."""
+
+    def halved(tokens: Tensor) -> Tensor:
+        logits = model(tokens)
+        logits /= 2
+        return logits
+
+    return token_loss(halved, batch)
+
+
 def tasks() -> dict[str, mh.Task]:
-    return {f"{name}-{optimizer}": problem(name, optimizer) for name, optimizer in CASES}
+    made = {f"{name}-{optimizer}": problem(name, optimizer) for name, optimizer in CASES}
+    return {**made, "gpt-sgd": made["gpt-sgd"].replace(loss=in_place)}
 
 
 @pytest.fixture(scope="module")

@@ -230,11 +230,12 @@ def _show(run: Run, command: str) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    for name, value in rows(run).items():
+    told = rows(run)
+    for name, value in told.items():
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console = stdout()
     console.print(table)
-    label = Text(f"{'to go on':<14}", style="bold")
+    label = Text("to go on".ljust(2 + max(map(len, told))), style="bold")
     console.print(label + Text(command, style="not bold"), soft_wrap=True)
 
 

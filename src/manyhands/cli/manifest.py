@@ -89,6 +89,8 @@ def manifest(
         raise SettingsError(f"a scheduler is {', '.join(MANIFESTS)}", got=repr(scheduler), remedy="name one of these")
     if serve:
         _check_server(scheduler, command, hosts, max_hosts, queue_rows, gpus)
+        if not claim:
+            raise SettingsError("--serve needs a volume with models", got="no --claim", remedy="pass --claim models")
         _check_names(name, claim)
         served = Served(
             name="serve" if name == "train" else name, image=image, claim=claim, pods=hosts, max_pods=max_hosts,

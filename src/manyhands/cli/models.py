@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import SettingsError
+from ..core import RequestRefused, SettingsError
 from .options import Json, add_verb
 from .screen import print_json, stdout
 from .serving_view import ServingView
 
 if TYPE_CHECKING:
     from ..serving import Client
+
+    Ask = Callable[[Client], Any]
 
 Act = Annotated[str, typer.Argument(metavar="list|load|unload|label|split|rollback", help="What to do.")]
 Words = Annotated[
@@ -29,6 +33,11 @@ Cert = Annotated[
     str | None, typer.Option(metavar="FILE", help="One's own certificate (PEM), where the server wants one.")
 ]
 Key = Annotated[str | None, typer.Option(metavar="FILE", help="That certificate's key (PEM).")]
+
+REACH_SECONDS, ACT_SECONDS = 2.0, 60.0
+"""How long a server may take to be heard, and to do what it is asked for."""
+LOOK_SECONDS = 1.0
+"""Between two looks, because a rate has two ends."""
 
 EXAMPLES = (
     "manyhands models list",
@@ -65,46 +74,71 @@ def models(
         raise SettingsError(f"models can {', '.join(_ACTS)}", got=repr(act), remedy="write for instance models list")
     address = server or "http://127.0.0.1:8502"
     token = os.environ.get("MANYHANDS_TOKEN")
-    client = Client(address, manage=address, token=token, timeout=60.0, ca=ca, cert=cert, key=key)
-    answer = _ACTS[act](client, words or [])
-    if json or act != "list":
-        print_json(answer)
+    ask = _ACTS[act](words or [])
+    reach = partial(Client, address, manage=address, token=token, ca=ca, cert=cert, key=key)
+    before = _reached(reach(timeout=REACH_SECONDS))
+    client = reach(timeout=ACT_SECONDS)
+    if act != "list" or json:
+        print_json(ask(client))
     else:
-        stdout().print(ServingView().table(answer))
+        view = ServingView()
+        view.rows(before)
+        time.sleep(LOOK_SECONDS)
+        stdout().print(view.table(client.models()))
 
 
-def _list(client: Client, words: list[str]) -> Any:
-    return client.models()
+def _reached(client: Client) -> Any:
+    """What a server serves; one that is not there is said soon, although a client would wait for it."""
+    try:
+        return client.models()
+    except RequestRefused as refusal:
+        if refusal.code != "UNAVAILABLE":
+            raise
+        remedy = "start it with manyhands serve, or name another one with --server"
+        raise RequestRefused(refusal.code, f"{refusal.reason}; {remedy}") from None
 
 
-def _load(client: Client, words: list[str]) -> Any:
+def _list(words: list[str]) -> Ask:
+    return lambda client: client.models()
+
+
+def _load(words: list[str]) -> Ask:
     model, *rest = _need(words, "load digits 3")
-    return client.load(model, _number(rest[0]) if rest else None)
+    version = _number(rest[0]) if rest else None
+    return lambda client: client.load(model, version)
 
 
-def _unload(client: Client, words: list[str]) -> Any:
-    return client.unload(_need(words, "unload digits")[0])
+def _unload(words: list[str]) -> Ask:
+    model = _need(words, "unload digits")[0]
+    return lambda client: client.unload(model)
 
 
-def _label(client: Client, words: list[str]) -> Any:
+def _label(words: list[str]) -> Ask:
     model, *rest = _need(words, "label digits stable=2")
-    answer: Any = {}
-    for word in rest:
-        label, _, version = word.partition("=")
-        answer = client.label(model, label, _number(version))
-    return answer
+    pairs = [word.partition("=") for word in rest]
+    labels = {label: _number(version) for label, _, version in pairs}
+
+    def ask(client: Client) -> Any:
+        answer: Any = {}
+        for label, version in labels.items():
+            answer = client.label(model, label, version)
+        return answer
+
+    return ask
 
 
-def _split(client: Client, words: list[str]) -> Any:
+def _split(words: list[str]) -> Ask:
     model, *rest = _need(words, "split digits 2=90 3=10")
-    return client.split(model, [_share(word) for word in rest])
+    shares = [_share(word) for word in rest]
+    return lambda client: client.split(model, shares)
 
 
-def _rollback(client: Client, words: list[str]) -> Any:
-    return client.rollback(_need(words, "rollback digits")[0])
+def _rollback(words: list[str]) -> Ask:
+    model = _need(words, "rollback digits")[0]
+    return lambda client: client.rollback(model)
 
 
-_ACTS: Mapping[str, Callable[[Client, list[str]], Any]] = {
+_ACTS: Mapping[str, Callable[[list[str]], Ask]] = {
     "list": _list,
     "load": _load,
     "unload": _unload,

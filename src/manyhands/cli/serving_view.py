@@ -31,7 +31,8 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        numbers = (f"{self.rate:,.0f}", _shown(1000 * self.p50), _shown(1000 * self.p99), _shown(self.rows))
+        rate = "" if math.isnan(self.rate) else f"{self.rate:,.0f}"
+        numbers = (rate, _shown(1000 * self.p50), _shown(1000 * self.p99), _shown(self.rows))
         return (self.model, self.version, self.state, *numbers, str(self.queue), str(self.refused), self.replicas)
 
 
@@ -82,8 +83,7 @@ def _row(model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[s
         model=model["name"],
         version=" ".join([name, *marks]),
         state=version["error"] or version["state"].lower(),
-        rate=(version["requests"].get("OK", 0) - (before["requests"].get("OK", 0) if before is not None else 0))
-        / seconds,
+        rate=math.nan if before is None else (_answered(version) - _answered(before)) / seconds,
         p50=latency.percentile(0.5, since),
         p99=latency.percentile(0.99, since),
         rows=computed / batches if batches else math.nan,
@@ -91,6 +91,10 @@ def _row(model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[s
         refused=sum(num for code, num in version["requests"].items() if code != "OK"),
         replicas=", ".join(f"{replica['device']} ({replica['rows']})" for replica in version["replicas"]),
     )
+
+
+def _answered(version: Mapping[str, Any]) -> int:
+    return int(version["requests"].get("OK", 0))
 
 
 def _shown(value: float) -> str:

@@ -176,4 +176,7 @@ def _show(study: Study, target: str) -> None:
     if told["best"] is not None:
         words = [f"{name}={value}" for name, value in told["best"]["params"].items()]
         command = shlex.join(["manyhands", "fit", target, *words])
-        console.print(Text(f"{'train it':<14}", style="bold") + Text(command, style="not bold"), soft_wrap=True)
+        console.print(
+            Text("train it".ljust(2 + max(map(len, rows))), style="bold") + Text(command, style="not bold"),
+            soft_wrap=True,
+        )

@@ -124,7 +124,7 @@ class Catalogue:
         for share in shares:
             if not share.weight > 0:
                 raise RequestRefused("INVALID_ARGUMENT", f"weights are above 0, but got {share.weight}")
-            self.model(share.model).find(share.version)
+            self.model(share.model).require(share.version)
         if shares:
             self.splits[name] = shares
         else:

@@ -184,7 +184,7 @@ class _Wire:
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if time.monotonic() + wait > end:
-                    raise RequestRefused("UNAVAILABLE", f"the server cannot be reached: {error}") from None
+                    raise RequestRefused("UNAVAILABLE", f"{self._parts.geturl()} cannot be reached: {error}") from None
             time.sleep(wait)
             wait = min(2 * wait, 1.0)
 

@@ -87,9 +87,20 @@ class Model:
 
     def set_label(self, label: str, version: int) -> None:
         """Points a label at a version that is loaded."""
-        if version not in self.versions or not self.versions[version].is_available:
-            raise RequestRefused("FAILED_PRECONDITION", f"a label points at an available version, but got {version}")
+        self.require(version)
         self.labels[label] = version
+
+    def require(self, version: int | None) -> None:
+        """Refuses what cannot be answered with at once: labels and splits keep a version, and load none."""
+        if version is None:
+            self.find()
+        elif version not in self.versions or not self.versions[version].is_available:
+            loaded = ", ".join(str(one.number) for one in self.available) or "none"
+            raise RequestRefused(
+                "FAILED_PRECONDITION",
+                f"labels and splits name versions that are loaded (of {self.name}: {loaded}), but got {version}; "
+                f"manyhands models load {self.name} {version} loads it, serve --versions latest:2 keeps two loaded",
+            )
 
     def forget_ended(self) -> None:
         """Versions that are gone; one that failed stays, with its reason, until it is tried again."""

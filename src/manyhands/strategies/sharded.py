@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..cluster import World
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
@@ -50,7 +51,22 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
         if block not in roots:
             fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
     for root in roots:
+        root.register_forward_hook(_without_views)
         fully_shard(root, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+
+
+def _without_views(_: nn.Module, __: Any, outputs: Any) -> Any:
+    """Answers that are no views of other tensors, as those of a linear layer are on sequences.
+
+    torch gathers for backward when the gradient of an answer comes by. Changed in place, as in `logits /= 2`, a view is
+    computed from its base anew, and its gradient no longer comes by.
+    """
+
+    def own(answer: Tensor) -> Tensor:
+        is_view = type(answer) is Tensor and answer.requires_grad and answer._is_view()
+        return torch.ops.aten._unsafe_view(answer, answer.shape) if is_view else answer
+
+    return tree_map_only(Tensor, own, outputs)
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:

@@ -375,50 +375,70 @@ def _without_statistics(model: nn.Module) -> Iterator[None]:
 
 def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
     """What would make the step fit, with what it would then take; the best known first."""
-    if not held.activations:
-        return ["a smaller batch at a time: accumulate=2 or more", 'recompute="blocks"', 'precision="bf16"']
     found = []
-    accumulate = _accumulate(hand, held, memory)
+    if held.fixed > ROOM * memory:
+        found += _sharded(hand, held, memory)
+    if held.fixed > memory:
+        return [*found, "no batch: parameters, gradients and optimizer state alone are more than there is"]
+    if not held.activations:
+        return [*found, "a smaller batch at a time: accumulate=2 or more", 'recompute="blocks"', 'precision="bf16"']
+    accumulate = _accumulate(hand, held.fixed, held.peak, held.rows, memory)
     if accumulate is not None:
         share = held.peak * hand.spec.accumulate // accumulate
         found.append(_line(f"accumulate={accumulate}", held.fixed + share, memory))
     if not hand.spec.recompute:
-        again = _recomputed(hand, task, batch, held)
-        if again is not None:
-            found.append(_line('recompute="blocks"', again, memory))
+        found += _recomputed(hand, task, batch, held, memory)
     if hand.spec.precision == "fp32":
         half = _activations(hand, task, batch, held.rows, precision="bf16")
         if half is not None and half[1] < held.peak:
             found.append(_line('precision="bf16"', held.fixed + half[1], memory))
-    if held.fixed > ROOM * memory:
-        found.append("no batch: parameters, gradients and optimizer state alone are more than there is")
     return found
 
 
-def _accumulate(hand: Hand, held: Account, memory: int) -> int | None:
+def _sharded(hand: Hand, held: Account, memory: int) -> list[str]:
+    """So many devices that each one's part leaves room; none where the network is in parts already."""
+    if hand.spec.shards != 1 or hand.spec.tensor * hand.spec.stages > 1:
+        return []
+    devices = 2
+    while held.total / devices > ROOM * memory:
+        devices *= 2
+    return [_line(f"mh.Sharded({devices})", held.total // devices, memory) + f" on each of {devices} devices"]
+
+
+def _accumulate(hand: Hand, fixed: int, peak: int, rows: int, memory: int) -> int | None:
     """The smallest number of micro-batches with which the step fits; None where even single rows do not."""
     now = hand.spec.accumulate
-    for parts in range(2, held.rows + 1):
-        if held.fixed + held.peak / parts <= ROOM * memory:
+    for parts in range(2, rows + 1):
+        if fixed + peak / parts <= ROOM * memory:
             return now * parts
     return None
 
 
-def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account) -> int | None:
-    """The total with recompute="blocks"; None where there are no blocks, or it cannot be measured."""
+def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
+    """What recompute="blocks" would take, and with smaller micro-batches; nothing where there are no blocks."""
     try:
         recompute(hand.model, "blocks", own_randomness=hand.randomness is None)
     except StrategyError:
-        return None
+        return []
     try:
         again = _activations(hand, task, batch, held.rows)
     finally:
         keep_all(hand.model)
-    return None if again is None else held.fixed + again[1]
+    if again is None:
+        return []
+    total = held.fixed + again[1]
+    found = [_line('recompute="blocks"', total, memory)]
+    accumulate = _accumulate(hand, held.fixed, again[1], held.rows, memory)
+    if total > ROOM * memory and accumulate is not None:
+        share = again[1] * hand.spec.accumulate // accumulate
+        found.append(_line(f'recompute="blocks", accumulate={accumulate}', held.fixed + share, memory))
+    return found
 
 
 def _line(what: str, total: int, memory: int) -> str:
-    return f"{what:<20} about {size_text(total)}{'' if total <= ROOM * memory else ', which is still too much'}"
+    """What it would take; little room is said too, because batches to come and a checkpoint need some."""
+    verdict = "" if total <= ROOM * memory else ", which is tight" if total <= memory else ", which is still too much"
+    return f"{what:<20} about {size_text(total)}{verdict}"
 
 
 # -- when it happens ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,21 @@ def write_plot(journal: Path, kind: str, objectives: Sequence[str], target: Path
         options["target_name"] = objectives[0]
     if kind == "importance":
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _hushed(optuna):
         warnings.simplefilter("ignore")
         figure = getattr(optuna.visualization, KINDS[kind])(study, **options)
         figure.write_html(target, include_plotlyjs=True)
+
+
+@contextlib.contextmanager
+def _hushed(optuna: Any) -> Iterator[None]:
+    """Without Optuna's words on parameters that its pictures leave out."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _read_only(optuna: Any, journal: Path) -> Any:

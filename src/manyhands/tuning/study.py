@@ -108,7 +108,9 @@ class Study:
         try:
             import pandas
         except ImportError:
-            raise SettingsError("a dataframe needs pandas", got="none", remedy="pip install pandas") from None
+            raise SettingsError(
+                "a dataframe needs pandas", got="none", remedy="pip install 'manyhands[tune]'"
+            ) from None
         rows = [
             {
                 "number": trial.number,

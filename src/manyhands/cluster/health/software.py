@@ -14,6 +14,10 @@ from pathlib import Path
 from .finding import Finding, broken, slow
 
 _EXTRAS = {
+    "optuna": "tune",
+    "uvloop": "serve",
+    "zmq": "servers",
+    "keras": "keras",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
