@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import threading
 import time
@@ -21,6 +22,11 @@ from .limits import Limits
 from .logs import Logs
 from .protocols import GrpcListener
 from .security import Tls, is_loopback
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt."""
+KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +150,7 @@ class Background(ABC):
         # What is there by now is there to stay: looking through all of torch for garbage would hold requests up.
         gc.collect()
         gc.freeze()
+        keep_memory()
         try:
             await self.serve(self._stopping, lambda: started.set_result(None))
         finally:
@@ -184,3 +191,14 @@ async def _opened(listener: Listener | GrpcListener, host: str, port: int) -> in
             got=f"{host}:{port} ({error.strerror or error})",
             remedy="pass another, or 0 for any",
         ) from None
+
+
+def keep_memory() -> None:
+    """Lets the allocator keep what requests leave behind: the kernel would zero the same pages for each of them.
+
+    That is a third of the time for a request of 150 KB. Where the allocator is another one it has its own ways.
+    """
+    with contextlib.suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

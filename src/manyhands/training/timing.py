@@ -12,6 +12,7 @@ from ..cluster import World
 from ..core import Mean, StrategySpec, Task
 from ..data import Batch, as_source, check_source, first_dim
 from .hand import Hand
+from .loop import own_stream
 from .sampling import Sample, Window
 from .stepping import Stepper, take_step
 
@@ -25,6 +26,11 @@ def time_steps(
     world: World, task: Task, spec: StrategySpec, *, batch_size: int | None = None, budget: float = 1.0
 ) -> list[float]:
     """Seconds of each of some steps after the first few, input included; as many as the budget allows."""
+    with own_stream(world.device):
+        return _time_steps(world, task, spec, batch_size, budget)
+
+
+def _time_steps(world: World, task: Task, spec: StrategySpec, batch_size: int | None, budget: float) -> list[float]:
     hand = Hand(world, spec)
     try:
         hand.build(task)
