@@ -314,6 +314,16 @@ def test_planning_here_measures_and_its_pick_runs(tmp_path: Path, engine: Any) -
         mh.fit(small_task, str(path), params={"width": 32}, steps=1, folder=tmp_path, progress=False)
 
 
+@pytest.mark.gpu
+def test_planning_for_a_gpu_that_is_here_measures_recorded_steps(tmp_path: Path, engine: Any) -> None:
+    found = mh.plan(small_task, on="cuda:0", tries=1)
+    assert isinstance(found, Plan)
+    assert found.cluster.measured
+    assert found.best.option.measured is not None
+    run = mh.fit(small_task, found.best.spec, on="cuda:0", steps=2, folder=tmp_path, progress=False)
+    assert run.record["spec"] == found.best.spec.to_dict()
+
+
 def test_a_step_that_outgrows_its_cache_is_met_at_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {8: 0.28, 32: 1.7}  # as seen on a machine whose caches others use too
     bench = plans.Bench(small_task(), "cpu", 60.0)

@@ -194,7 +194,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
                 return _predicted(strategy.hand, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
-            strategy.hand.tell_step(lambda: int(model.optimizer.iterations.numpy()))
+            strategy.hand.tell_step(lambda: int(model.optimizer.iterations.value))
         return logs
 
     return function

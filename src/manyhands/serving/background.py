@@ -23,7 +23,6 @@ from .logs import Logs
 from .protocols import GrpcListener
 from .security import Tls, is_loopback
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
 KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
