@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -104,6 +105,7 @@ class RayEngine(Engine):
         if ray.is_initialized():
             return ray
         address = self._address if "://" in self._address else os.environ.get("RAY_ADDRESS", "auto")
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="manyhands")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -112,6 +114,9 @@ class RayEngine(Engine):
                 got=brief(error),
                 remedy="start one with ray start --head, or correct the address",
             ) from None
+        if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+            # Ray would end the program with its own exit code, whatever the program had meant to do.
+            signal.signal(signal.SIGTERM, on_sigterm)
         return ray
 
 
