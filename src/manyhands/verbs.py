@@ -377,6 +377,7 @@ def serve(
     max_rows: int = 64,
     sizes: Sequence[int] = (),
     queue_rows: int = 1024,
+    queue_mib: int = 1024,
     timeout: float = 30.0,
     probation: float = 30.0,
     precision: str = "fp32",
@@ -396,7 +397,8 @@ def serve(
     - `manage_host`: where management listens, for a router on another host;
     - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
-    - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused;
+    - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused; `queue_mib`:
+      MiB of requests' bodies that may;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
     - `precision`: "bf16" computes in bfloat16 where torch thinks that safe; `compile`: exported networks are compiled
       when they are loaded, and kept so where that measures faster;
@@ -407,7 +409,7 @@ def serve(
         server = mh.serve("models")
         server.wait()            # until Ctrl-C; server.stop() lets every request finish
     """
-    from .serving import BatchSettings, Probation, Scaling, Server, ServeSettings, Tls
+    from .serving import BatchSettings, Limits, Probation, Scaling, Server, ServeSettings, Tls
 
     scaling = Scaling.parse(servers, busy=max_rows)
     settings = ServeSettings(
@@ -420,6 +422,7 @@ def serve(
         tls=Tls.of(cert, key, client_ca),
         versions=versions,
         timeout=timeout,
+        limits=Limits.holding(queue_mib),
         batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
         probation=Probation(seconds=probation),
         precision=precision,
@@ -470,6 +473,7 @@ def route(
     client_ca: str | Path | None = None,
     backend_ca: str | Path | None = None,
     timeout: float = 30.0,
+    queue_mib: int = 1024,
     log: str | Path | None = None,
 ) -> Router:
     """Puts one address in front of several servers; returns when it listens.
@@ -482,7 +486,7 @@ def route(
         router = mh.route("a:8500,b:8500", token=token)
         router.wait()
     """
-    from .serving import Router, RouteSettings, Tls
+    from .serving import Limits, Router, RouteSettings, Tls
 
     tls = Tls.of(cert, key, client_ca)
     settings = RouteSettings(
@@ -496,6 +500,7 @@ def route(
         tls=tls,
         backend_tls=Tls.of(cert, key, backend_ca) if backend_ca is not None else None,
         timeout=timeout,
+        limits=Limits.holding(queue_mib),
         log=Path(log) if log is not None else None,
     )
     return Router(settings).start()

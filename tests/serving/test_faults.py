@@ -61,6 +61,26 @@ def test_slow_clients_are_cut_off_while_others_are_served(start: Start) -> None:
             sock.close()
 
 
+def test_bodies_that_wait_have_a_limit_over_all_connections_and_protocols(start: Start) -> None:
+    server = start({"moody": Moody()}, limits=Limits(body=1000, bodies=1000))
+    method = "/tensorflow.serving.PredictionService/Predict"
+    asked = httpx.Request("POST", f"{server.url}/v1/models/moody:predict", content=b" " * 100 + b'{"inputs": [[1]]}')
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel, httpx.Client() as client:
+        with socket.create_connection(("127.0.0.1", server.http)) as half:
+            half.sendall(REQUEST % (b"/v1/models/moody:predict", 1000, b" " * 950))
+            refused = until(lambda: (answer := client.send(asked)).status_code == 503 and answer)
+            assert refused.headers["Retry-After"] == "1"
+            assert refused.json()["error"] == "overloaded: 950 bytes of requests are waiting"
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(method)(b" " * 100, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert dict(caught.value.trailing_metadata())["retry-after"] == "1"  # type: ignore[attr-defined]
+        until(lambda: client.send(asked).status_code == 200)
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(method)(b" " * 100, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
 class Gate(Predictor):
     """Answers when a file is there."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.core import RequestRefused, SettingsError
 from manyhands.serving.http import BadRequest, Listener, Request
 from manyhands.serving.limits import Limits
 
@@ -229,6 +230,36 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
 
     serve(talk, never)
     assert cancelled == [b"mine"]
+
+
+def test_what_is_unpacked_counts_until_it_is_answered() -> None:
+    found: list[str] = []
+    kept: list[Request] = []
+
+    def keep(request: Request) -> None:
+        try:
+            request.content(2500)
+            kept.append(request)
+        except RequestRefused as refusal:
+            found.append(refusal.reason)
+            request.answer(503, b"")
+            kept[0].answer(200, b"")
+
+    async def talk(port: int) -> list[bytes]:
+        packed = post(gzip.compress(bytes(2500), mtime=0), "Content-Encoding: gzip")
+        return await asyncio.gather(say(port, packed), say(port, packed))
+
+    answers, listener = serve(talk, keep, body=2500, bodies=3000)
+    assert sorted(map(status, answers)) == [200, 503]
+    assert found[0].startswith("overloaded: 25")
+    assert listener.bodies.num_bytes == 0
+
+
+def test_one_body_is_not_more_than_all() -> None:
+    with pytest.raises(SettingsError, match="lower body, or raise bodies"):
+        Limits(bodies=10)
+    with pytest.raises(SettingsError, match="queue_mib must be at least 1, but got 0"):
+        Limits.holding(0)
 
 
 def test_while_closing_every_answer_ends_its_connection() -> None:

@@ -38,6 +38,7 @@ class ListenOptions:
     key: str | None = None
     client_ca: str | None = None
     timeout: float = 30.0
+    queue_mib: int = 1024
     log: str | None = None
 
 
@@ -103,6 +104,9 @@ Versions = Annotated[
 MaxRows = Annotated[int | None, typer.Option(help="Rows of a batch at most; 64 by default.")]
 Sizes = Annotated[str | None, typer.Option(metavar="N,N", help="Batch sizes to pad to, such as 1,8,64.")]
 QueueRows = Annotated[int | None, typer.Option(help="Rows that may wait before requests are refused; 1024 by default.")]
+QueueMib = Annotated[
+    int | None, typer.Option(help="MiB of requests' bodies that may wait before more are refused; 1024 by default.")
+]
 Timeout = Annotated[float | None, typer.Option(help="Seconds for a request at most; 30 by default.")]
 ProbationSeconds = Annotated[
     float | None,
@@ -155,6 +159,7 @@ def serve(
     max_rows: MaxRows = None,
     sizes: Sizes = None,
     queue_rows: QueueRows = None,
+    queue_mib: QueueMib = None,
     timeout: Timeout = None,
     probation: ProbationSeconds = None,
     precision: Precision = None,
@@ -178,7 +183,7 @@ def serve(
 
     shared = {
         "host": host, "http": http, "grpc": grpc, "manage": manage, "manage_host": manage_host, "timeout": timeout,
-        "cert": cert, "key": key, "client_ca": client_ca, "log": log,
+        "queue_mib": queue_mib, "cert": cert, "key": key, "client_ca": client_ca, "log": log,
     }  # fmt: skip
     routed = {"backends": backends, "backend_ca": backend_ca}
     served = {

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from ..core import SettingsError, event
 from .http import Listener
-from .limits import Limits
+from .limits import Bodies, Limits
 from .logs import Logs
 from .protocols import GrpcListener
 from .security import Tls, is_loopback
@@ -162,6 +162,7 @@ class Background(ABC):
 
     async def _listen(self, public: Listener, remote: GrpcListener, private: Listener) -> None:
         settings = self._listening
+        public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
         public.on_answer = self._log.access if settings.log is not None else None
         self.http = await _opened(public, settings.host, settings.http)
         self.grpc = await _opened(remote, settings.host, settings.grpc)

@@ -16,7 +16,8 @@ from typing import Any
 
 import httptools
 
-from .limits import Limits
+from ..core import RequestRefused
+from .limits import Bodies, Limits
 from .security import Tls
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -47,11 +48,15 @@ class BadRequest(Exception):
 class Request:
     """A whole request, and the way to answer it."""
 
-    __slots__ = ("_answered", "_connection", "arrived", "body", "cancel", "headers", "keep_alive", "method", "path")
+    __slots__ = (
+        "_answered", "_connection", "arrived", "body", "cancel", "headers", "held", "keep_alive", "method", "path",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         self._connection, self.method, self.path, self.headers = connection, method, path, headers
         self.body: bytes = b""
+        self.held = 0
+        """Bytes that count as this request's until it is answered."""
         self.arrived = time.perf_counter()
         self.keep_alive = True
         self.cancel: Callable[[], None] | None = None
@@ -71,6 +76,7 @@ class Request:
             body = self.body
         elif coding in (b"gzip", b"deflate"):
             body = decompressed(self.body, coding, limit)
+            self._connection.hold(self, len(body))
         else:
             raise BadRequest(415, f"content-encoding must be gzip or deflate, but got {coding[:40].decode('latin1')}")
         if len(body) > limit:
@@ -102,6 +108,7 @@ class Listener:
 
     def __init__(self, handler: Handler, limits: Limits, tls: Tls | None = None) -> None:
         self.handler, self.limits = handler, limits
+        self.bodies = Bodies(limits.bodies)
         self._tls = tls
         self.connections: set[Connection] = set()
         self.is_closing = False
@@ -167,7 +174,7 @@ class Connection(asyncio.Protocol):
         self._url, self._num_head = b"", 0
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
-        self._num_body = self._num_waiting = 0
+        self._num_body = self._num_waiting = self._num_held = 0
 
     @property
     def _has_enough(self) -> bool:
@@ -187,6 +194,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.connections.discard(self)
+        self._listener.bodies.give_back(self._num_held)
+        self._num_held = 0
         self._waiting.clear()
         current, self._current = self._current, None
         if current is not None and current.cancel is not None:
@@ -209,9 +218,12 @@ class Connection(asyncio.Protocol):
             pass
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            if not isinstance(cause, BadRequest):
+            if isinstance(cause, RequestRefused):
+                self._refuse(503, cause.reason)
+            elif isinstance(cause, BadRequest):
+                self._refuse(cause.status, cause.reason)
+            else:
                 raise
-            self._refuse(cause.status, cause.reason)
         except httptools.HttpParserError:
             self._refuse(400, "this is not HTTP/1.1")
 
@@ -243,12 +255,15 @@ class Connection(asyncio.Protocol):
         self._num_body += len(body)
         if self._num_body > self._limits.body:
             raise BadRequest(413, f"a body may have {self._limits.body} bytes")
+        self._listener.bodies.take(len(body))
+        self._num_held += len(body)
         self._body.append(body)
 
     def on_message_complete(self) -> None:
         request, self._reading = self._reading, None
         assert request is not None
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request.held = self._num_body
         request.arrived = time.perf_counter()
         self._body, self._is_reading = [], False
         if self._current is None and not self._is_blocked:
@@ -261,6 +276,12 @@ class Connection(asyncio.Protocol):
                 self._is_paused = True
                 self._transport.pause_reading()
 
+    def hold(self, request: Request, num: int) -> None:
+        """Counts more bytes as a request's; refuses it where there is no room for them."""
+        self._listener.bodies.take(num)
+        self._num_held += num
+        request.held += num
+
     def answer(self, request: Request, status: int, body: bytes, kind: bytes, extra: bytes) -> None:
         """Writes an answer and goes on to the next request."""
         if request is not self._current:
@@ -269,6 +290,8 @@ class Connection(asyncio.Protocol):
         head = _head(status, kind, len(body), extra if keep else extra + b"Connection: close\r\n")
         self._transport.write(head if request.method == "HEAD" else head + body)
         self._current, self._since = None, time.monotonic()
+        self._listener.bodies.give_back(request.held)
+        self._num_held -= request.held
         if self._listener.on_answer is not None:
             self._listener.on_answer(request, status, len(body))
         if not keep:

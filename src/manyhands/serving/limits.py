@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..core import SettingsError
+from ..core import RequestRefused, SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,8 @@ class Limits:
     """Bytes of a body, also after decompression."""
     json: int = 32 << 20
     """Bytes of a JSON text: as Python objects it takes many times that."""
+    bodies: int = 1 << 30
+    """Bytes of all bodies that are not answered yet, over all connections; what comes beyond is refused."""
     connections: int = 4096
     receive: float = 20.0
     """Seconds from a request's first byte to its last, and for an answer to be taken."""
@@ -27,3 +31,47 @@ class Limits:
         for name, value in vars(self).items():
             if value <= 0:
                 raise SettingsError(f"the limit {name} must be above 0", got=value, remedy=f"raise {name}")
+        if self.body > self.bodies:
+            raise SettingsError(
+                "one body may not have more bytes than all of them",
+                got=f"body={self.body}, bodies={self.bodies}",
+                remedy="lower body, or raise bodies",
+            )
+
+    @classmethod
+    def holding(cls, queue_mib: int) -> Limits:
+        """The usual ones, but for the MiB of all bodies.
+
+        >>> Limits.holding(100).body == Limits.holding(100).bodies == 100 << 20
+        True
+        """
+        if queue_mib < 1:
+            raise SettingsError("queue_mib must be at least 1", got=queue_mib, remedy="pass queue_mib=1024")
+        return cls(bodies=queue_mib << 20, body=min(cls.body, queue_mib << 20), json=min(cls.json, queue_mib << 20))
+
+
+class Bodies:
+    """The bytes of requests that a server holds, whoever sent them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_bytes = 0
+
+    def take(self, num: int) -> None:
+        """Holds so many more; refuses them where there is no room."""
+        if self.num_bytes + num > self._limit:
+            raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_bytes} bytes of requests are waiting", 1.0)
+        self.num_bytes += num
+
+    def give_back(self, num: int) -> None:
+        """Holds so many less."""
+        self.num_bytes -= num
+
+    @contextmanager
+    def holding(self, num: int) -> Iterator[None]:
+        """Holds so many more while a block runs."""
+        self.take(num)
+        try:
+            yield
+        finally:
+            self.give_back(num)

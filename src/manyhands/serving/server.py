@@ -130,7 +130,7 @@ class Server(Background):
         self._management = Management(desk)
         rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
-        remote = GrpcListener([service(desk) for service in GRPC], settings.token, settings.limits.body, settings.tls)
+        remote = GrpcListener([service(desk) for service in GRPC], settings.token, settings.limits, settings.tls)
         public, private = (
             Listener(
                 App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.token),

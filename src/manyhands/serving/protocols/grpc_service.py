@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..http import BadRequest
+from ..limits import Bodies, Limits
 from ..security import Tls, Token
 from ..version import Version
 from .protocol import KEY, TRACE, Desk
@@ -81,8 +82,11 @@ def said(context: Any, wanted: bytes) -> bytes:
 class GrpcListener:
     """A gRPC server for some services."""
 
-    def __init__(self, services: Sequence[GrpcService], token: str | None, limit: int, tls: Tls | None = None) -> None:
-        self._services, self._token, self._limit, self._tls = services, Token(token), limit, tls
+    def __init__(
+        self, services: Sequence[GrpcService], token: str | None, limits: Limits, tls: Tls | None = None
+    ) -> None:
+        self._services, self._token, self._limits, self._tls = services, Token(token), limits, tls
+        self.bodies = Bodies(limits.bodies)
         self.others: Any = None
         """A handler of every method that no service has."""
         self._server: Any = None
@@ -90,7 +94,7 @@ class GrpcListener:
     async def open(self, host: str, port: int) -> int:
         """Listens; the port that it got, 0 where there is none."""
         options = [
-            ("grpc.max_receive_message_length", self._limit),
+            ("grpc.max_receive_message_length", self._limits.body),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
         ]
@@ -122,12 +126,13 @@ class GrpcListener:
             await self._server.stop(patience)
 
     def _guarded(self, method: Method) -> Method:
-        """A method whose refusals become status codes."""
+        """A method of bytes whose refusals become status codes."""
 
-        async def run(request: Any, context: Any) -> Any:
+        async def run(request: bytes, context: Any) -> Any:
             try:
                 self._require_token(context)
-                return await method(request, context)
+                with self.bodies.holding(len(request)):
+                    return await method(request, context)
             except RequestRefused as refusal:
                 if refusal.retry_after is not None:
                     context.set_trailing_metadata((("retry-after", f"{refusal.retry_after:.0f}"),))

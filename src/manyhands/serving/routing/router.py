@@ -73,7 +73,7 @@ class Router(Background):
             settings.limits,
             settings.tls,
         )
-        remote = GrpcListener([RouterHealth(fleet)], settings.token, settings.limits.body, settings.tls)
+        remote = GrpcListener([RouterHealth(fleet)], settings.token, settings.limits, settings.tls)
         remote.others = ForwardGrpc(fleet, settings.timeout)
         try:
             await self._listen(public, remote, private)
