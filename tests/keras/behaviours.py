@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -180,6 +183,17 @@ def orders_that_differ_are_refused(folder: Path) -> dict[str, Any]:
     except DataError as error:
         return {"said": str(error)}
     return {"said": ""}
+
+
+@behaviour
+def shuffles_of_tensorflow_are_one(folder: Path) -> dict[str, Any]:
+    """Its generator gets one seed on all replicas, and keeps one that it has."""
+    seeds: list[int | None] = [None]
+    context = types.SimpleNamespace(global_seed=lambda: seeds[-1])
+    tensorflow = types.SimpleNamespace(random=types.SimpleNamespace(set_seed=seeds.append))
+    with mock.patch.dict(sys.modules, {"tensorflow": tensorflow, "tensorflow.python.eager.context": context}):  # type: ignore[dict-item]
+        network(strategy=mhk.MirroredStrategy())
+    return {"seeds": seeds}
 
 
 @behaviour

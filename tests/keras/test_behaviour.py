@@ -134,3 +134,9 @@ def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Fact
     for facts in every["orders_that_differ_are_refused"]:
         assert "the same batches on every replica" in facts["said"]
         assert "shuffle(1000, seed=0)" in facts["said"]
+
+
+def test_shuffles_of_tensorflow_are_one(every: dict[str, Facts]) -> None:
+    first, second = (facts["seeds"] for facts in every["shuffles_of_tensorflow_are_one"])
+    assert first == second
+    assert len(first) == 2

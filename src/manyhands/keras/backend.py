@@ -28,6 +28,6 @@ def require_torch_backend() -> ModuleType:
         raise SettingsError(
             "manyhands.keras works with Keras on its PyTorch backend",
             got=f"the backend {active!r}",
-            remedy="set KERAS_BACKEND=torch in the environment, or import manyhands.keras before keras",
+            remedy="set KERAS_BACKEND=torch in the environment, or import manyhands.keras before keras and tensorflow",
         )
     return keras  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ one of arrays, a replica reads only its own; of what can only be iterated every 
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -178,6 +179,14 @@ def share_randomness(hand: Hand) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.default_generator.set_state(torch.from_numpy(state.copy()))
+    _seed_tensorflow(zlib.crc32(state.tobytes()))
+
+
+def _seed_tensorflow(seed: int) -> None:
+    """Gives TensorFlow's global generator a seed where it has none: tf.data draws the seeds of its shuffles from it."""
+    context, tensorflow = (sys.modules.get(name) for name in ("tensorflow.python.eager.context", "tensorflow"))
+    if context is not None and tensorflow is not None and context.global_seed() is None:
+        tensorflow.random.set_seed(seed)
 
 
 def _require_same(hand: Hand, batch: Any) -> None:
@@ -190,8 +199,8 @@ def _require_same(hand: Hand, batch: Any) -> None:
         raise DataError(
             "an input that can only be iterated must give the same batches on every replica, each keeps its rows",
             got="first batches that differ",
-            remedy="give what draws its order a seed, such as dataset.shuffle(1000, seed=0); "
-            "or let each replica make its own with distribute_datasets_from_function",
+            remedy="make a tf.data dataset after the strategy, or give what draws its order a seed, such as "
+            "dataset.shuffle(1000, seed=0); or let each replica make its own with distribute_datasets_from_function",
         )
 
 
