@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
 from manyhands.serving.batcher import ATTEMPTS, Batch, Batcher, BatchSettings, Ticket
+from manyhands.serving.pace import Pace
 from manyhands.serving.slots import FREE_BYTES, Layout
 
 
@@ -212,6 +213,43 @@ def test_what_would_be_too_late_is_refused_before_it_waits() -> None:
     with pytest.raises(RequestRefused, match="overloaded"):
         desk.submit([0], within=1.0)
     desk.submit([0], within=3.0)
+
+
+def test_a_burst_after_lone_requests_is_not_taken_for_as_many_of_them() -> None:
+    desk = Desk(max_rows=64, queue_rows=10_000)
+    for _ in range(50):
+        desk.batcher.pace.learn(1, 0.005)
+    for value in range(640):
+        desk.submit([value], within=0.2)  # ten batches, as far as is known
+
+
+def test_after_a_slow_burst_short_deadlines_are_taken_again() -> None:
+    desk = Desk(max_rows=64, queue_rows=10_000)
+    desk.submit([0] * 64)
+    desk.submit([0] * 64)
+    desk.turn()
+    desk.batcher.pace.learn(1, 0.001)
+    for _ in range(3):
+        desk.batcher.pace.learn(64, 2.0)
+    desk.submit([0] * 64)
+    with pytest.raises(RequestRefused, match="overloaded"):
+        desk.submit([0], within=1.0)
+    for _ in range(16):
+        desk.batcher.pace.learn(1, 0.001)
+    desk.submit([0], within=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-6, 100)), min_size=1, max_size=40), st.integers(1, 64))
+def test_a_pace_lies_between_what_any_batch_took_and_what_rows_took(
+    batches: list[tuple[int, float]], rows: int
+) -> None:
+    pace = Pace()
+    for batch in batches:
+        pace.learn(*batch)
+    last = batches[-16:]
+    mean = sum(seconds for _, seconds in last) / len(last)
+    ratio = rows * len(last) / sum(num for num, _ in last)
+    assert min(1, ratio) * mean * 0.999 - 1e-6 <= pace.seconds(rows) <= max(1, ratio) * mean * 1.001 + 1e-6
 
 
 def test_of_a_batch_that_fails_only_the_guilty_hears() -> None:

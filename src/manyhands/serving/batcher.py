@@ -18,6 +18,7 @@ import numpy as np
 
 from ..core import RequestRefused, SettingsError
 from .kinds import Array
+from .pace import Pace
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
@@ -143,8 +144,7 @@ class Batcher:
         self.workers: list[Worker] = []
         self.num_queued = 0
         """Rows that wait."""
-        self.pace = 0.0
-        """Rows per second of late, over all replicas."""
+        self.pace = Pace()
         self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
         """How many rows of some shapes a replica's memory can hold."""
@@ -181,7 +181,7 @@ class Batcher:
 
     def require_room(self, deadline: float) -> None:
         """Refuses at once what would not be answered in time: that costs nobody anything."""
-        now, wait = self._now(), self.num_queued / self.pace if self.pace else 0.0
+        now, wait = self._now(), self._wait() if self.num_queued else 0.0
         if deadline <= now:
             raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed")
         if self.is_full or now + wait > deadline:
@@ -215,8 +215,7 @@ class Batcher:
 
     def answered(self, batch: Batch, outputs: Arrays, seconds: float) -> None:
         """A replica has computed a batch in so many seconds; the arrays are its memory, soon used again."""
-        pace = len(self.workers) * batch.rows / max(seconds, 1e-6)
-        self.pace = pace if not self.pace else 0.8 * self.pace + 0.2 * pace
+        self.pace.learn(batch.rows, seconds)
         self.on_batch(batch, seconds)
         row = 0
         for part in batch.parts:
@@ -241,6 +240,11 @@ class Batcher:
                 self._refuse(part.ticket, RequestRefused("INTERNAL", "replicas died while computing this request"))
         self._again(batch.parts, alone=any(part.attempts == ATTEMPTS - 1 for part in batch.parts))
         self._schedule()
+
+    def _wait(self) -> float:
+        """Seconds until what waits is computed."""
+        rows, most = self.num_queued, self.settings.max_rows
+        return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
     def _queue(self, part: Part, *, first: bool = False) -> None:
         queue = self._queues.setdefault((part.ticket.priority, self._shapes(part.ticket.inputs)), deque())
