@@ -75,7 +75,7 @@ def tune(
     on: On = None,
     name: str | None = None,
     folder: str | Path = "studies",
-    resume: bool = False,
+    resume: bool | str = False,
     keep: int = 1,
     seed: int = 0,
     progress: bool | None = None,
@@ -96,8 +96,9 @@ def tune(
       measures better;
     - `per_device`: how many processes share a device; by default what measures better;
     - `on`: where, such as "cuda:0,1", "cpu*2" or "ray://head:10001"; by default what this machine has;
-    - `name`, `folder`, `resume`: the study is kept under folder/name, and goes on from there after any crash;
-    - `keep`: of how many of the best trials the trained networks stay;
+    - `name`, `folder`, `resume`: the study is kept under folder/name, and goes on from there after any crash; "auto"
+      begins it where there is none yet;
+    - `keep`: of how many of the best trials the trained networks stay; so many come to the end, whoever is stopped;
     - `seed`: of the search; a trial's own randomness is its task's.
 
     Ctrl-C ends the study where it can go on, and returns it.
@@ -141,6 +142,7 @@ def tune(
     )
     engine, devices, notices = _place(on)
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    resume = _resumed(folder, name, resume)
     path = new_folder(folder, name, default, resume)
     workshop = Workshop(task, fixed, epochs, path / tuning.TRIALS, objectives)
     with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
@@ -174,6 +176,13 @@ def tune(
                 with _interruptible(driver.stop, _Said(view)):
                     driver.run()
     return Study(path, task, params=fixed, trials=driver.trials, stopped=driver.is_stopping)
+
+
+def _resumed(folder: str | Path, name: str | None, resume: bool | str) -> bool:
+    """Whether to go on with a study; "auto" does where there is one."""
+    if isinstance(resume, str) and resume != "auto":
+        raise SettingsError('resume is True, False or "auto"', got=repr(resume), remedy="pass one of these")
+    return (Path(folder) / name).is_dir() if resume == "auto" and name is not None else bool(resume)
 
 
 @contextlib.contextmanager

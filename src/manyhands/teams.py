@@ -19,7 +19,7 @@ from .ensembles import Batches, Team, TeamApart
 from .store import Archive
 from .training import Run, inputs_of
 from .tuning import Study, Trial
-from .verbs import On
+from .verbs import On, _engine
 
 MAX_ROWS = 10_000
 """Rows of validation data that weights are fitted on, at most."""
@@ -38,7 +38,7 @@ def ensemble(
     execution: str | None = None,
     name: str | None = None,
     folder: str | Path = "studies",
-    resume: bool = False,
+    resume: bool | str = False,
     progress: bool | None = None,
 ) -> Team:
     """Several networks that answer as one: members of a task are trained, runs are taken as they are.
@@ -48,7 +48,9 @@ def ensemble(
     - `combine`: "mean" of probabilities or numbers, "vote", "weighted" or "stacked", which are fitted to `data`;
     - `uncertainty`: whether every answer tells the members' spread and mutual information as outputs of their own;
     - `data`: with labels; by default the task's validation data;
-    - `epochs`, `params`, `on`, `execution`, `name`, `folder`, `resume`: of the training, as in `mh.tune`.
+    - `on`: where members are trained, and where they answer, in turn: with "cuda:0,1" in one program on both GPUs; by
+      default they are trained on what this machine has, and answer on the CPU;
+    - `epochs`, `params`, `execution`, `name`, `folder`, `resume`: of the training, as in `mh.tune`.
 
         team = mh.ensemble(task, members=10, epochs=5)
         team(images); team.uncertainty(images); print(team.calibration()[0])
@@ -78,10 +80,25 @@ def ensemble(
     if not chosen:
         raise SettingsError("a team has members", got="none", remedy="pass runs, or a task and members=5")
     batches = _batches(chosen, data)
-    team = Team([ensembles.member_of(one) for one in chosen], combine=combine, batches=batches, uncertainty=uncertainty)
+    team = Team(
+        [ensembles.member_of(one) for one in chosen],
+        combine=combine,
+        batches=batches,
+        uncertainty=uncertainty,
+        devices=_homes(on),
+    )
     if study is not None:
         keep_event(study.path, event("team", **told(team)))
     return team
+
+
+def _homes(on: On) -> list[torch.device]:
+    """Devices of this machine that members are pinned to; none where they stay on the CPU."""
+    if on is None:
+        return []
+    engine, devices, _ = studies._place(on)
+    homes = [device.torch for device in devices] if engine is _engine else []
+    return homes if any(home.type != "cpu" for home in homes) else []
 
 
 def _best_of(study: Study, members: int | None) -> list[Trial]:
@@ -91,7 +108,7 @@ def _best_of(study: Study, members: int | None) -> list[Trial]:
         raise SettingsError(
             "a study has as many finished trials as a team should have members",
             got=f"{len(best)} trials for {members} members",
-            remedy="let the study go on, or ask for fewer",
+            remedy=f"tune with keep={members}, which lets so many come to the end, or ask for fewer",
         )
     return best
 

@@ -175,6 +175,15 @@ def test_the_stacked_program_says_the_same_as_one_after_another(runs: list[mh.Ru
     torch.testing.assert_close(program.answer(INPUTS)["output"], plain, rtol=1e-6, atol=1e-6)
 
 
+def test_members_on_devices_say_the_same_and_are_exported_for_any(runs: list[mh.Run], tmp_path: Path) -> None:
+    wanted = mh.ensemble(runs)
+    for homes in ([torch.device("cpu")], [torch.device("cpu"), torch.device("cpu:0")]):
+        team = Team(wanted.members, batches=wanted._batches, devices=homes)
+        torch.testing.assert_close(team(INPUTS), wanted(INPUTS), rtol=1e-6, atol=1e-6)
+    assert not team.is_stacked
+    torch.testing.assert_close(mh.load(team.export(tmp_path))(INPUTS), wanted(INPUTS), rtol=1e-6, atol=1e-6)
+
+
 @pytest.fixture
 def remote(runs: list[mh.Run]) -> Iterator[mh.TeamApart]:
     with mh.apart(mh.ensemble(runs[:3]), on="cpu*2", deadline=20.0, quorum=2) as team:

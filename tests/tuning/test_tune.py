@@ -14,7 +14,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import resolve
 from manyhands.core import SettingsError
-from manyhands.tuning import JOURNAL, Stacked, TrialsFailed, Workshop, as_objectives
+from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialsFailed, Workshop, as_objectives
 from manyhands.tuning.work import Work
 
 from . import networks
@@ -71,6 +71,21 @@ def test_a_study_of_few_trials_has_a_best_one(tmp_path: Path, execution: str | N
     study = tune(networks.task, space, search="grid", stop="asha", epochs=9, execution=execution, folder=tmp_path)
     assert [trial.epochs for trial in study.trials] == [1, 9]
     assert study.run(study.best).path.exists()
+    more = tune(
+        networks.task, space, search="grid", stop="asha", epochs=3, execution=execution, keep=2, folder=tmp_path
+    )
+    assert [trial.epochs for trial in more.top(2)] == [3, 3]
+
+
+def test_the_time_left_is_said_when_it_can_be_known() -> None:
+    trials = [Trial(number, {}) for number in range(8)]
+    view = StudyView(as_objectives("loss"), 20)
+    view.begin(trials)
+    for number in range(3):
+        trials[number].state = "stopped"
+    assert "left" not in view._summary(3)  # of eight that run side by side
+    trials[3].reports[1] = 0.5
+    assert "left" in view._summary(3)
 
 
 def test_several_objectives_constraints_and_limits(tmp_path: Path) -> None:
@@ -99,14 +114,16 @@ def test_a_study_goes_on_by_its_name(tmp_path: Path) -> None:
     space = {"x": mh.uniform(-5.0, 5.0), "y": mh.loguniform(1e-3, 10.0)}
     where = {"params": {"where": tmp_path, "also": (1, 2)}}  # nothing that JSON has
     whole = tune(bowl, space, trials=30, folder=tmp_path, name="whole", **where)
-    part = tune(bowl, space, trials=12, folder=tmp_path, name="part", **where)
+    part = tune(bowl, space, trials=12, folder=tmp_path, name="part", resume="auto", **where)
     assert len(part.trials) == 12
-    part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, **where)
+    part = tune(bowl, space, trials=30, folder=tmp_path, name="part", resume="auto", **where)
     assert [trial.params for trial in part.trials] == [trial.params for trial in whole.trials]
     with pytest.raises(SettingsError, match="goes on with the search it was begun with, tpe, but got random"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part", resume=True, search="random", **where)
     with pytest.raises(SettingsError, match="never overwritten"):
         tune(bowl, space, trials=30, folder=tmp_path, name="part")
+    with pytest.raises(SettingsError, match="resume needs the run's name"):
+        tune(bowl, space, trials=30, folder=tmp_path, resume="auto")
     opened = mh.Study(tmp_path / "part")
     assert opened.best.params == part.best.params
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core import resolve_settings, task_name
-from .fit import Config, Epochs, Name, Quiet
+from .fit import Config, Epochs, GoOn, Name, Quiet
 from .interrupts import Interrupts
 from .options import Json, On, Params, Target, add_verb
 from .screen import only_json, print_json, stdout
@@ -33,6 +33,7 @@ class EnsembleSettings:
     name: str | None = None
     folder: str = "studies"
     resume: bool = False
+    go_on: bool = False
     export: str | None = None
 
 
@@ -67,6 +68,7 @@ def ensemble(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
+    go_on: GoOn = None,
     export: Export = None,
     config: Config = None,
     json: Json = False,
@@ -78,7 +80,8 @@ def ensemble(
     """
     given = {
         "on": on, "members": members, "combine": combine, "uncertainty": uncertainty, "epochs": epochs,
-        "execution": execution, "name": name, "folder": folder, "resume": resume, "export": export,
+        "execution": execution, "name": name, "folder": folder, "resume": resume, "go_on": go_on,
+        "export": export,
     }  # fmt: skip
     settings = resolve_settings(EnsembleSettings, given, file=config, tables=["task"])
     values = settings.values
@@ -99,7 +102,7 @@ def ensemble(
                 execution=values.execution,
                 name=called,
                 folder=values.folder,
-                resume=values.resume,
+                resume="auto" if values.go_on else values.resume,
                 progress=False if quiet or json else None,
             )
         told = {"study": str(Path(values.folder) / called), **teams.told(team)}

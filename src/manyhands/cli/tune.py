@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import SettingsError, resolve_settings
-from .fit import Config, Epochs, Name, Quiet
+from .fit import Config, Epochs, GoOn, Name, Quiet
 from .interrupts import Interrupts
 from .options import Json, On, Params, Target, add_verb
 from .screen import only_json, print_json, stdout
@@ -39,6 +39,7 @@ class TuneSettings:
     name: str | None = None
     folder: str = "studies"
     resume: bool = False
+    go_on: bool = False
     keep: int = 1
     seed: int = 0
 
@@ -99,6 +100,7 @@ def tune(
     name: Name = None,
     folder: Folder = None,
     resume: Resume = None,
+    go_on: GoOn = None,
     keep: Keep = None,
     seed: Seed = None,
     config: Config = None,
@@ -113,7 +115,7 @@ def tune(
     given = {
         "on": on, "trials": trials, "objective": objective, "epochs": epochs, "search": search, "stop": stop,
         "seconds": seconds, "cost": cost, "price": price, "execution": execution, "per_device": per_device,
-        "name": name, "folder": folder, "resume": resume, "keep": keep, "seed": seed,
+        "name": name, "folder": folder, "resume": resume, "go_on": go_on, "keep": keep, "seed": seed,
     }  # fmt: skip
     settings = resolve_settings(TuneSettings, given, file=config, tables=["task", "space"])
     values = settings.values
@@ -123,6 +125,8 @@ def tune(
 
         with in_options(TuneSettings):
             arguments = {name: getattr(values, name) for name in given}
+            if arguments.pop("go_on"):
+                arguments["resume"] = "auto"
             arguments["objective"] = [text.strip() for text in values.objective.split(",")]
             study = studies.tune(
                 task,

@@ -78,7 +78,7 @@ class Team(Predictor):
     """Members in one program: a Predictor that is served and exported like any model.
 
     `team(inputs)` answers in the members' own form; `team.uncertainty(inputs)` says how far they disagree, and
-    `team.calibration()` whether it is right as often as it says. `team.apart(...)` puts each in a process of its own.
+    `team.calibration()` whether it is right as often as it says. `mh.apart(team)` puts each in a process of its own.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Team(Predictor):
     ) -> None:
         require_alike([member.name for member in members], [member.signature for member in members])
         self.members, self.combine, self._batches = list(members), combine, batches
-        self._program = Together([m.model for m in members], [m.predict for m in members], named).eval()
+        self._program = self._together()
         self._names = list(members[0].signature.inputs)
-        if len(set(devices)) > 1:
+        if devices:
             self._program.place(devices)
         answers, labels = self._on(batches or [(members[0].example, None)])
         self.rule = Rule.of(combine, answers, labels, uncertainty)
@@ -136,8 +136,12 @@ class Team(Predictor):
         if not example:
             raise DataError("a team is exported with an example", got="exported members", remedy="use their runs")
         extra = {"members": [member.name for member in self.members], "combine": self.combine}
-        network = _Exported(self._program, self.rule)
+        network = _Exported(self._together(), self.rule)  # where it is served there may be other devices
         return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
+
+    def _together(self) -> Together:
+        """All members in one program, on the CPU."""
+        return Together([m.model for m in self.members], [m.predict for m in self.members], named).eval()
 
     def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         return [inputs[name] for name in self._names]

@@ -26,10 +26,10 @@ class Together(nn.Module):
         self._devices: list[torch.device] | None = None
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Pins every member to a device, in turn; their answers come to the first one's."""
+        """Pins a copy of every member to a device, in turn; answers come back to where the inputs are."""
         self._devices = [devices[number % len(devices)] for number in range(len(self.models))]
-        for model, device in zip(self.models, self._devices, strict=True):
-            model.to(device)
+        placed = zip(self.models, self._devices, strict=True)
+        self.models = nn.ModuleList(copy.deepcopy(model).to(device) for model, device in placed)
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
         """Answers of all members, one after another or on their own devices."""
@@ -50,7 +50,7 @@ class Together(nn.Module):
     @torch.no_grad()
     def settle(self, example: Sequence[Tensor]) -> bool:
         """Tries the members as one stacked program, and keeps to it where it answers alike and sooner."""
-        if self._devices is not None or not self._alike():
+        if len(set(self._devices or ())) > 1 or not self._alike():
             return False
         self._stack = self.stacked_parts()
         try:
@@ -72,15 +72,16 @@ class Together(nn.Module):
     def _stacked(self, *inputs: Tensor) -> dict[str, Tensor]:
         assert self._stack is not None
         base, tensors = self._stack
+        there = inputs if self._devices is None else [one.to(self._devices[0]) for one in inputs]
 
         def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
             def call(*args: Any) -> Any:
                 return torch.func.functional_call(base, own, args)
 
-            return self._named(self._predicts[0](call, *inputs))
+            return self._named(self._predicts[0](call, *there))
 
         found: dict[str, Tensor] = torch.func.vmap(one, randomness="error")(tensors)
-        return found
+        return {name: answer.to(inputs[0].device) for name, answer in found.items()}
 
     def _alike(self) -> bool:
         """Whether members differ in the values of their tensors only, as far as can be seen."""

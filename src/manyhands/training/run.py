@@ -277,7 +277,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             raise SettingsError(
                 f"a run that is resumed must be there; {root} has {_some_of(root)}",
                 got=repr(name),
-                remedy="name one of these, or begin it without resume; 'auto' in mh.fit, or --go-on, does either",
+                remedy="name one of these, or begin it without resume; resume='auto', or --go-on, does either",
             )
         return root / name
     chosen = name or default

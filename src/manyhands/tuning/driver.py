@@ -171,11 +171,12 @@ class Driver:
         return trial
 
     def _call_last(self) -> bool:
-        """Where nobody has come to the end, lets the best of those go on that came furthest: a study has a best trial.
+        """Where fewer have come to the end than are kept, lets the best of those go on that came furthest.
 
-        Few trials would all wait for others that are worse.
+        Few trials would all wait for others that are worse; but a study has a best one, and a team its members.
         """
-        if self.is_stopping or self._is_over_budget or any(trial.state == FINISHED for trial in self.trials):
+        num_finished = sum(trial.state == FINISHED for trial in self.trials)
+        if self.is_stopping or self._is_over_budget or num_finished >= self.rules.keep:
             return False
         waiting = [self.trials[number] for number in self._waiting]
         if not waiting:

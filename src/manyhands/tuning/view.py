@@ -34,7 +34,7 @@ class StudyView:
     def begin(self, trials: list[Trial]) -> None:
         """The study's trials, which the view reads; those that are over already took no time of this program."""
         self.trials = trials
-        self._num_before = sum(trial.is_over for trial in trials)
+        self._num_before = _num_measured(trials)
         for trial in trials:
             self._look(trial)
 
@@ -64,11 +64,16 @@ class StudyView:
         if self._best is not None:
             shown = ", ".join(f"{name}={_short(value)}" for name, value in self._best.params.items())
             text += f"; best {self._objectives[0].name} {self._best.value:.4g} (trial {self._best.number}: {shown})"
-        done = num_over - self._num_before
-        if self._limit and done > 0 and num_over < self._limit:
-            left = (self._limit - num_over) * (time.monotonic() - self._began) / done
-            text += f"; about {_duration(left)} left"
-        return text
+        left = self._seconds_left()
+        return text if left is None else f"{text}; about {_duration(left)} left"
+
+    def _seconds_left(self) -> float | None:
+        """At this pace, which shows once as many trials are measured as are under way at the same time."""
+        measured = _num_measured(self.trials)
+        done = measured - self._num_before
+        if not self._limit or measured >= self._limit or done < max(1, len(self.trials) - measured):
+            return None
+        return (self._limit - measured) * (time.monotonic() - self._began) / done
 
 
 class LineView(StudyView):
@@ -82,7 +87,7 @@ class LineView(StudyView):
 
     def begin(self, trials: list[Trial]) -> None:
         super().begin(trials)
-        self._num_over = self._num_before
+        self._num_over = sum(trial.is_over for trial in trials)
 
     def show(self, trial: Trial) -> None:
         super().show(trial)
@@ -151,6 +156,11 @@ def make_study_view(objectives: Sequence[Objective], limit: int | None, progress
     console = Console(stderr=True)
     kind = LiveView if console.is_terminal else LineView
     return kind(console, objectives, limit)
+
+
+def _num_measured(trials: Sequence[Trial]) -> int:
+    """Trials that are over, or have come to a point where they were judged."""
+    return sum(trial.is_over or bool(trial.reports) for trial in trials)
 
 
 def _short(value: Any) -> str:
