@@ -22,6 +22,7 @@ from .core import (
     StrategyError,
     StrategySpec,
     Task,
+    UsageError,
     as_task,
     event,
     task_name,
@@ -29,7 +30,7 @@ from .core import (
 from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
 from .data import Cursor, Feed, as_source, check_source, first_dim
 from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_cluster
-from .strategies import require_built
+from .strategies import require_built, require_loss
 
 ROWS = 8
 """Samples that a network is traced with; costs grow in proportion."""
@@ -84,7 +85,7 @@ def plan(
         raise SettingsError("networks is how many are to be trained", got=repr(networks), remedy="pass 1 or more")
     made = as_task(task, params)
     clusters = _listed(cluster)
-    search = Search(precision=precision, lossy=lossy, refuses=_refused)
+    search = Search(precision=precision, lossy=lossy, refuses=functools.partial(_refused, task=made))
     bench = Bench(made, on, timeout)
     workload, notes = workload_of(made, task_name(task), bench)
     fingerprint = costs.fingerprint(made)
@@ -280,11 +281,18 @@ def _sizes(batch_size: int) -> tuple[int, int]:
     return (max(1, batch_size // 4), batch_size) if batch_size > 1 else (1, 2)
 
 
-def _refused(spec: StrategySpec) -> str:
+def _refused(spec: StrategySpec, task: Task) -> str:
+    """Why a spec cannot be run, or not with this task."""
     try:
         require_built(spec)
     except StrategyError as error:
         return f"not yet: {error.rule}"
+    try:
+        require_loss(spec, task.loss is not None)
+        if spec.servers:
+            training.check_served(task)
+    except UsageError as error:
+        return f"not for this task: {error.rule}"
     return ""
 
 

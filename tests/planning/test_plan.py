@@ -146,6 +146,53 @@ def test_one_hot_parameter_is_named() -> None:
     assert remedies["sums between replicas instead of servers"] > 3
 
 
+class Clicks(torch.nn.Module):
+    """A table that no device holds, and little else."""
+
+    def __init__(self, by_rows: bool) -> None:
+        super().__init__()
+        make: Any = mh.Embedding if by_rows else torch.nn.Embedding
+        self.table, self.out = make(1_000_000_000 if by_rows else 10_000_000, 64), torch.nn.Linear(64, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids).mean(1))
+
+
+def test_of_a_huge_table_only_rows_travel_to_servers() -> None:
+    task = mh.Task(
+        model=lambda: Clicks(by_rows=True),
+        loss=lambda model, ids: model(ids).square().mean(),
+        optimizer=lambda model: torch.optim.Adagrad(model.parameters()),
+        data=torch.zeros(64, 8, dtype=torch.long),
+        batch_size=64,
+    )
+    found = mh.plan(task, "4 hosts x 4 A100, 25Gb/s")
+    assert isinstance(found, Plan)
+    assert found.best.spec == StrategySpec(replicas=16, servers=4)
+    assert found.best.seconds < 0.01
+    assert found.best.option.estimate.memory.total < 1e6
+    # A plain one is held whole, and travels whole; the plan says what it could be instead.
+    plain = mh.plan(task.replace(model=lambda: Clicks(by_rows=False)), "4 hosts x 4 A100, 25Gb/s")
+    assert isinstance(plain, Plan)
+    assert plain.best.spec.servers == 0
+    assert plain.curve.remedies[0].text.startswith("table as mh.Embedding on parameter servers")
+
+
+def test_a_step_of_ones_own_is_not_planned_for_servers() -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        step=lambda hand, batch: hand.minimize(hand.model(batch).square().mean()),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=torch.zeros(64, 4),
+        batch_size=16,
+    )
+    found = mh.plan(task, "2 hosts x 2 A100, 25Gb/s")
+    assert isinstance(found, Plan)
+    served = next(option for option in found.options if option.spec.servers)
+    assert served.refused == "not for this task: parameter servers train a loss"
+    assert not served.can_run
+
+
 def test_workers_that_do_not_wait_lose_nothing_to_stragglers() -> None:
     work, where = timed(0.1, 1e6, batch_size=16), cluster(16, spread=0.3)
     waits, backed, goes_on = (

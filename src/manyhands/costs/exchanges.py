@@ -85,6 +85,8 @@ class Servers:
     task_rate: float = 1.25e9
     """Bytes per second that one server process serves at the most; published null steps imply about 1e9."""
 
+    start: float = START
+    """Seconds of a round besides its bytes."""
     waits: bool = False
     """Whether workers fetch all parameters before they begin, after all others have pushed, rather than as needed."""
 
@@ -92,5 +94,5 @@ class Servers:
         """Seconds in which all pull their parameters and all push their gradients, each way by itself."""
         served = pushers * max(self.hottest, 1 / self.count) * size / min(self.task_rate, self.way.rate)
         own = size / self.way.rate
-        once = START + max(served, own) + self.way.latency
+        once = self.start + max(served, own) + self.way.latency
         return once, once

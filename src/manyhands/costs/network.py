@@ -48,6 +48,10 @@ class Piece:
     """Those of them that are not trained: they have no gradient, and no state."""
     largest: int = 0
     """Bytes of the largest parameter, which no server can share with another unless it is cut."""
+    table_bytes: int = 0
+    """Those of tables of which parameter servers send and get single rows."""
+    touched: float = 0.0
+    """Bytes of the rows that the samples of the trace ask them for."""
     kept: float = 0.0
     """Bytes that backward needs, for the samples of the trace."""
     copies: int = 0
@@ -63,6 +67,10 @@ class Piece:
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of its parameters."""
         return self.param_bytes - self.frozen_bytes
+
+    def served(self, samples: float) -> float:
+        """Bytes that a worker pulls from parameter servers, and pushes, for so many times the samples of the trace."""
+        return self.gradient_bytes - self.table_bytes + min(self.table_bytes, self.touched * samples)
 
     def share(self, cut: int) -> float:
         """The part of its activations that each of so many devices holds where its products are cut over them."""
@@ -124,6 +132,18 @@ class Network:
         """Pieces by name, in order."""
         return ((piece.name, piece) for piece in self.pieces)
 
+    def of_worker(self) -> Network:
+        """What is left of it for a worker of parameter servers, who hold the tables and what the optimizer keeps."""
+        pieces = [
+            replace(
+                piece,
+                param_bytes=piece.param_bytes - piece.table_bytes,
+                backward=replace(piece.backward, fixed=piece.backward.fixed - piece.table_bytes),
+            )
+            for piece in self.pieces
+        ]
+        return replace(self, pieces=tuple(pieces), state_bytes=0)
+
     def grouped(self, most: int) -> Network:
         """The same with neighbours put together until there are at most so many pieces, the smallest first."""
         pieces = list(self.pieces)
@@ -143,6 +163,8 @@ def _joined(a: Piece, b: Piece) -> Piece:
         param_bytes=a.param_bytes + b.param_bytes,
         frozen_bytes=a.frozen_bytes + b.frozen_bytes,
         largest=max(a.largest, b.largest),
+        table_bytes=a.table_bytes + b.table_bytes,
+        touched=a.touched + b.touched,
         kept=a.kept + b.kept,
         copies=a.copies + b.copies,
         output=b.output,

@@ -200,6 +200,8 @@ class _Counter(StorageWatch):
         fixed = sum(map(size_of, mine))
         if func._overloadpacket is _ATEN.embedding:
             touched, fixed = 2 * size_of(outputs[0]), 0  # of a table only the rows that are asked for are read
+        if func._overloadpacket is _ATEN.embedding_dense_backward:
+            touched, fixed = 2 * size_of(inputs[0]), 0  # the table's gradient is counted with those of all parameters
         if func._overloadpacket is _ATEN._to_copy and mine:
             self._copies[key_of(outputs[0])] = outputs[0]
             touched = fixed = fixed + size_of(outputs[0])
@@ -247,6 +249,7 @@ class _Tracer:
         self._parts = pieces_of(model)
         self._precision = precision
         self._parameters = {key_of(parameter) for parameter in model.parameters()}
+        self._tables = {key_of(p) for table in _tables_of(model) for p in table.parameters()}
         self._outer = _Counter(self._parameters)
         self._anchor = torch.zeros((), requires_grad=True)
         self._kinds: dict[Any, _Kind] = {}
@@ -315,10 +318,14 @@ class _Tracer:
         inputs = [next(copies_left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         given = {key_of(tensor) for tensor in tensors}
         parameters = [p for p in module.parameters() if p.requires_grad]
+        asked: list[int] = []
+        hooks = [t.register_forward_hook(lambda *of: asked.append(size_of(of[-1]))) for t in _tables_of(module)]
         with counter, _saving(counter):
             again_args, again_kwargs = tree_unflatten(inputs, layout)
             result = forward(*again_args, **again_kwargs)
             outputs, out_layout = tree_flatten(result)
+            for hook in hooks:
+                hook.remove()
             copies = counter.drop_copies()
             counter.begin_backward()
             kept = sum(life.size for life in counter.lives if life.is_kept)
@@ -342,6 +349,7 @@ class _Tracer:
             copies=copies,
             output=output,
             products=len(counter.multiplied),
+            touched=sum(asked),
         )
         return _Kind(
             piece=piece,
@@ -358,7 +366,7 @@ class _Tracer:
             kind = self._kinds[key]
             is_kept = kind.saved_output or output in self._needed
             kept = kind.piece.kept + (kind.piece.output if is_kept else 0)
-            own = _owned(self._parts[name].parameters(), seen)
+            own = _owned(self._parts[name].parameters(), seen, self._tables)
             yield replace(kind.piece, name=name, kept=kept, is_repeated=_is_block(self._model, name), **own)
         kept = sum(life.size for life in self._outer.lives if life.is_kept)
         forward_peak, backward_peak = _peaks(self._outer.lives, kept)
@@ -368,7 +376,7 @@ class _Tracer:
             backward=replace(self._outer.works[1], peak=backward_peak),
             kept=kept,
             products=0,
-            **_owned(self._model.parameters(), seen),
+            **_owned(self._model.parameters(), seen, self._tables),
         )
 
 
@@ -409,7 +417,11 @@ def _peaks(lives: Sequence[Life], kept: float) -> tuple[float, float]:
     return forward, max(0.0, backward - kept)
 
 
-def _owned(parameters: Iterator[nn.Parameter], seen: set[int]) -> dict[str, Any]:
+def _tables_of(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if getattr(part, "rows_travel", False)]
+
+
+def _owned(parameters: Iterator[nn.Parameter], seen: set[int], tables: set[int]) -> dict[str, Any]:
     """Parameters that no piece before had; tied ones are counted once."""
     own = [p for p in parameters if key_of(p) not in seen]
     seen |= {key_of(p) for p in own}
@@ -418,6 +430,7 @@ def _owned(parameters: Iterator[nn.Parameter], seen: set[int]) -> dict[str, Any]
         "param_bytes": sum(map(size_of, own)),
         "frozen_bytes": sum(size_of(p) for p in own if not p.requires_grad),
         "largest": max(map(size_of, own), default=0),
+        "table_bytes": sum(size_of(p) for p in own if key_of(p) in tables),
     }
 
 

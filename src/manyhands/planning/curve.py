@@ -11,6 +11,7 @@ from ..core import StrategySpec
 from ..costs import START, Link
 from .clusters import Cluster
 from .estimate import Estimate, estimate, servers_of
+from .report import duration
 from .workload import Workload
 
 MOST_DEVICES = 1024
@@ -147,6 +148,11 @@ class Curves:
         elif spec.sync == "allreduce" and (spec.replicas != 1 or spec.num_devices == 1):
             changes.append(('bf16 gradients, sync="bf16"', True, work, cluster, {"sync": "bf16"}))
             changes.append(('local steps, sync="localsteps(8)"', True, work, cluster, {"sync": "localsteps(8)"}))
+        found = _by_rows(work)
+        if found is not None and not spec.servers:
+            name, by_rows = found
+            text = f"{name} as mh.Embedding on parameter servers, of which only touched rows travel"
+            changes.append((text, False, by_rows, cluster, {"servers": cluster.hosts, "sync": "allreduce"}))
         if work.feed:
             changes.append(("a feed twice as fast", False, replace(work, feed=2 * work.feed), cluster, {}))
         if cluster.spread > 0:
@@ -182,6 +188,20 @@ class Curves:
         return self._best.sync if replicas > 1 else "allreduce"
 
 
+def _by_rows(work: Workload) -> tuple[str, Workload] | None:
+    """The workload with its largest table held by rows, and what that is called; None where no table weighs most."""
+    networks = {}
+    for precision, network in work.networks.items():
+        table = max(network.pieces, key=lambda piece: piece.param_bytes)
+        is_table = not table.products and table.touched == 0 and 0 < table.output < table.param_bytes
+        if not is_table or table.gradient_bytes < network.gradient_bytes / 2:
+            return None
+        rows = replace(table, table_bytes=table.gradient_bytes, touched=table.output)
+        pieces = tuple(rows if piece is table else piece for piece in network.pieces)
+        networks[precision] = replace(network, pieces=pieces)
+    return table.name, replace(work, networks=networks)
+
+
 def _with_links(cluster: Cluster, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
     """With so many times the bandwidth and the latency of all links."""
 
@@ -199,10 +219,6 @@ def _grid(most: int) -> list[int]:
     return sorted(count for count in counts if count <= most)
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
 def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     network = work.network(found.spec.precision)
     servers = servers_of(work, cluster, found.spec)
@@ -211,50 +227,57 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     whose = f", most of it the largest parameter of {hot.name!r}" if servers.hottest > 1.5 / servers.count else ""
     return (
         f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of {network.param_bytes / 1e6:.3g} MB"
-        f"{whose}, and {found.spec.replicas} workers wait {_milliseconds(lost)} for it"
+        f"{whose}, and {found.spec.replicas} workers wait {duration(lost)} for it"
     )
 
 
+def _latency(found: Estimate, cluster: Cluster, work: Workload) -> float:
+    """Seconds of exchanges that would be waited for however fast links and servers were."""
+    servers = servers_of(work, cluster, found.spec)
+    if servers is not None:
+        return sum(servers.rounds(0, 1))
+    return estimate(work, _with_links(cluster, bandwidth=math.inf), found.spec).communication
+
+
 def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    if found.spec.servers:
-        return _by_servers(found, cluster, lost, work)
     size = work.network(found.spec.precision).gradient_bytes / 1e6
     spans = found.num_devices > cluster.per_host
     grown = cluster.with_devices(found.num_devices)
     way = grown.network if spans and grown.network else cluster.inside
     what = "the network card" if spans else f"the link inside a host ({cluster.inside.name})"
-    endless = _with_links(grown, bandwidth=math.inf)
-    waited = estimate(work, endless, found.spec).communication
-    if waited > lost / 2:  # however fast the links were
+    waited = _latency(found, grown, work)
+    if waited > lost / 2:
         return (
             f"latency: before they carry anything, exchanges between {found.num_devices} devices take "
-            f"{_milliseconds(waited)} of a {_milliseconds(found.seconds)} step; a faster link would not shorten that"
+            f"{duration(waited)} of a {duration(found.seconds)} step; a faster link would not shorten that"
         )
+    if found.spec.servers:
+        return _by_servers(found, cluster, lost, work)
     return (
         f"{what}: {size:.3g} MB of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
-        f"{_milliseconds(lost)} of a {_milliseconds(found.seconds)} step"
+        f"{duration(lost)} of a {duration(found.seconds)} step"
     )
 
 
 def _by_bubble(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     return (
-        f"the bubble: {found.spec.stages} stages wait {_milliseconds(lost)} for each other, with "
+        f"the bubble: {found.spec.stages} stages wait {duration(lost)} for each other, with "
         f"{found.spec.microbatches} micro-batches"
     )
 
 
 def _by_stragglers(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    return f"stragglers: the slowest of {found.num_devices} takes {_milliseconds(lost)} longer than the mean"
+    return f"stragglers: the slowest of {found.num_devices} takes {duration(lost)} longer than the mean"
 
 
 def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {_milliseconds(lost)} for it"
+    return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {duration(lost)} for it"
 
 
 def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     rows = work.batch_size / found.spec.num_parts / (found.spec.accumulate * found.spec.microbatches)
     return (
-        f"too little work: with {rows:.3g} samples a device spends {_milliseconds(lost)} of a step on starting "
+        f"too little work: with {rows:.3g} samples a device spends {duration(lost)} of a step on starting "
         "operations and on work that does not shrink with the batch"
     )
 

@@ -82,7 +82,8 @@ class Search:
         counts = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
         if layout.stages > 1:
             counts = [count for count in counts if layout.stages <= count <= 8 * layout.stages]
-        for recompute in ("", "blocks"):
+        ways = ("", "blocks") if any(piece.is_repeated for piece in workload.network(self.precision).pieces) else ("",)
+        for recompute in ways:
             fitting = 0
             for count in counts:
                 spec = _parted(layout, count, recompute)
@@ -96,7 +97,7 @@ class Search:
             if fitting:
                 return
         if counts:
-            yield _parted(layout, counts[-1], "blocks")  # shown as what is nearest to fitting
+            yield _parted(layout, counts[-1], ways[-1])  # shown as what is nearest to fitting
 
 
 def _parted(layout: StrategySpec, count: int, recompute: str) -> StrategySpec:

@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..core import TaskError
 
@@ -47,6 +48,9 @@ class Embedding(nn.Embedding):
     True
     """
 
+    rows_travel = True
+    """Whether a worker exchanges the rows that it touches with parameter servers, instead of holding all of them."""
+
     def __init__(
         self,
         rows: int,
@@ -70,7 +74,9 @@ class Embedding(nn.Embedding):
             raise TaskError(
                 f"rows are trained with one of {', '.join(OPTIMIZERS)}", got=repr(optimizer), remedy="pass one of these"
             )
-        self.seed = int(torch.randint(0, 1 << 62, (), device="cpu")) if seed is None else seed
+        if seed is None:
+            seed = 0 if _is_planned() else int(torch.randint(0, 1 << 62, (), device="cpu"))
+        self.seed = seed
         self.optimizer, self.std = optimizer, std
         if _declaring:
             self._declare(rows, dim)
@@ -94,8 +100,10 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Gives every row its first value."""
+        if self.weight.device.type == "meta" or _is_planned():
+            return
         with torch.no_grad():
-            for start in range(0, self.num_embeddings if self.weight.device.type != "meta" else 0, CHUNK):
+            for start in range(0, self.num_embeddings, CHUNK):
                 ids = np.arange(start, min(start + CHUNK, self.num_embeddings))
                 self.weight[start : start + len(ids)] = self.first(ids)
 
@@ -146,10 +154,15 @@ def declaring() -> Iterator[None]:
         _declaring = before
 
 
+def _is_planned() -> bool:
+    """Whether tensors have shapes but no numbers, as where a network's costs are found."""
+    return isinstance(torch.empty(0), FakeTensor)
+
+
 def _require_room(rows: int, dim: int) -> None:
     """A table that no memory here can hold is named, before it is begun."""
     wanted, there = rows * dim * torch.get_default_dtype().itemsize, psutil.virtual_memory().available
-    if wanted > there and torch.get_default_device().type == "cpu":
+    if wanted > there and torch.get_default_device().type == "cpu" and not _is_planned():
         raise TaskError(
             f"a whole table must fit into memory, of which {there / 1e9:.3g} GB are free",
             got=f"{rows} rows of {dim}, {wanted / 1e9:.3g} GB",
