@@ -8,6 +8,7 @@ result. So a network of a hundred equal blocks costs the tracing of one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
@@ -27,6 +29,7 @@ from .network import Network, Piece, Work
 
 OWN_LINES = "(own lines and loss)"
 """The piece of whatever runs outside of modules."""
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ATEN = torch.ops.aten
 _ATTENTION = {
@@ -113,12 +116,17 @@ def _has_blocks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Leaves the caller's random numbers as they were; networks draw their first weights."""
-    state = torch.get_rng_state()
+    """Leaves the caller's random numbers as they were; networks draw their first weights.
+
+    What cannot be traced is said by our errors, not by torch's log beside them.
+    """
+    state, said = torch.get_rng_state(), _LOG.disabled
     try:
+        _LOG.disabled = True
         with torch.enable_grad():
             yield
     finally:
+        _LOG.disabled = said
         torch.set_rng_state(state)
 
 
@@ -168,7 +176,7 @@ class _Counter(StorageWatch):
         self.multiplied: set[int] = set()
         self._copies: dict[int, Tensor] = {}
         """Parameters in another precision, as autocast makes them; held, so that no other storage gets their place."""
-        self.saved: set[int] = set()
+        self.saved: dict[int, StorageWeakRef] = {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -215,7 +223,7 @@ class _Counter(StorageWatch):
     def save(self, tensor: Tensor) -> Tensor:
         """Notes what autograd keeps."""
         if not self._is_paused:
-            self.saved.add(key_of(tensor))
+            self.saved |= _known([tensor])
         return tensor
 
     def drop_copies(self) -> int:
@@ -254,7 +262,7 @@ class _Tracer:
         self._anchor = torch.zeros((), requires_grad=True)
         self._kinds: dict[Any, _Kind] = {}
         self._met: list[tuple[str, Any, int]] = []
-        self._needed: set[int] = set()
+        self._needed: dict[int, StorageWeakRef] = {}
         self._alive: list[Tensor] = []
 
     def network(self, task: Task, batch: Any, rows: int) -> Network:
@@ -293,7 +301,7 @@ class _Tracer:
                     self._kinds[key] = self._measured(forward, module, args, kwargs)
                 kind = self._kinds[key]
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                self._needed |= {key_of(t) for t, is_saved in zip(tensors, kind.saved_inputs, strict=True) if is_saved}
+                self._needed |= _known([t for t, saved in zip(tensors, kind.saved_inputs, strict=True) if saved])
                 if kind.passes_on:
                     result = forward(*args, **kwargs)
                     self._met.append((name, key, 0))
@@ -449,6 +457,11 @@ def state_bytes(task: Task, model: nn.Module) -> int:
     except Exception:
         # An optimizer that looks at numbers; most such keep two per parameter.
         return 2 * sum(map(size_of, parameters))
+
+
+def _known(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
+    """Storages by their key; while somebody has a weak reference to one that is gone, no other gets its key."""
+    return {key_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if t.layout is torch.strided}
 
 
 def _odd(outputs: Sequence[Any]) -> bool:
