@@ -85,6 +85,8 @@ def callbacks_run_once(folder: Path) -> dict[str, Any]:
     )
     model.save(folder / "last.keras")
     model.save_weights(folder / "last.weights.h5")
+    # Whoever has not written it can read it at once.
+    model.load_weights(folder / "last.weights.h5")
     return {
         "history": history.history,
         "weights": weights(model),

@@ -42,6 +42,12 @@ class PretendedWorld(World):
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
 
+    def mark(self, name: str) -> None:
+        pass
+
+    def wait_for(self, name: str) -> None:
+        pass
+
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         return dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 

@@ -155,6 +155,7 @@ class TorchWorld(_GroupWorld):
     def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
         super().__init__(seat, line)
         self._root, self._store = store, dist.PrefixStore(f"ports{seat.generation}", store)
+        self._marks = dist.PrefixStore(f"marks{seat.generation}", store)
         self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
@@ -198,6 +199,16 @@ class TorchWorld(_GroupWorld):
     @property
     def is_recordable(self) -> bool:
         return self._is_nccl
+
+    def mark(self, name: str) -> None:
+        self._marks.set(name, "1")
+
+    def wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + self.seat.timeout
+        while not self._marks.check([name]):
+            if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
+                raise PeerLost("waiting", caller_line(), self.line.lost or f"nobody said within the time: {name}")
+            time.sleep(0.01)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         key = tuple(axes.items())
@@ -288,6 +299,12 @@ class _Along(_GroupWorld):
     @property
     def is_recordable(self) -> bool:
         return self._whole.is_recordable
+
+    def mark(self, name: str) -> None:
+        self._whole.mark(name)
+
+    def wait_for(self, name: str) -> None:
+        self._whole.wait_for(name)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")

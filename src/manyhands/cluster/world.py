@@ -118,6 +118,14 @@ class World(ABC):
         """Small Python values of all ranks, in rank order."""
 
     @abstractmethod
+    def mark(self, name: str) -> None:
+        """Says that something is done, once for each name, to ranks that wait for it now or later; waits for nobody."""
+
+    @abstractmethod
+    def wait_for(self, name: str) -> None:
+        """Returns when some rank has made this mark."""
+
+    @abstractmethod
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """A device mesh over all ranks, one dimension per axis, for torch's own parallel parts."""
 
@@ -213,6 +221,12 @@ class NullWorld(World):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def wait_for(self, name: str) -> None:
+        pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """A mesh of one rank needs a process group all the same; it lives in this process and opens no port."""

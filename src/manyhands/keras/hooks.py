@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from keras import Model
+from keras.callbacks import TensorBoard
 from keras.layers import BatchNormalization
+from keras.metrics import Mean, Metric
 from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.losses import loss as keras_loss
@@ -18,10 +21,10 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.trainers.trainer import Trainer
 
-from ..core import mix
-from . import losses, statistics, trainer
+from ..core import SettingsError, mix
+from . import losses, measures, statistics, trainer
 from .step import current_step, sum_gradients
-from .strategy import remember, strategy_of
+from .strategy import remember, remember_metric, strategy_of
 
 _ONCE = ("save", "save_weights", "export", "summary")
 
@@ -39,6 +42,9 @@ def install() -> None:
         (keras_random, "torch_seed_generator", _own_seed),
         (BaseOptimizer, "apply", _summing),
         (LossScaleOptimizer, "apply", _summing),
+        (Mean, "update_state", measures.by_rows),
+        (Metric, "__init__", _remembering_metric),
+        (TensorBoard, "__init__", _requiring_tensorflow),
         *((Model, name, _by_the_first) for name in _ONCE),
     ):
         setattr(owner, name, wrap(getattr(owner, name)))
@@ -66,6 +72,17 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wrapped
+
+
+def _remembering_metric(original: Callable[..., Any]) -> Callable[..., Any]:
+    """So does a metric."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        remember_metric(self)
+
+    return init
 
 
 def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,6 +124,23 @@ def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
-        return original(self, *args, **kwargs) if strategy is None or strategy.hand.is_first else None
+        act = functools.partial(original, self, *args, **kwargs)
+        return act() if strategy is None else strategy.once(f"{original.__name__} {args[:1]}", act)
 
     return once
+
+
+def _requiring_tensorflow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Says at once what Keras would say in the middle of `fit`."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if find_spec("tensorflow") is None:
+            raise SettingsError(
+                "keras.callbacks.TensorBoard needs TensorFlow",
+                got="none installed",
+                remedy="use mhk.TensorBoard(log_dir), which writes the same curves without it",
+            )
+        original(self, *args, **kwargs)
+
+    return init

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from keras import ops
 from keras.layers import BatchNormalization
 from torch import Tensor
 
 from ..training import Hand
 from .share import Rows
+from .step import current_step
+
+Path = tuple[str, ...]
 
 
 class Measures:
-    """The state that one step of a model adds to."""
+    """The state that one step adds to: that of metrics, and of a model's layers where it is a model's step."""
 
-    def __init__(self, model: Any, hand: Hand) -> None:
-        self._model, self._hand = model, hand
-        self._before = {id(variable): variable.value.clone() for variable in _of_metrics(model)}
+    def __init__(self, metrics: Sequence[Any], hand: Hand, model: Any = None) -> None:
+        self._metrics, self._hand, self._model = metrics, hand, model
+        self._before = {id(variable): variable.value.clone() for variable in self._counted()}
         self._added: dict[int, Tensor] = {}
-        self._logs: dict[str, Tensor] = {}
+        self._logs: dict[Path, Tensor] = {}
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
         self._mixed: list[Tensor] = []
         self._has_rows = self._has_first_row = False
@@ -28,15 +34,15 @@ class Measures:
         """What a micro-batch has added; a borrowed row adds nothing."""
         self._has_rows |= not rows.is_ghost
         self._has_first_row |= not rows.is_ghost and rows.start == 0
-        for variable in _of_metrics(self._model):
+        for variable in self._counted():
             before = self._before.setdefault(id(variable), torch.zeros_like(variable.value))
             if not rows.is_ghost:
                 added = variable.value.double() - before.double()
                 self._added[id(variable)] = self._added.get(id(variable), 0) + added
             variable.assign(before)
-        for name, value in logs.items() if isinstance(logs, dict) else ():
+        for path, value in _flat(logs):
             weighed = torch.as_tensor(value).detach().double() * rows.weight
-            self._logs[name] = self._logs.get(name, 0) + weighed.cpu()
+            self._logs[path] = self._logs.get(path, 0) + weighed.cpu()
         state = [variable._value.double() * rows.weight for variable in self._moved()]
         self._mixed = [a + b for a, b in zip(self._mixed, state, strict=True)] if self._mixed else state
 
@@ -46,8 +52,8 @@ class Measures:
 
     def joined(self, logs: Any) -> Any:
         """Puts the sums over all replicas into the metrics; returns what the step has to tell, over all of them."""
-        metrics = list(_of_metrics(self._model))
-        extra = sorted(name for name, value in self._logs.items() if value.dim() == 0)
+        metrics = self._counted()
+        extra = sorted(path for path, value in self._logs.items() if value.dim() == 0)
         tensors = [self._added.get(id(v), torch.zeros_like(v.value, dtype=torch.float64)) for v in metrics]
         if not self._has_first_row:
             tensors = [
@@ -55,7 +61,7 @@ class Measures:
                 for t, v in zip(tensors, metrics, strict=True)
             ]
         present = torch.tensor(float(self._has_rows), dtype=torch.float64)
-        present, *sums = _summed(self._hand, [present, *tensors, *(self._logs[name] for name in extra), *self._mixed])
+        present, *sums = _summed(self._hand, [present, *tensors, *(self._logs[path] for path in extra), *self._mixed])
         sums[: len(metrics)] = [
             total / present if variable.aggregation == "mean" else total
             for total, variable in zip(sums, metrics, strict=False)
@@ -64,11 +70,26 @@ class Measures:
             variable.assign((self._before[id(variable)].double() + added).to(variable.value.dtype))
         for variable, mixed in zip(self._moved(), sums[len(sums) - len(self._mixed) :], strict=True):
             variable.assign(mixed.to(variable.value.dtype))
-        if not isinstance(logs, dict):
-            return logs
         told = dict(zip(extra, sums[len(metrics) :], strict=False))
-        results = self._model.get_metrics_result() if logs.keys() & _names(self._model) else {}
-        return {name: results.get(name, told.get(name, value)) for name, value in logs.items()}
+        is_known = {path[-1] for path, _ in _flat(logs)} & _names(self._metrics)
+        return _filled(logs, told, self._model.get_metrics_result() if is_known else {})
+
+    def _counted(self) -> list[Any]:
+        """The metrics' variables, each once."""
+        return list({id(variable): variable for metric in self._metrics for variable in metric.variables}.values())
+
+
+def by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Mean.update_state` within a step: a number that is a mean over this replica's rows counts by their share."""
+
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is not None and not step.is_plain_sum and sample_weight is None and not len(ops.shape(values)):
+            sample_weight = step.rows.weight
+        return original(self, values, sample_weight)
+
+    return update_state
 
 
 def _summed(hand: Hand, tensors: list[Tensor]) -> list[Tensor]:
@@ -80,13 +101,24 @@ def _summed(hand: Hand, tensors: list[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _of_metrics(model: Any) -> list[Any]:
-    found = {id(variable): variable for metric in model.metrics for variable in metric.variables}
-    return list(found.values())
+def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What a step tells, by name; the metrics of `compile` come as a dict of their own."""
+    for name, value in logs.items() if isinstance(logs, dict) else ():
+        if isinstance(value, dict):
+            yield from _flat(value, (*before, name))
+        else:
+            yield (*before, name), value
 
 
-def _names(model: Any) -> set[str]:
-    return {name for metric in model.metrics for name in (metric.name, *_inner(metric))}
+def _filled(logs: Any, told: dict[Path, Tensor], results: dict[str, Any], before: Path = ()) -> Any:
+    """The same with what all replicas have seen."""
+    if not isinstance(logs, dict):
+        return results.get(before[-1], told.get(before, logs)) if before else logs
+    return {name: _filled(value, told, results, (*before, name)) for name, value in logs.items()}
+
+
+def _names(metrics: Sequence[Any]) -> set[str]:
+    return {name for metric in metrics for name in (metric.name, *_inner(metric))}
 
 
 def _inner(metric: Any) -> list[str]:
@@ -98,6 +130,8 @@ def _inner(metric: Any) -> list[str]:
 
 def _own_state(model: Any) -> list[Any]:
     """State that layers may move by what they see; batch statistics are those of all replicas already."""
+    if model is None:
+        return []
     synchronised = {
         id(variable)
         for layer in model._flatten_layers()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import keras
 import torch
@@ -18,6 +18,7 @@ from ..cluster import NullWorld
 from ..core import StrategyError, StrategySpec
 from ..training import Hand
 from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
+from .measures import Measures
 from .share import Share, last_share
 from .step import Step, Sums, Update, apart, current_step, taking
 
@@ -46,6 +47,8 @@ class Strategy:
         """How it is split, as far as Keras lets it be."""
         _require_mirrored(self.spec)
         self._num_alone = 0
+        self._metrics: list[ReferenceType[Any]] = []
+        """Metrics that were made in a scope, in their order, which is the same on all replicas."""
         share_randomness(hand)
 
     @property
@@ -82,11 +85,17 @@ class Strategy:
         """Calls a function on this replica's part; optimizers inside get gradients that are summed over replicas.
 
         As in tf.distribute, a loss inside is the replica's part of the whole: Keras' own losses are, and
-        `compute_average_loss` makes one of values per sample.
+        `compute_average_loss` makes one of values per sample. Metrics that were made in the scope count the rows of
+        all replicas.
         """
         share = self._share_of(args)
+        metrics = [metric for known in self._metrics if (metric := known()) is not None]
+        measures = Measures(metrics, self.hand)
         with taking(Step(self.hand, share.rows[0], Sums(), is_plain_sum=True)):
-            return fn(*args, **(kwargs or {}))
+            result = fn(*args, **(kwargs or {}))
+        measures.take({}, share.rows[0])
+        measures.joined({})
+        return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The sum or mean of what the replicas hold; with an axis over that axis of all of them too."""
@@ -144,6 +153,10 @@ class Strategy:
         """This replica's rows of a global batch."""
         return Share.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
 
+    def take_metric(self, metric: Any) -> None:
+        """Counts over the replicas in `run`, too."""
+        self._metrics = [*(known for known in self._metrics if known() is not None), ref(metric)]
+
     def share_memory(self, model: Any) -> None:
         """Gives every replica what the optimizer remembers, where not all of them apply it."""
 
@@ -155,6 +168,19 @@ class Strategy:
         arrays = [leaf for leaf in tree.flatten(list(args)) if getattr(leaf, "shape", ())]
         rows = int(arrays[0].shape[0]) if arrays else 1
         return self.share(rows * self.num_replicas_in_sync)
+
+    def once(self, name: str, act: Callable[[], Any]) -> Any:
+        """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.
+
+        The first one waits for nobody: a script may let it alone come here.
+        """
+        number = _num_done[name] = _num_done.get(name, 0) + 1
+        if not self.hand.is_first:
+            return self.hand.world.wait_for(f"{name} {number}")
+        try:
+            return act()
+        finally:
+            self.hand.world.mark(f"{name} {number}")
 
     def mirror(self, model: Any) -> None:
         """Gives every replica the first one's weights and optimizer state."""
@@ -207,6 +233,8 @@ def _require_mirrored(spec: StrategySpec) -> None:
         )
 
 
+_num_done: dict[str, int] = {}
+"""How often each thing was done that one replica does for all."""
 _FLAGS = ("stop_training", "stop_evaluating", "stop_predicting", "_initial_epoch")
 
 
@@ -243,6 +271,12 @@ def remember(model: Any) -> None:
     """A model that is made or compiled in a scope is its strategy's."""
     if _scopes:
         _strategies[model] = _scopes[-1]
+
+
+def remember_metric(metric: Any) -> None:
+    """A metric that is made in a scope counts what all replicas see."""
+    if _scopes:
+        _scopes[-1].take_metric(metric)
 
 
 def strategy_of(model: Any) -> Strategy | None:

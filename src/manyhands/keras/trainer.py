@@ -202,7 +202,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
 
 def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: Share, own: Any) -> Any:
     """One step on this replica's rows, micro-batch by micro-batch."""
-    measures, sums, logs = Measures(model, strategy.hand), Sums(), None
+    measures, sums, logs = Measures(model.metrics, strategy.hand, model), Sums(), None
     for rows, part in share.micros(own):
         with taking(Step(strategy.hand, rows, sums, update=strategy.update)):
             logs = plain([part])

@@ -105,6 +105,17 @@ class WorldContract:
         for size in self.sizes:
             assert self.run(gather, size) == [[{"rank": r, "text": "é" * r} for r in range(size)]] * size
 
+    def test_a_mark_is_seen_by_whoever_waits_for_it(self) -> None:
+        def tell(world: World) -> int:
+            if world.rank == world.size - 1:
+                world.mark("done")
+            else:
+                world.wait_for("done")
+            return world.rank
+
+        for size in self.sizes:
+            assert self.run(tell, size) == list(range(size))
+
     def test_many_dtypes(self) -> None:
         kinds = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 

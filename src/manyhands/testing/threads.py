@@ -34,6 +34,7 @@ class Meeting:
         self._slots: list[Any] = [None] * size
         self._timeout = timeout
         self._letters: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self.marks: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self.lost = ""
 
     def letters(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor]:
@@ -125,6 +126,13 @@ class ThreadWorld(World):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange(value, "gather")
+
+    def mark(self, name: str) -> None:
+        self._meeting.marks[name].set()
+
+    def wait_for(self, name: str) -> None:
+        if not self._meeting.marks[name].wait(self.seat.timeout):
+            raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it on gloo")
