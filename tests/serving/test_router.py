@@ -123,7 +123,7 @@ def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, t
         with pytest.raises(RequestRefused, match="does not serve version 3 of adder") as caught:
             client.label("adder", "stable", 3)
         assert caught.value.code == "INVALID_ARGUMENT"
-        with pytest.raises(RequestRefused, match="Specific"):
+        with pytest.raises(RequestRefused, match="are loaded"):
             client.split("adder", [{"version": 3, "weight": 1}])
         for server in servers:
             assert server.state()["models"][0]["labels"] == {"stable": 2}

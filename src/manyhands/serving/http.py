@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+import numpy as np
 
 from ..core import RequestRefused
 from .limits import Bodies, Limits
@@ -24,7 +25,10 @@ _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 1 << 20
 """Pipelined requests of one connection, and their bytes; what comes beyond waits in the network."""
+_NUM_READ, _MAX_DIRECT = 1 << 14, 1 << 22
+"""Bytes that are read for the parser at a time, and of bodies that are read past it, straight to where they stay."""
 JSON = b"application/json"
+Body = bytes | memoryview
 
 
 def _head(status: int, kind: bytes, size: int, extra: bytes) -> bytes:
@@ -54,7 +58,7 @@ class Request:
 
     def __init__(self, connection: Connection, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         self._connection, self.method, self.path, self.headers = connection, method, path, headers
-        self.body: bytes = b""
+        self.body: Body = b""
         self.held = 0
         """Bytes that count as this request's until it is answered."""
         self.arrived = time.perf_counter()
@@ -69,11 +73,11 @@ class Request:
             self._answered, self.cancel = True, None
             self._connection.answer(self, status, body, kind, extra)
 
-    def content(self, limit: int) -> bytes:
+    def content(self, limit: int) -> Body:
         """The body, decompressed where that is needed and never beyond the limit."""
         coding = self.headers.get(b"content-encoding", b"identity").lower()
         if coding == b"identity":
-            body = self.body
+            body: Body = self.body
         elif coding in (b"gzip", b"deflate"):
             body = decompressed(self.body, coding, limit)
             self._connection.hold(self, len(body))
@@ -84,7 +88,7 @@ class Request:
         return body
 
 
-def decompressed(data: bytes, coding: bytes, limit: int) -> bytes:
+def decompressed(data: Body, coding: bytes, limit: int) -> bytes:
     """The plain bytes of a gzip or zlib stream, at most one more than the limit.
 
     >>> decompressed(zlib.compress(b"1234"), b"deflate", 2)
@@ -110,6 +114,8 @@ class Listener:
         self.handler, self.limits = handler, limits
         self.bodies = Bodies(limits.bodies)
         self._tls = tls
+        self.buffer = memoryview(bytearray(_NUM_READ))
+        """What a connection reads before it knows what it is; each has it for a moment."""
         self.connections: set[Connection] = set()
         self.is_closing = False
         """Whether every answer ends its connection, so that clients go elsewhere."""
@@ -159,7 +165,7 @@ class Listener:
                 connection.check_times(now)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One client: reads requests, hands them on one after the other, writes answers in their order."""
 
     def __init__(self, listener: Listener) -> None:
@@ -174,6 +180,8 @@ class Connection(asyncio.Protocol):
         self._url, self._num_head = b"", 0
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
+        self._whole: memoryview | None = None
+        """A body that is read past the parser."""
         self._num_body = self._num_waiting = self._num_held = 0
 
     @property
@@ -208,9 +216,41 @@ class Connection(asyncio.Protocol):
         self._is_blocked = False
         self._next()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._listener.buffer if self._whole is None else self._whole[self._num_body :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._whole is not None:
+            self._take_directly(nbytes)
+            return
         if not self._is_reading:
             self._since = time.monotonic()
+        self._feed(self._listener.buffer[:nbytes])
+        if self._reading is not None and not self._transport.is_closing():
+            self._go_direct()
+
+    def _go_direct(self) -> None:
+        """Lets the rest of a body come where it will stay: the parser would have it copied twice."""
+        size = 0 if b"transfer-encoding" in self._headers else int(self._headers.get(b"content-length", b"0"))
+        if not self._num_body < size <= _MAX_DIRECT:
+            return
+        self._whole = np.empty(size, np.uint8).data
+        self._whole[: self._num_body] = b"".join(self._body)
+
+    def _take_directly(self, num: int) -> None:
+        assert self._whole is not None
+        try:
+            self._hold(num)
+        except RequestRefused as refusal:
+            self._refuse(503, refusal.reason)
+            return
+        self._num_body += num
+        if self._num_body == len(self._whole):
+            # The parser still waits for this body.
+            self._parser = httptools.HttpRequestParser(self)
+            self._complete(self._whole)
+
+    def _feed(self, data: memoryview) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -255,17 +295,19 @@ class Connection(asyncio.Protocol):
         self._num_body += len(body)
         if self._num_body > self._limits.body:
             raise BadRequest(413, f"a body may have {self._limits.body} bytes")
-        self._listener.bodies.take(len(body))
-        self._num_held += len(body)
+        self._hold(len(body))
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        self._complete(self._body[0] if len(self._body) == 1 else b"".join(self._body))
+
+    def _complete(self, body: Body) -> None:
         request, self._reading = self._reading, None
         assert request is not None
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request.body = body
         request.held = self._num_body
         request.arrived = time.perf_counter()
-        self._body, self._is_reading = [], False
+        self._body, self._whole, self._is_reading = [], None, False
         if self._current is None and not self._is_blocked:
             self._current = request
             self._listener.handler(request)
@@ -278,8 +320,7 @@ class Connection(asyncio.Protocol):
 
     def hold(self, request: Request, num: int) -> None:
         """Counts more bytes as a request's; refuses it where there is no room for them."""
-        self._listener.bodies.take(num)
-        self._num_held += num
+        self._hold(num)
         request.held += num
 
     def answer(self, request: Request, status: int, body: bytes, kind: bytes, extra: bytes) -> None:
@@ -324,6 +365,10 @@ class Connection(asyncio.Protocol):
                 self._is_paused, self._since = False, time.monotonic()
                 self._transport.resume_reading()
             self._listener.handler(self._current)
+
+    def _hold(self, num: int) -> None:
+        self._listener.bodies.take(num)
+        self._num_held += num
 
     def _count_head(self, num: int) -> None:
         self._num_head += num

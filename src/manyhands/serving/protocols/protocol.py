@@ -14,7 +14,7 @@ import orjson
 from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..catalogue import Catalogue
-from ..http import BadRequest, Request
+from ..http import BadRequest, Body, Request
 from ..limits import Limits
 from ..version import Version
 
@@ -126,13 +126,14 @@ def answer_refusal(request: Request, status: int, reason: str, retry_after: floa
     request.answer(status, orjson.dumps({"error": reason}), extra=extra)
 
 
-def parse_json(text: bytes, limit: int) -> Any:
+def parse_json(text: Body, limit: int) -> Any:
     """A JSON text; NaN and Infinity are understood."""
     if len(text) > limit:
         raise BadRequest(413, f"a JSON text may have {limit} bytes, but got {len(text)}; send binary tensors")
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
+        text = bytes(text)
         if b"NaN" not in text and b"Infinity" not in text:
             raise BadRequest(400, f"JSON parse error: {error}") from None
     try:

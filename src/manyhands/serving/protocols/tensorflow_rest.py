@@ -54,7 +54,7 @@ class TensorflowRest(RestProtocol):
         deadline, limit = self.desk.deadline(), self.desk.limits.json
         # Before the body is looked at: refusing must cost little.
         version.batcher.require_room(deadline)
-        body = request.content(self.desk.limits.body)
+        body = bytes(request.content(self.desk.limits.body))
         rows = fast_rows(body, version.signature) if verb == "predict" and SMALLEST < len(body) <= limit else None
         if rows is not None:
             inputs, write = {next(iter(version.signature.inputs)): rows}, writer(version.signature, True)

@@ -13,6 +13,7 @@ import grpc.aio
 import httptools
 
 from ...core import SettingsError
+from ..http import Body
 from ..security import Tls
 
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::(?P<ports>\d+(?:/\d+){0,2}))?")
@@ -103,7 +104,7 @@ class Backend:
         self._channel: Any = None
 
     async def fetch(
-        self, head: bytes, body: bytes, seconds: float, *, manage: bool = False, is_look: bool = False
+        self, head: bytes, body: Body, seconds: float, *, manage: bool = False, is_look: bool = False
     ) -> Answer:
         """Sends a request over HTTP; raises Lost, Refused or TimeoutError. A look is nobody's request."""
         self.num_busy += not is_look
@@ -239,7 +240,7 @@ class Wire(asyncio.Protocol):
         """Whether another request may be sent."""
         return self._is_open and self._answer is None
 
-    async def ask(self, head: bytes, body: bytes) -> Answer:
+    async def ask(self, head: bytes, body: Body) -> Answer:
         """Sends a request and waits for its answer."""
         if not self.is_free:
             raise Lost
