@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from .data import Feed, as_source, check_source
 from .profiling import Profile, RankProfile
 from .strategies import require_loss
 
+WARMUP = 3
+"""Steps before those that are counted, where all of them are told."""
 ROWS = 8
 """Samples that a network is traced with; operations grow in proportion."""
 
@@ -70,7 +74,9 @@ def _of_task(
     """The profile of steps that are taken now."""
     made = as_task(task, params)
     strategy, picked = verbs._planned(strategy, made, on, task_name(task))
-    spec, devices, notices = verbs.settle(strategy, on, timeout=timeout)
+    spec, devices, notices = verbs.settle(strategy, on, timeout=timeout, with_servers=True)
+    if spec.servers:
+        return _of_served(made, spec, on, steps, timeout, task_name(task))
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     work = functools.partial(_probed, task=made, spec=spec, steps=steps)
@@ -90,6 +96,36 @@ def _of_task(
         valid_steps=0 if valid is None else valid.num_steps(made.batch_size or batch_size) or 0,
         notes=(*notices, *(told["text"] for told in picked if told["kind"] == "notice"), *said),
     )
+
+
+def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, timeout: float, name: str) -> Profile:
+    """The profile of a short run with parameter servers, in which every worker looks at each of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = verbs.fit(
+            task.replace(valid=None),
+            spec,
+            on=on,
+            steps=WARMUP + steps,
+            epochs=WARMUP + steps,
+            folder=folder,
+            name=name,
+            progress=False,
+            profile=1,
+            timeout=timeout,
+        )
+        found = _of_run(run)
+    flops, said = _flops(task, found.batch_size, spec)
+    return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *said))
+
+
+def _hottest(sizes: Sequence[int], num_steps: int) -> list[str]:
+    """Which server workers exchange most with."""
+    if not sum(sizes):
+        return []
+    hot = max(range(len(sizes)), key=lambda number: sizes[number])
+    share, each = sizes[hot] / sum(sizes), sizes[hot] / max(1, num_steps)
+    even = "; the others have as much to do" if share < 1.2 / len(sizes) else ""
+    return [f"server {hot} of {len(sizes)} is the hottest: {share:.0%} of all bytes, {each / 1e6:.3g} MB a step{even}"]
 
 
 def _probed(world: World, task: Task, spec: StrategySpec, steps: int) -> list[RankProfile]:
@@ -133,6 +169,7 @@ def _of_run(run: training.Run) -> Profile:
     total = whole.get("total") or 1.0
     upkeep = {name: whole.get(name, 0.0) / total for name in ("save", "validation")}
     spec = run.record["spec"]
+    sizes = run.record.get("servers", {}).get("bytes", [])
     return profiling.of_run(
         run.name,
         str(StrategySpec.from_dict(spec)),
@@ -140,5 +177,5 @@ def _of_run(run: training.Run) -> Profile:
         run.record["batch_size"] or 1,
         taken,
         upkeep=upkeep,
-        notes=(f"medians of {len(taken[0].steps)} sampled steps",),
+        notes=(f"medians of {len(taken[0].steps)} sampled steps", *_hottest(sizes, run.num_steps)),
     )

@@ -156,7 +156,7 @@ def fit(
     deterministic: bool = False,
     memory: str | int | None = None,
     fit_in: str | int | None = None,
-    profile: bool = False,
+    profile: bool | int = False,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
@@ -179,7 +179,7 @@ def fit(
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
     - `memory`: what each replica may take on its device at most, such as "8GiB";
     - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
-    - `profile`: times one step in fifty by what it does: `run.profile`, and `mh.profile(run)` with advice.
+    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`.
 
     Ctrl-C ends the run after the current step and returns it; a SIGTERM does so too, and then ends the program.
 
@@ -223,10 +223,12 @@ def fit(
     place = training.place_here() if spec.servers else None
     if spec.servers:
         training.check_served(made)
-        if profile:
-            raise StrategyError(
-                "profile times ranks that step together", got=f"{spec}", remedy="leave profile away under servers"
-            )
+    if place is not None and profile:
+        raise StrategyError(
+            "workers that fit has started tell where their time goes",
+            got=f"{spec} in a cluster that somebody laid out",
+            remedy="leave profile away, or profile the task on one host",
+        )
     if place is not None and not place.is_chief:
         training.take_part(place, made, spec, devices[0], timeout)
         # What follows in the program is for the chief, which has the run.
@@ -261,7 +263,7 @@ def fit(
         start_from=source,
         memory=limit,
         layout=layout,
-        profile=profile,
+        profile=training.EVERY if profile is True else int(profile),
     )
     with (
         _ending_well(),

@@ -131,6 +131,12 @@ def held(**kinds: int) -> Memory:
             1.33,
         ),
         (
+            profile(*(rank(n, seconds={"communication": 0.03}) for n in range(2)), spec={"servers": 2}),
+            "exposed communication",
+            "waiting for pulls, pushes and other workers; more servers share the work, servers=4",
+            1.33,
+        ),
+        (
             profile(rank(memory=held(parameters=1 << 30, activations=13 << 30), device_memory=16 << 30)),
             "tight memory",
             'recompute="blocks"',

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import SettingsError, StrategyError, UsageError, read_events
+from manyhands.core import SettingsError, UsageError, read_events
 from manyhands.profiling import Profile
 from manyhands.training import PHASES
 
@@ -145,6 +145,17 @@ def test_other_strategies_are_profiled_too(strategy: str) -> None:
     assert all(one.memory is not None and max(one.memory.totals) > 0 for one in found.ranks)
 
 
+def test_workers_of_servers_tell_what_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = mh.profile(programs.healthy(64), mh.ParameterServer(servers=2, workers=2), on="cpu*2", steps=3)
+    assert [one.rank for one in found.ranks] == [0, 1]
+    assert len(found.ranks[0].breakdown.steps) >= 3
+    for one in found.ranks:
+        assert all(one.parts.seconds[name] > 0 for name in ("input", "copy", "forward", "backward", "communication"))
+    assert found.flops is not None
+    found.show()
+    assert re.search(r"server \d of 2 is the hottest: \d+% of all bytes", capsys.readouterr().out)
+
+
 def test_a_step_of_ones_own_is_profiled() -> None:
     def step(hand: mh.Hand, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         hand.minimize(programs.classes(hand.model, batch))
@@ -170,8 +181,6 @@ def test_a_pick_that_was_saved_is_profiled(tmp_path: Path) -> None:
 def test_what_cannot_be_profiled_is_said() -> None:
     with pytest.raises(SettingsError, match="steps is how many are timed, but got 0"):
         mh.profile(programs.healthy(), steps=0)
-    with pytest.raises(StrategyError, match="parameter servers"):
-        mh.profile(programs.healthy(), mh.ParameterServer(), on="cpu*2")
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

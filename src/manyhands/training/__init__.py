@@ -18,7 +18,7 @@ from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
 from .run import RECORD, Run, as_weights, new_folder
-from .sampling import Breakdown, Sample, Sampler, Window, breakdowns
+from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .spans import IDLE, PHASES, Span, Spans, by_phase
@@ -91,6 +91,7 @@ __all__ = [
     "by_phase",
     "Sample",
     "Sampler",
+    "EVERY",
     "Window",
     "Breakdown",
     "breakdowns",

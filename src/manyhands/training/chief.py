@@ -133,6 +133,7 @@ class Chief:
         timeout: float,
     ) -> None:
         self.hand, self.task, self.spec = hand, job.task, job.spec
+        self._every = job.profile
         self.shares = shares_of(hand)
         self.tale = Tale()
         self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
@@ -203,6 +204,7 @@ class Chief:
             chief=self._listener.address,
             token=self._token,
             timeout=self._timeout,
+            every=self._every,
         )
         member.job = self._start(work.run, device)
         member.thread = threading.Thread(target=self._watch, args=(member,), name=f"{role}-{number}", daemon=True)
@@ -231,7 +233,9 @@ class Chief:
         self._news.put(lambda: self._hear_end(member, error))
 
     def _hear_event(self, entry: Event) -> None:
-        """Passes on what a member has to tell, once for all of them."""
+        """Passes on what a member has to tell; notices once for all of them."""
+        if entry["kind"] == "profile":
+            self._line.report(entry)
         text = str(entry.get("text", ""))
         if entry["kind"] == "notice" and text not in self._told:
             self._told.add(text)

@@ -83,8 +83,8 @@ class Job:
     """How layers are cut, where that was found before any rank was started."""
     memory: int | None = None
     """Bytes that a replica may take on its device; None for all there are."""
-    profile: bool = False
-    """Whether one step in fifty is timed by what it does."""
+    profile: int = 0
+    """Of so many steps one is timed by what it does; 0 for none."""
 
 
 @dataclass
@@ -181,8 +181,7 @@ class TrainingLoop:
                 callback.on_start(self.hand)
             self.reporter.start(train_feed)
             self.marker.mark()
-            if self.job.profile:
-                self.sampler = Sampler(self.hand, train_feed)
+            self.sampler = self.sampling(train_feed)
             self.copies = Copies(self.hand.world, self.hand.spec, self.job.copy_every)
             self.copy_parts()
             stepper = Stepper(self.hand, self.task, self.total)
@@ -194,6 +193,10 @@ class TrainingLoop:
             self.end()
         breakdown, num_samples = self.reporter.breakdown(), self.reporter.num_samples
         return Outcome(self.hand.num_steps, self.metrics, self.stopped, breakdown, num_samples)
+
+    def sampling(self, feed: Feed) -> Sampler:
+        """Who looks where the time of some steps goes."""
+        return Sampler(self.hand, feed, self.job.profile) if self.job.profile else NoSampler()
 
     def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
         """Steps and epochs to the end of the run."""

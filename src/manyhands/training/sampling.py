@@ -66,10 +66,10 @@ def _with_input(spans: list[Span], waited: float, copied: float) -> list[Span]:
 
 
 class Sampler:
-    """Opens a window for one step in fifty, and reports what it saw."""
+    """Opens a window for one step in so many, and reports what it saw."""
 
-    def __init__(self, hand: Hand, feed: Feed) -> None:
-        self._hand, self._feed = hand, feed
+    def __init__(self, hand: Hand, feed: Feed, every: int) -> None:
+        self._hand, self._feed, self._every = hand, feed, every
         self._window: Window | None = None
 
     def step(self) -> None:
@@ -77,7 +77,7 @@ class Sampler:
         if self._window is not None:
             sample, self._window = self._window.close(), None
             self._hand.world.line.report(told(self._hand.world, sample))
-        if self._hand.num_steps % EVERY == EVERY - 1:
+        if self._hand.num_steps % self._every == self._every - 1:
             self._window = Window(self._hand, self._feed)
 
     def pause(self) -> None:

@@ -18,6 +18,7 @@ from ..strategies import MAIN, declaring
 from .hand import Hand
 from .loop import Job, Outcome, TrainingLoop
 from .recovery import GoBack, Kept
+from .sampling import NoSampler, Sampler
 from .start import start_from
 from .stepping import Stepper
 
@@ -156,6 +157,10 @@ class ServedLoop(TrainingLoop):
 
     def ease(self, batch_size: int) -> None:
         """The chief's own hand takes no samples, so it needs no smaller parts of them."""
+
+    def sampling(self, feed: Feed) -> Sampler:
+        """Workers look at their own steps, and tell."""
+        return NoSampler()
 
     def prepare(self) -> tuple[Feed, Feed | None]:
         feeds = super().prepare()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from ..data import as_source, check_source
 from ..strategies import MAIN, declaring, served
 from .hand import Hand
 from .recorder import compute
+from .sampling import Sample, told
 from .served import alone
+from .spans import PHASES, Spans, by_phase
 
 OVERLAP_FROM = 0.1
 """Share of a worker's time spent waiting for values from which it asks for the next ones before it needs them."""
@@ -36,6 +39,8 @@ class Membership:
     chief: str
     token: bytes = field(repr=False)
     timeout: float
+    every: int = 0
+    """Of so many steps a worker times one by what it does; 0 for none."""
     listens: tuple[str, int] | None = None
     """Where a server listens; None for any port of loopback."""
 
@@ -99,8 +104,10 @@ class _Worker:
         self.client = served.Client(
             hand.model, shares_of(hand), member.number, self.chief, member.token, member.timeout
         )
+        self.client.waiting = partial(hand.during, "communication")
         self.waited = 0.0
         self.computed = 1e-9
+        self._num_delivered = 0
 
     def _join(self) -> served.Caller:
         """Reports to the chief, who is waited for as long as the one time limit says."""
@@ -158,13 +165,26 @@ class _Worker:
     def _work(self, crew: served.Crew) -> None:
         self.chief.send(served.Ask(crew.term))
         while True:
-            message, frames = self.chief.expect(None)
+            with self.hand.during("communication"):
+                message, frames = self.chief.expect(None)
             if isinstance(message, served.Part) and message.term == crew.term:
                 self.chief.send(self._deliver(message, np.frombuffer(frames[0], np.int64).copy()))
+                self._sample(message.step)
             elif isinstance(message, served.Crew):
                 raise served.Moved(message)
             elif isinstance(message, served.End):
                 raise served.Over
+
+    def _sample(self, step: int) -> None:
+        """Tells where the time of a step went, from one delivery to the next, and begins to look at another."""
+        hand, every = self.hand, self.member.every
+        if hand.spans is not None:
+            spans, hand.spans = hand.spans.end(), None
+            sample = Sample(step, dict.fromkeys(PHASES, 0.0) | by_phase(spans), tuple(spans))
+            hand.world.line.report({**told(hand.world, sample), "rank": self.member.number})
+        self._num_delivered += 1
+        if every and self._num_delivered % every == 0:
+            hand.spans = Spans(hand.device)
 
     def _deliver(self, part: served.Part, ids: Any) -> served.Delivered:
         """Computes one part and brings its gradient to the servers."""
@@ -172,12 +192,14 @@ class _Worker:
         hand.num_steps = part.step
         if not client.is_pulling:
             client.begin_pull(part.version)
-        batch = self.feed.read(ids, part.epoch)
+        with hand.during("input"):
+            batch = self.feed.read(ids, part.epoch)
         began = time.perf_counter()
         if client.receive_values() < part.version:
             client.begin_pull(part.version)
             client.receive_values()
-        client.put_values()
+        with hand.during("copy"):
+            client.put_values()
         self.waited += time.perf_counter() - began
         began = time.perf_counter()
         hand.take(batch)
@@ -189,7 +211,8 @@ class _Worker:
         count = float(tally.count) if tally.count is not None else float(batch.num_samples)
         weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
         scale, is_skipped = self._limit(weight / count) if part.rates else (1.0, False)
-        staleness = client.push(part.ticket, scale, part.rates)
+        with hand.during("communication"):
+            staleness = client.push(part.ticket, scale, part.rates)
         if not part.rates:
             staleness = max(0, part.step - client.version)
         elif self.waited > OVERLAP_FROM * self.computed:

@@ -77,11 +77,26 @@ def exposed_communication(profile: Profile) -> Advice | None:
         return None
     sent = max(one.sent for one in profile.ranks)
     amount = f", {size(sent)} a rank" if sent else ""
+    if profile.spec.get("servers"):
+        return _exposed_to_servers(profile, share)
     fewer = "; so much of it that fewer replicas may be faster: mh.plan(task) tells" if share > SETTLED else ""
     return Advice(
         name="exposed communication",
         evidence=f"{share:.0%} of a step, {duration(profile.transfer)}, is waiting for exchanges{amount}",
         cure="send less: sync=mh.sync.BF16() halves it, sync=mh.sync.LocalSteps(8) exchanges once in eight steps "
         f"(both change the mathematics), and a larger batch exchanges less often{fewer}",
+        gain=1 / (1 - share / 2),
+    )
+
+
+def _exposed_to_servers(profile: Profile, share: float) -> Advice:
+    spec = profile.spec
+    cure = f"more servers share the work, servers={2 * spec['servers']}"
+    if spec.get("staleness", 0) == 0:
+        cure += "; mh.ParameterServer(staleness=2) lets workers go on meanwhile (it changes the mathematics)"
+    return Advice(
+        name="exposed communication",
+        evidence=f"{share:.0%} of a step, {duration(profile.transfer)}, is waiting for pulls, pushes and other workers",
+        cure=f"{cure}; mh.Embedding for large tables, and a larger batch, exchange less",
         gain=1 / (1 - share / 2),
     )

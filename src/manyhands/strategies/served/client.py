@@ -98,6 +98,8 @@ class Client:
         self._before: dict[str, Tensor] = {}
         self.on_wait: Callable[[], None] = lambda: None
         """Called now and then by a client without a chief, while it waits."""
+        self.waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """What waiting for a server happens in, where somebody wants to know how long it takes."""
         self.may_share = True
         """Whether tensors go through shared memory where a server is on the same host."""
         self.crew = Crew(-1, [])
@@ -287,6 +289,10 @@ class Client:
 
     def _await(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
         """A server's next answer of this kind; news of the chief's comes first."""
+        with self.waiting():
+            return self._answer(link, kind)
+
+    def _answer(self, link: _Link, kind: type[Message]) -> tuple[Any, list[Frame]]:
         callers = [link.caller, *([self.chief] if self.chief is not None else [])]
         sockets = [socket for caller in callers for socket in (caller.socket, caller.monitor)]
         poller = zmq.Poller()
