@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving.http import BadRequest, Listener, Request
+from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Listener, Request
 from manyhands.serving.limits import Limits
 
 Talk = Callable[[int], Awaitable[Any]]
@@ -67,6 +67,17 @@ def test_a_body_comes_whole_however_it_is_cut() -> None:
     answer, _ = serve(lambda port: say(port, *(message[i : i + 7] for i in range(0, len(message), 7)), pause=0.002))
     assert status(answer) == 200
     assert answer.endswith(b"\r\n\r\nhello")
+
+
+@pytest.mark.parametrize("size", [_NUM_READ - 1, _NUM_READ, 3 * _NUM_READ + 5, _MAX_DIRECT + 1])
+@pytest.mark.parametrize("cut", [100, _NUM_READ, 2 * _NUM_READ + 1])
+def test_what_follows_a_large_body_is_another_request(size: int, cut: int) -> None:
+    body = (bytes(range(251)) * (size // 251 + 1))[:size]
+    message = post(body, close=False) + post(b"small", close=False) + post(body[::-1])
+    parts = (message[:cut], message[cut : 2 * cut], message[2 * cut :])
+    answer, _ = serve(lambda port: say(port, *parts, pause=0.005))
+    answers = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert answers == [body, b"small", body[::-1]]
 
 
 def test_chunks_and_compression() -> None:
