@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import plan_gpu
+import torch
+from benchmarks import plan_gpu, serve_gpu
 from benchmarks.report import Report
 
 from manyhands.cluster import Device
@@ -111,6 +112,13 @@ def test_plan_gpu_has_its_form_on_a_cpu() -> None:
         for way in ("fp32", "bf16", "recompute", "accumulate 4")
         for what in ("gigabytes", "step")
     }
+
+
+def test_serve_gpu_has_its_form_on_a_cpu() -> None:
+    report, work = Report("serve_gpu", quick=True), serve_gpu.works(small=True)[1]
+    assert serve_gpu.add(report, work, torch.device("cpu"), seconds=0.3, rounds=1) > 0
+    assert [row.name for row in report.rows] == ["bare PyTorch", "manyhands"]
+    assert report.notes[f"{work.title}: p99 ms at half load"] > 0
 
 
 def test_stacked_has_its_form_on_a_cpu() -> None:
