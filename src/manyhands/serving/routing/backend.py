@@ -23,9 +23,11 @@ CONNECT_SECONDS = 2.0
 class Lost(Exception):
     """A backend was gone before its answer came: another one may be asked."""
 
-    def __init__(self, *, with_request: bool = True) -> None:
+    def __init__(self, *, with_request: bool = True, in_silence: bool = False) -> None:
         self.with_request = with_request
         """Whether it may have begun to compute."""
+        self.in_silence = in_silence
+        """Whether nobody is there, not even one that refuses: who waits for it already may wait for ever."""
         super().__init__("lost")
 
 
@@ -118,7 +120,7 @@ class Backend:
             if isinstance(error, TimeoutError):
                 raise
             self._lose(str(error))
-            raise Lost(with_request=False) from None
+            raise Lost(with_request=False, in_silence=not isinstance(error, ConnectionRefusedError)) from None
         except Lost:
             self.num_lost += 1
             raise

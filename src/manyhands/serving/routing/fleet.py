@@ -169,8 +169,13 @@ class Fleet:
             answer = await backend.fetch(READY, b"", SILENCE_SECONDS, is_look=True)
         except TimeoutError:
             backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
-        except (Lost, Refused):
+        except Refused:
             backend.is_up = False
+        except Lost as lost:
+            # One that refuses connections may be ending, and finish what it has.
+            backend.is_up = False
+            if lost.in_silence:
+                backend.give_up(backend.reason)
         else:
             if answer.status != 200:
                 # It finishes what it has and wants no more.
