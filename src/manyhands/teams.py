@@ -75,8 +75,11 @@ def ensemble(
             progress=progress,
         )
         chosen = [study.run(trial) for trial in study.trials]
-    else:
+    elif isinstance(source, (list, tuple)):
         chosen = list(source)
+    else:
+        rule = "a team is of a task, a study, or a list of runs or exported models"
+        raise SettingsError(rule, got=type(source).__name__, remedy="pass for instance [run1, run2]")
     if not chosen:
         raise SettingsError("a team has members", got="none", remedy="pass runs, or a task and members=5")
     batches = _batches(chosen, data)

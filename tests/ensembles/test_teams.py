@@ -300,6 +300,8 @@ def test_what_does_not_fit_is_refused(runs: list[mh.Run], study: mh.Study, tmp_p
         mh.ensemble([runs[0], other])
     with pytest.raises(SettingsError, match="combine is mean, vote, weighted, stacked, but got 'best'"):
         mh.ensemble(runs, combine="best")
+    with pytest.raises(SettingsError, match="but got Run; pass for instance"):
+        mh.ensemble(runs[0])
     with pytest.raises(SettingsError, match="a team has members"):
         mh.ensemble([])
     with pytest.raises(SettingsError, match="got 4 trials for 5 members"):

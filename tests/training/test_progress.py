@@ -29,6 +29,8 @@ def test_the_learning_rate_and_the_limit_are_shown_where_events_carry_them() -> 
     text = shown(event("start", total=10, step=0), steps(lr={"": 0.00125}), waits)
     assert "1.0000  █▁  1,234 samples/s  lr 0.00125" in text
     assert "50% compute, 50% input  limit: input" in text
+    slow = event("waits", rank=0, seconds={"total": 4.0, "compute": 1.0, "sync": 3.0}, limit="compute")
+    assert "limit: sync" in shown(event("start", total=10, step=0), slow)
 
 
 def test_every_optimizer_s_learning_rate_has_its_name() -> None:

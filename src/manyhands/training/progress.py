@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -149,9 +149,16 @@ class LiveView(LineView):
             rates = "  ".join(f"{name} lr {value:.3g}".lstrip() for name, value in self._learning_rates.items())
             table.add_row("loss", f"{self._losses[-1]:.4f}  {sparkline(self._losses)}  {rate}  {rates}".rstrip())
         for rank, seconds in sorted(self._waits.items()):
-            limit = f"  limit: {self._limits[rank]}" if self._limits[rank] else ""
+            limit = _limit(self._limits[rank], seconds)
             table.add_row(f"replica {rank}", share_bar(seconds).append(limit, style="dim"))
         return Group(self._bar, table)
+
+
+def _limit(told: str, seconds: Mapping[str, float]) -> str:
+    """What limits the speed; a feed that is fast enough cannot tell computing from waiting for other replicas."""
+    if told == "compute" and seconds.get("sync", 0.0) > seconds.get("compute", 0.0):
+        told = "sync"
+    return f"  limit: {told}" if told else ""
 
 
 def said(entry: Event) -> str:
