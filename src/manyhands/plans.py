@@ -29,7 +29,7 @@ from .core import (
 )
 from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
 from .data import Cursor, Feed, as_source, check_source, first_dim
-from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_cluster
+from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_clusters
 from .strategies import require_built, require_loss
 
 ROWS = 8
@@ -58,8 +58,8 @@ def plan(
 ) -> Plan | Comparison:
     """What every way of splitting a task would cost, ranked: step time by part, memory, speed against devices.
 
-    - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared. By
-      default the devices of this machine (or `on`), which are measured first;
+    - `cluster`: hardware that need not be here, "8 hosts x 8 H100, 400Gb/s" or a TOML file; several are compared, and
+      so are the kinds of hosts in a file. By default the devices of this machine (or `on`), which are measured first;
     - `precision`: "fp32" or "bf16", in which the network is to be computed;
     - `lossy`: whether ways that change the mathematics may be picked;
     - `tries`: how many of the best are tried here for a few steps; data parallel is always among them; 0 tries none;
@@ -99,7 +99,7 @@ def plan(
         search = replace(search, correction=bench.correction)
         return finish(workload, here, search=search, measure=measure, tries=tries)
     plans = [finish(workload, one) for one in clusters]
-    return plans[0] if not isinstance(cluster, list | tuple) else planning.compare(plans)
+    return planning.compare(plans) if isinstance(cluster, list | tuple) or len(plans) > 1 else plans[0]
 
 
 def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[StrategySpec, list[Event]]:
@@ -246,7 +246,7 @@ def _listed(cluster: ClusterLike | Sequence[ClusterLike] | None) -> list[Cluster
     given = list(cluster) if isinstance(cluster, list | tuple) else [cluster]
     if not given:
         raise SettingsError("clusters are compared", got="none", remedy='pass "8 H100" or several')
-    return [as_cluster(one) for one in given]  # type: ignore[arg-type]
+    return [found for one in given for found in as_clusters(one)]  # type: ignore[arg-type]
 
 
 def workload_of(task: Task, name: str, bench: Bench) -> tuple[Workload, list[str]]:

@@ -17,6 +17,7 @@ from manyhands.planning import (
     Turn,
     Workload,
     as_cluster,
+    as_clusters,
     estimate,
     footprint,
     makespan,
@@ -260,6 +261,26 @@ def test_cluster_files(tmp_path: Any) -> None:
     path.write_text('hosts = 2\nwheels = 4\ndevice = "H100"\n')
     with pytest.raises(SettingsError, match="wheels"):
         as_cluster(path)
+
+
+def test_kinds_of_hosts_are_planned_together_and_apart(tmp_path: Any) -> None:
+    path = tmp_path / "two.toml"
+    kinds = '[[kind]]\ndevice = "H100"\nhosts = 2\nper_host = 8\n[[kind]]\ndevice = "V100"\nper_host = {}\n'
+    path.write_text("gbits = 100\nprice = 2\n" + kinds.format(8))
+    together, strong, weak = as_clusters(path)
+    assert (together.num_devices, strong.num_devices, weak.num_devices) == (24, 16, 8)
+    assert together.chip.memory == weak.chip.memory
+    assert together.inside == weak.inside
+    assert together.price == 2
+    assert any("as fast as a V100" in text for text in together.assumed)
+    work = timed(0.1, 1e6)
+    assert step(work, together, replicas=16).seconds > step(work, strong, replicas=16).seconds
+    path.write_text("gbits = 100\n" + kinds.format(4))
+    with pytest.raises(SettingsError, match="equally many devices, but got 8 H100 and 4 V100"):
+        as_clusters(path)
+    path.write_text('gbits = 100\n[kind]\ndevice = "H100"\n')
+    with pytest.raises(SettingsError, match=r"are tables \[\[kind\]\]"):
+        as_clusters(path)
 
 
 def test_estimates_are_finite_for_any_reasonable_spec() -> None:

@@ -5,6 +5,7 @@ from .clusters import Cluster, as_cluster
 from .curve import Curve, Curves, Remedy
 from .efficiency import best_batch, noise_scale, steps_needed
 from .estimate import Correction, Estimate, estimate, waiting, waiting_for
+from .kinds import as_clusters
 from .many import One, Way, many, stacking_gain
 from .memory import Footprint, footprint
 from .plan import SUFFIX, Comparison, Measure, Pick, Plan, compare, make_plan, read_plan, require_same
@@ -30,6 +31,7 @@ __all__ = [
     "Remedy",
     "Cluster",
     "as_cluster",
+    "as_clusters",
     "Workload",
     "Estimate",
     "estimate",

@@ -102,10 +102,7 @@ class Cluster:
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
         """Reads a TOML file: hosts, per_host, device, network, and figures of one's own under [chip]."""
-        try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SettingsError("a cluster file is TOML", got=f"{path}: {error}", remedy=REMEDY) from None
+        return cls.from_dict(read_toml(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
@@ -179,6 +176,14 @@ class Cluster:
         if stride < self.per_host or self.network is None:
             return self.inside
         return replace(self.network, bandwidth=self.network.bandwidth / min(stride, self.per_host))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """What a cluster file says."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError("a cluster file is TOML", got=f"{path}: {error}", remedy=REMEDY) from None
 
 
 def as_cluster(given: Cluster | str | Path) -> Cluster:

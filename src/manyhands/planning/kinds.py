@@ -1,0 +1,73 @@
+"""Kinds: a cluster file with hosts of several kinds. All of them together are at the pace of the slowest, so that each
+kind by itself is planned beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..core import SettingsError
+from .clusters import Cluster, as_cluster, read_toml
+
+KIND = "kind"
+
+
+def as_clusters(given: Cluster | str | Path) -> list[Cluster]:
+    """What a person passes as one cluster, or as a file with several kinds of hosts: all together, and each kind."""
+    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
+        values = read_toml(given)
+        if KIND in values:
+            return mixed(values)
+    return [as_cluster(given)]
+
+
+def mixed(values: Mapping[str, Any]) -> list[Cluster]:
+    """From settings with a table for each kind; what stands outside of them is true of all.
+
+    >>> strong, weak = {"device": "A100", "hosts": 1, "per_host": 8}, {"device": "V100", "hosts": 2, "per_host": 8}
+    >>> together, *apart = mixed({"gbits": 100, "kind": [strong, weak]})
+    >>> together.num_devices, together.chip.name, [one.num_devices for one in apart]
+    (24, 'A100 and V100', [8, 16])
+    """
+    kinds, shared = values[KIND], {key: value for key, value in values.items() if key != KIND}
+    if not isinstance(kinds, list) or len(kinds) < 2 or not all(isinstance(kind, Mapping) for kind in kinds):
+        raise SettingsError(
+            "hosts of several kinds are tables [[kind]]", got=repr(kinds), remedy="write two or more, or none at all"
+        )
+    apart = [Cluster.from_dict({**shared, **kind}) for kind in kinds]
+    if len({one.per_host for one in apart}) > 1:
+        raise SettingsError(
+            "hosts of all kinds have equally many devices",
+            got=" and ".join(f"{one.per_host} {one.chip.name}" for one in apart),
+            remedy="plan for each kind by itself, or leave devices of the larger hosts out",
+        )
+    return [_together(apart, shared, kinds[0]), *apart]
+
+
+def _together(apart: Sequence[Cluster], shared: Mapping[str, Any], first: Mapping[str, Any]) -> Cluster:
+    own = {key: value for key, value in first.items() if key != "devices"}
+    hosts = sum(one.hosts for one in apart)
+    whole = Cluster.from_dict({**shared, **own, "hosts": hosts, "per_host": apart[0].per_host})
+    chips = [one.chip for one in apart]
+    slowest = min(chips, key=lambda one: one.rate("fp32"))
+    precisions = set.intersection(*(set(one.flops) for one in chips))
+    chip = replace(
+        slowest,
+        name=" and ".join(one.name for one in chips),
+        flops={precision: min(one.flops[precision] for one in chips) for precision in precisions},
+        memory=min(one.memory for one in chips),
+        bandwidth=min(one.bandwidth for one in chips),
+    )
+    prices = [one.price * one.num_devices for one in apart if one.price is not None]
+    said = (
+        f"every device gets as many samples, so that all are as fast as a {slowest.name} and hold as much as the least"
+    )
+    return replace(
+        whole,
+        chip=chip,
+        inside=min((one.inside for one in apart), key=lambda way: way.rate),
+        price=sum(prices) / whole.num_devices if len(prices) == len(apart) else None,
+        assumed=(*dict.fromkeys(text for one in apart for text in one.assumed), said),
+    )
