@@ -84,7 +84,8 @@ def callbacks_run_once(folder: Path) -> dict[str, Any]:
         INPUTS, TARGETS, batch_size=32, epochs=3, verbose=0, callbacks=called, validation_data=(INPUTS, TARGETS)
     )
     model.save(folder / "last.keras")
-    model.save_weights(folder / "last.weights.h5")
+    # As scripts for several workers have it, all but the chief's in vain.
+    model.save_weights(folder / ("last.weights.h5" if mhk.MirroredStrategy().hand.is_first else "vain.weights.h5"))
     # Whoever has not written it can read it at once.
     model.load_weights(folder / "last.weights.h5")
     return {

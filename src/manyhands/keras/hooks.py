@@ -125,7 +125,8 @@ def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
         act = functools.partial(original, self, *args, **kwargs)
-        return act() if strategy is None else strategy.once(f"{original.__name__} {args[:1]}", act)
+        # By its name alone: scripts of TensorFlow give every worker another path, of which only the chief's counts.
+        return act() if strategy is None else strategy.once(original.__name__, act)
 
     return once
 

@@ -44,7 +44,8 @@ class ParameterServerStrategy(Strategy):
         self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         every = list(range(self.hand.size))
         # A launch of many hosts knows replicas only, whatever part its hosts have in a cluster.
-        by_role = {role: [r for r in every if roles[r] == role] for role in roles} if len(roles) == len(every) else {}
+        has_parts = SERVER in roles and len(roles) == self.hand.size
+        by_role = {role: [rank for rank in every if roles[rank] == role] for role in PARTS} if has_parts else {}
         self._workers: list[int] = by_role.get(WORKER) or by_role.get(CHIEF) or every
         self._servers: list[int] = by_role.get(SERVER) or every
         self._taken: dict[int, set[int]] = {}

@@ -160,6 +160,7 @@ def own_numbers(hand: Hand) -> Iterator[None]:
     """Draws for computing, which differ by replica, leave the numbers alone that decide the order of the data."""
     generators = [torch.default_generator]
     if hand.device.type == "cuda":
+        torch.cuda.init()
         generators.append(torch.cuda.default_generators[hand.device.index])
     shared = [generator.get_state() for generator in generators]
     if hand.rank not in _states:
