@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ CLIP, DECAY = ("clip", ""), ("ema", "")
 
 
 class Stack:
-    """Named tensors whose first dim is the members.
+    """Named tensors whose first dim is the members; each lies in memory as it did in a row.
 
     >>> stack = Stack.of([{("parameters", "w"): torch.ones(2)}, {("parameters", "w"): torch.zeros(2)}])
     >>> stack.row(1)
@@ -30,7 +30,7 @@ class Stack:
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device | None = None) -> Stack:
         """Members side by side."""
-        return cls({key: torch.stack([row[key] for row in rows]).to(device) for key in rows[0]})
+        return cls({key: _as_it_lies(torch.stack, [row[key] for row in rows]).to(device) for key in rows[0]})
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -59,7 +59,9 @@ class Stack:
     def pick(self, rows: Sequence[int]) -> Stack:
         """A copy of some members."""
         index = torch.tensor(rows, dtype=torch.int64, device=self[STEP].device)
-        return Stack({key: tensor.index_select(0, index) for key, tensor in self.tensors.items()})
+        return Stack(
+            {key: _as_it_lies(lambda own: own[0].index_select(0, index), [t]) for key, t in self.tensors.items()}
+        )
 
     @torch.no_grad()
     def put_back(self, rows: Sequence[int], part: Stack) -> None:
@@ -71,9 +73,26 @@ class Stack:
     def joined(self, others: Iterable[Row]) -> Stack:
         """With more members behind these."""
         more = Stack.of(list(others), self[STEP].device)
-        return Stack({key: torch.cat([tensor, more[key]]) for key, tensor in self.tensors.items()})
+        return Stack({key: _as_it_lies(torch.cat, [tensor, more[key]]) for key, tensor in self.tensors.items()})
 
     @property
     def bytes_each(self) -> int:
         """What one member takes."""
         return sum(tensor.nbytes // max(1, len(tensor)) for tensor in self.tensors.values())
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """The same numbers, with rows and columns the other way round in memory.
+
+    >>> turned(torch.zeros(2, 3)).stride()
+    (1, 2)
+    """
+    return tensor.mT.contiguous().mT
+
+
+def _as_it_lies(make: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
+    """What is made of tensors, in memory as the first of them."""
+    first = tensors[0]
+    if first.dim() >= 2 and first.stride(-2) == 1 < first.stride(-1):
+        return make([tensor.mT for tensor in tensors]).mT
+    return make(tensors)
