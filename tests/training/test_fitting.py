@@ -30,7 +30,7 @@ def test_less_memory_costs_more_and_more() -> None:
     assert chosen[1].accumulate > 1
     assert chosen[1].shards == 1
     assert chosen[3].shards == 2, "two replicas of the optimizer's state are too much"
-    with pytest.raises(OutOfMemory, match="nothing fits into 16.0 MiB: the least is"):
+    with pytest.raises(OutOfMemory, match="nothing fits into 90% of 16.0 MiB: the least is"):
         fit_in(task, mh.Mirrored(), 16 * MIB, 1)
 
 
@@ -41,7 +41,7 @@ def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.Mo
     assert spec.offload == "optimizer"
     assert "replicas=1 would take" in text
     assert not fit_in(task, mh.Single(), 1 << 30, 1, host=1 << 30)[0].offload
-    with pytest.raises(OutOfMemory, match="nothing fits into 14.0 MiB"):
+    with pytest.raises(OutOfMemory, match="nothing fits into 90% of 14.0 MiB"):
         fit_in(task, mh.Single(), 14 * MIB, 1, host=4 * MIB)
 
 

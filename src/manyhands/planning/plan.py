@@ -312,7 +312,7 @@ def _tried(options: list[Option], control: Option, measure: Measure, tries: int)
 def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[Option]) -> StrategyError:
     """An error that says what would fit: more devices, narrow numbers, or a smaller batch."""
     near = min(options, key=lambda option: option.estimate.memory.total)
-    need, have = near.estimate.memory.total / 2**30, cluster.chip.memory / 2**30
+    need, have = near.estimate.memory.total / 2**30, ROOM * cluster.chip.memory / 2**30
     able = [option for option in options if option.estimate.fits]
     if able:
         return StrategyError(
@@ -331,7 +331,7 @@ def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options:
                 remedy = f"{more.num_devices} of these devices would do, with {fitting[0].spec}"
                 break
     return StrategyError(
-        f"a step must fit into the {have:.3g} GiB of a {cluster.chip.name}",
+        f"a step must fit into {have:.3g} GiB, {ROOM:.0%} of the memory of one {cluster.chip.name}",
         got=f"at least {need:.3g} GiB with {near.spec}",
         remedy=remedy,
     )

@@ -60,8 +60,8 @@ def fit_in(
     if best is None:
         least = min(choices, key=lambda choice: choice.bytes)
         raise OutOfMemory(
-            f"nothing fits into {size_text(memory)}: the least is {least.spec} with about {size_text(least.bytes)} a "
-            "device; use more devices, a smaller batch or network, or precision=bf16"
+            f"nothing fits into {ROOM:.0%} of {size_text(memory)}: the least is {least.spec} with about "
+            f"{size_text(least.bytes)} a device; use more devices, a smaller batch or network, or precision=bf16"
         )
     taken = f"about {size_text(best.bytes)} of {size_text(memory)} on each device"
     plain = choices[0]
