@@ -52,7 +52,8 @@ def footprint(
         gradients=gradients if stay else grown,
         state=state,
         activations=before + activations,
-        working=working + network.input_bytes * samples,
+        # A step's batch is there as a whole, whatever parts it is taken in.
+        working=working + network.input_bytes * samples * spec.accumulate * spec.microbatches,
     )
 
 
