@@ -121,6 +121,7 @@ def test_no_pick_is_slower_than_data_parallel() -> None:
         (timed(0.01, 1e4, batch_size=16), cluster(8), "only 16 samples", "a batch of 64"),
         (timed(1e-6, 100, batch_size=1024), cluster(16), "a faster link would not", "a quarter of the latency"),
         (timed(1e-6, 100, batch_size=1024), cluster(16), "latency: ", "local steps"),
+        (timed(0.01, 1e8, batch_size=16, noise=4.0), cluster(8), "past the critical batch, about 4", "bf16 gradients"),
     ],
 )
 def test_the_curve_says_why_and_what_would_help(workload: Any, where: Any, reason: str, remedy: str) -> None:

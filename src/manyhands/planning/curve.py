@@ -11,7 +11,7 @@ from ..core import StrategySpec
 from ..costs import START, Link
 from .clusters import Cluster
 from .estimate import Estimate, estimate, servers_of
-from .report import duration
+from .report import duration, size
 from .workload import Workload
 
 MOST_DEVICES = 1024
@@ -94,7 +94,7 @@ class Curves:
         """In words, what keeps more devices from helping: the largest of what is lost at that point."""
         work = self._workload
         if count == self._most() < MOST_DEVICES:
-            return f"the batch has only {work.batch_size} samples to share out"
+            return f"the batch has only {work.batch_size} samples to share out{_past_critical(work)}"
         count = min(self._most(), max(2, count + 1))
         found = self.point(count).estimate
         ideal = self._alone / count
@@ -226,7 +226,7 @@ def _by_servers(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     hot = max(network.pieces, key=lambda piece: piece.largest)
     whose = f", most of it the largest parameter of {hot.name!r}" if servers.hottest > 1.5 / servers.count else ""
     return (
-        f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of {network.param_bytes / 1e6:.3g} MB"
+        f"the hottest of {servers.count} servers: it holds {servers.hottest:.0%} of {size(network.param_bytes)}"
         f"{whose}, and {found.spec.replicas} workers wait {duration(lost)} for it"
     )
 
@@ -240,7 +240,7 @@ def _latency(found: Estimate, cluster: Cluster, work: Workload) -> float:
 
 
 def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
-    size = work.network(found.spec.precision).gradient_bytes / 1e6
+    sent = size(work.network(found.spec.precision).gradient_bytes)
     spans = found.num_devices > cluster.per_host
     grown = cluster.with_devices(found.num_devices)
     way = grown.network if spans and grown.network else cluster.inside
@@ -254,7 +254,7 @@ def _by_network(found: Estimate, cluster: Cluster, lost: float, work: Workload) 
     if found.spec.servers:
         return _by_servers(found, cluster, lost, work)
     return (
-        f"{what}: {size:.3g} MB of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
+        f"{what}: {sent} of gradients at {way.rate / 1e9:.3g} GB/s keep {found.num_devices} devices waiting for "
         f"{duration(lost)} of a {duration(found.seconds)} step"
     )
 
@@ -274,11 +274,18 @@ def _by_input(found: Estimate, cluster: Cluster, lost: float, work: Workload) ->
     return f"input: the feed reads {work.feed:.3g} samples/s on a host, and steps wait {duration(lost)} for it"
 
 
+def _past_critical(work: Workload) -> str:
+    """A larger batch would help the devices, but not the training."""
+    if work.noise is None or work.noise > work.batch_size:
+        return ""
+    return f"; a larger one would be past the critical batch, about {work.noise:.3g} samples"
+
+
 def _by_host(found: Estimate, cluster: Cluster, lost: float, work: Workload) -> str:
     rows = work.batch_size / found.spec.num_parts / (found.spec.accumulate * found.spec.microbatches)
     return (
         f"too little work: with {rows:.3g} samples a device spends {duration(lost)} of a step on starting "
-        "operations and on work that does not shrink with the batch"
+        f"operations and on work that does not shrink with the batch{_past_critical(work)}"
     )
 
 
