@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from manyhands.cluster import write_token
+from manyhands.testing import held_ports
 
 from .conftest import Invoke
 
@@ -46,17 +46,16 @@ def test_a_run_without_samples(invoke: Invoke) -> None:
 def test_two_hosts_are_profiled_and_each_is_told_all(invoke: Invoke, tmp_path: Path) -> None:
     token = tmp_path / "token"
     write_token(token)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = ["profile", "small_task.py", "--on", "cpu", "--steps", "2", "--json"]
-    command += ["--hosts", "2", "--join", f"127.0.0.1:{port}", "--token-file", str(token)]
-    other = subprocess.Popen([sys.executable, "-m", "manyhands", *command], stdout=subprocess.PIPE, text=True)
-    try:
-        here = invoke(*command)
-        there, _ = other.communicate(timeout=60)
-    finally:
-        other.kill()
-        other.wait()
+    command = ["profile", "small_task.py", "--on", "cpu", "--steps", "2", "--json", "--hosts", "2"]
+    with held_ports(1) as (port,):
+        command += ["--join", f"127.0.0.1:{port}", "--token-file", str(token)]
+        other = subprocess.Popen([sys.executable, "-m", "manyhands", *command], stdout=subprocess.PIPE, text=True)
+        try:
+            here = invoke(*command)
+            there, _ = other.communicate(timeout=60)
+        finally:
+            other.kill()
+            other.wait()
     assert here.exit_code == other.returncode == 0, here.output
     found = json.loads(here.stdout)
     assert found["strategy"] == "replicas=2"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import manyhands as mh
-from manyhands.cluster import SERVER, TRAINERS, Standing, World, launched
+from manyhands.cluster import SERVER, TRAINERS, World, launched
 from manyhands.cluster.world import _current
 from manyhands.core import SettingsError
-from manyhands.testing import Hosts
+from manyhands.testing import Hosts, held_ports
+from manyhands.training import joined_world
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
 SCRIPT = """
@@ -101,29 +102,28 @@ def test_a_plain_program_was_not_launched() -> None:
 
 def test_a_tf_config_gives_its_workers_ranks(run_ranks: Ranks) -> None:
     """A cluster that TensorFlow set up trains as it is; whoever is no worker there is refused."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    roles = {"chief": [f"localhost:{port}"], "worker": ["localhost:1"], "ps": ["localhost:2"]}
+    roles = {"chief": [""], "worker": ["localhost:1"], "ps": ["localhost:2"]}
 
     def variables(role: str) -> dict[str, str]:
         return {"TF_CONFIG": json.dumps({"cluster": roles, "task": {"type": role, "index": 0}})}
 
-    def join(world: World) -> tuple[int, int, float]:
-        os.environ.update(variables(("chief", "worker")[world.rank]))
+    def join(world: World, parts: Sequence[str] = TRAINERS) -> tuple[int, int, float]:
+        os.environ.update(variables(("chief", "worker", "ps")[world.rank]))
         world.close()
         _current.clear()  # as in a process that nobody of ours has started
+        joined_world(roles=parts)
         hand = mh.hand()
         return hand.rank, hand.size, float(hand.sum(hand.rank + 1.0))
 
-    assert run_ranks(join, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
+    with held_ports(2) as ports:
+        roles["chief"] = [f"localhost:{ports[0]}"]
+        assert run_ranks(join, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
+        # Where servers are ranks too they come last.
+        roles["chief"] = [f"localhost:{ports[1]}"]
+        every = functools.partial(join, parts=(*TRAINERS, SERVER))
+        assert run_ranks(every, 3) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
     with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:2"):
         launched(environ=variables("ps"))
-    # Where servers are ranks too they come last.
-    for rank, role in enumerate(("chief", "worker", "ps")):
-        found = launched(environ=variables(role), roles=(*TRAINERS, SERVER))
-        assert found is not None
-        assert found.standing == Standing(rank, 3)
 
 
 def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:

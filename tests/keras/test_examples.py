@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
+
+from manyhands.testing import held_ports
 
 from .behaviours import EXAMPLES, run_example
 
@@ -31,17 +30,6 @@ def said_by(process: subprocess.Popen[str]) -> str:
     said, _ = process.communicate(timeout=110)
     assert process.returncode == 0, said
     return said
-
-
-@contextlib.contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Ports that nobody else is given: bound all the while, and free to listen on for whoever may reuse an address."""
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in held:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind(("127.0.0.1", 0))
-        yield [each.getsockname()[1] for each in held]
 
 
 def test_mirrored_starts_itself_again(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
+        # Two that reuse an address may both bind; only one may listen.
+        listener.listen(128)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -110,7 +112,6 @@ def listen(address: str, port: int = 0) -> socket.socket:
         raise SettingsError(
             f"{address} must be an address of this machine", got=error.strerror, remedy="name one of its own"
         ) from None
-    listener.listen(128)
     return listener
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from keras import tree
+from keras import ops, tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..training import Hand
@@ -194,7 +194,8 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
                 return _predicted(strategy.hand, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
-            strategy.hand.tell_step(lambda: int(model.optimizer.iterations.value))
+            # A variable, or a tensor where the optimizer accumulates; on any device.
+            strategy.hand.tell_step(lambda: int(ops.convert_to_numpy(model.optimizer.iterations)))
         return logs
 
     return function

@@ -4,6 +4,7 @@ from .contracts import Runner, WorldContract
 from .hosts import Host, Hosts
 from .leaks import Footprint, no_leaks
 from .policies import PolicyContract
+from .ports import held_ports
 from .services import ServiceContract
 from .threads import Faults, InjectedFault, ThreadWorld, run_threads
 
@@ -20,4 +21,5 @@ __all__ = [
     "Hosts",
     "Footprint",
     "no_leaks",
+    "held_ports",
 ]
