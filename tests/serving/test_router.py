@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -68,7 +69,7 @@ def test_both_protocols_go_through_and_both_servers_work(
 ) -> None:
     publish(adder, tmp_path / "adder", 2)
     servers = [start(tmp_path), start(tmp_path)]
-    router = route(*map(address, servers))
+    router = route(*map(address, servers), log=tmp_path / ".log")
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)
     client = Client(router.url, manage=router.manage_url)
     try:
@@ -97,6 +98,11 @@ def test_both_protocols_go_through_and_both_servers_work(
         assert len(model["versions"][0]["replicas"]) == 2
     finally:
         client.close()
+    router.stop()
+    lines = [json.loads(line) for line in (tmp_path / ".log" / "access.jsonl").read_text().splitlines()]
+    called = [(line["path"], line["status"], line["out"] > 0) for line in lines if line["method"] == "gRPC"]
+    path = "/tensorflow.serving.PredictionService/Predict"
+    assert called == [(path, 200, True), (path, 404, False)]
 
 
 def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -163,7 +164,8 @@ class Background(ABC):
     async def _listen(self, public: Listener, remote: GrpcListener, private: Listener) -> None:
         settings = self._listening
         public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
-        public.on_answer = self._log.access if settings.log is not None else None
+        if settings.log is not None:
+            public.on_answer, remote.on_answer = self._log.access, partial(self._log.call, "gRPC")
         self.http = await _opened(public, settings.host, settings.http)
         self.grpc = await _opened(remote, settings.host, settings.grpc)
         self.manage = await _opened(private, settings.manage_host, settings.manage)

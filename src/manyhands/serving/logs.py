@@ -26,12 +26,15 @@ class Logs:
 
     def access(self, request: Request, status: int, size: int) -> None:
         """Writes a line about an answered request; lines are gathered, so a crash may cost the last ones."""
+        self.call(request.method, request.path, status, len(request.body), size, request.arrived)
+
+    def call(self, method: str, path: str, status: int, num_in: int, num_out: int, arrived: float) -> None:
+        """The same for a call over gRPC, whose status is what HTTP would have said."""
         if self._access is not None:
-            path = orjson.dumps(request.path[:200])
-            milliseconds = 1000 * (time.perf_counter() - request.arrived)
+            milliseconds = 1000 * (time.perf_counter() - arrived)
             self._access.write(
                 b'{"t":%.6f,"method":"%b","path":%b,"status":%d,"in":%d,"out":%d,"ms":%.3f}\n'
-                % (time.time(), request.method.encode(), path, status, len(request.body), size, milliseconds)
+                % (time.time(), method.encode(), orjson.dumps(path[:200]), status, num_in, num_out, milliseconds)
             )
 
     def close(self) -> None:

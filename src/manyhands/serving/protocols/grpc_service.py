@@ -18,7 +18,7 @@ from ..http import BadRequest
 from ..limits import Bodies, Limits
 from ..security import Tls, Token
 from ..version import Version
-from .protocol import KEY, TRACE, Desk
+from .protocol import KEY, STATUS, TRACE, Desk
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 
@@ -87,6 +87,8 @@ class GrpcListener:
     ) -> None:
         self._services, self._token, self._limits, self._tls = services, Token(token), limits, tls
         self.bodies = Bodies(limits.bodies)
+        self.on_answer: Callable[[str, int, int, int, float], None] | None = None
+        """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.others: Any = None
         """A handler of every method that no service has."""
         self._server: Any = None
@@ -102,7 +104,7 @@ class GrpcListener:
         for service in self._services:
             handlers = {
                 name: grpc.unary_unary_rpc_method_handler(
-                    self._guarded(_parsing(method, asked)), response_serializer=_serialised
+                    self._guarded(f"/{service.name}/{name}", _parsing(method, asked))
                 )
                 for name, (method, asked, _) in service.methods().items()
             }
@@ -125,20 +127,34 @@ class GrpcListener:
         if self._server is not None:
             await self._server.stop(patience)
 
-    def _guarded(self, method: Method) -> Method:
-        """A method of bytes whose refusals become status codes."""
+    def _guarded(self, path: str, method: Method) -> Method:
+        """A method of bytes whose refusals become status codes, and whose calls are told."""
 
         async def run(request: bytes, context: Any) -> Any:
+            arrived, answer, status = time.perf_counter(), b"", 500
             try:
                 self._require_token(context)
                 with self.bodies.holding(len(request)):
-                    return await method(request, context)
+                    answer = await method(request, context)
+                status = 200
+                return answer
+            except asyncio.CancelledError:
+                status = STATUS["CANCELLED"]
+                raise
+            except grpc.aio.AbortError:
+                status = STATUS.get(context.code().name, 500)
+                raise
             except RequestRefused as refusal:
                 if refusal.retry_after is not None:
                     context.set_trailing_metadata((("retry-after", f"{refusal.retry_after:.0f}"),))
+                status = STATUS.get(refusal.code, 500)
                 code, reason = getattr(grpc.StatusCode, refusal.code, grpc.StatusCode.UNKNOWN), refusal.reason
             except BadRequest as error:
+                status = error.status
                 code, reason = grpc.StatusCode.INVALID_ARGUMENT, error.reason
+            finally:
+                if self.on_answer is not None:
+                    self.on_answer(path, status, len(request), len(answer), arrived)
             return await context.abort(code, reason)
 
         return run
@@ -157,10 +173,7 @@ def _parsing(method: Method, asked: Any) -> Method:
             message = asked.FromString(request)
         except DecodeError:
             raise RequestRefused("INVALID_ARGUMENT", f"the message is no {asked.DESCRIPTOR.name}") from None
-        return await method(message, context)
+        answer = await method(message, context)
+        return bytes(answer.SerializeToString())
 
     return run
-
-
-def _serialised(message: Any) -> bytes:
-    return bytes(message.SerializeToString())

@@ -168,7 +168,7 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, fleet: Fleet, timeout: float) -> None:
         self._fleet, self._timeout = fleet, timeout
-        self.guard: Callable[[Method], Method] = lambda method: method
+        self.guard: Callable[[str, Method], Method] = lambda path, method: method
 
     def service(self, details: Any) -> Any:
         method = details.method
@@ -176,7 +176,7 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def run(request: bytes, context: Any) -> bytes:
             return await self._forward(method, request, context)
 
-        return grpc.unary_unary_rpc_method_handler(self.guard(run))
+        return grpc.unary_unary_rpc_method_handler(self.guard(method, run))
 
     async def _forward(self, method: str, request: bytes, context: Any) -> bytes:
         left = context.time_remaining()
