@@ -173,6 +173,9 @@ def test_rules_are_silent_where_nothing_is_wrong() -> None:
     fine = [rank(n, seconds={"communication": 0.003}) for n in range(4)]
     assert profile(*fine).advice == []
     assert profile(rank(larger=Larger(rows=128, seconds=0.11, usual=0.03))).advice == []
+    # Nobody waits for a slow worker whose gradients are updates by themselves.
+    uneven = (rank(0), rank(1, seconds={"forward": 0.08}))
+    assert profile(*uneven, spec={"servers": 1, "staleness": None}).advice == []
 
 
 def test_what_promises_most_comes_first() -> None:
