@@ -32,7 +32,7 @@ import torch
 
 import manyhands as mh
 from manyhands.cluster import resolve
-from manyhands.serving import Server
+from manyhands.serving import Router, Server
 from manyhands.store import export
 
 from .load import Ask, Outcome, at_share, measure
@@ -85,6 +85,7 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
             {f"{OURS} JSON": as_json(server, "mlp"), f"{OURS} binary": as_bytes(server, "mlp"), **same},
             *((1, 1) if quick else (3, 3)),
         )
+        over_bare(report, as_json(server, "mlp"), 1.0 if quick else 3.0)
         if asks:
             at_half(report, as_json(server, "mlp"), asks, rates)
     if not asks:
@@ -93,6 +94,19 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
     report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
     best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
     report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
+
+
+def over_bare(report: Report, ask: Ask, seconds: float) -> None:
+    """What a request takes that waits for nobody, and the network's own part of it."""
+    model, rows, times = WORKS["mlp"](), torch.from_numpy(ROWS), []
+    with torch.inference_mode():
+        for _ in range(2000):
+            began = time.perf_counter()
+            model(rows)
+            times.append(time.perf_counter() - began)
+    alone = measure(ask, seconds=seconds, connections=1)
+    report.notes["bare call of the small network, µs"] = round(1e6 * median(times), 1)
+    report.notes[f"{OURS} JSON, one connection, p50 µs"] = round(1e6 * alone.percentile(0.5), 1)
 
 
 def by_wrk(report: Report, asks: Mapping[str, Ask], seconds: int, rounds: int) -> None:
@@ -182,12 +196,21 @@ def recovered(ask: Ask, rate: float, slowest: float) -> float:
 
 
 def replicas(report: Report, models: Path, seconds: float, rounds: int) -> None:
-    """Two replicas over one, as a share of what two processes that know nothing of each other reach; in rounds."""
+    """Two replicas over one, as a share of what two processes that know nothing of each other reach; in rounds.
+
+    Beside them two servers of one replica each, behind a router.
+    """
     devices = resolve("cpu*2")[0]
-    with serving(models, devices[:1], max_rows=16) as one, serving(models, devices, max_rows=16) as two:
+    with (
+        serving(models, devices[:1], max_rows=16) as one,
+        serving(models, devices[1:], max_rows=16) as other,
+        serving(models, devices, max_rows=16) as two,
+        mh.route([f"127.0.0.1:{s.grpc}/{s.http}/{s.manage}" for s in (one, other)], http=0, grpc=0, manage=0) as router,
+    ):
         contenders: dict[str, Callable[[], float]] = {
             "one replica": asking(as_bytes(one, "cnn", rows=16), seconds, connections=8),
             "two replicas": asking(as_bytes(two, "cnn", rows=16), seconds, connections=8),
+            "two servers behind a router": asking(as_bytes(router, "cnn", rows=16), seconds, connections=8),
             "one process": lambda: 1 / bare(1, seconds),
             "two processes": lambda: 1 / bare(2, seconds),
         }
@@ -197,6 +220,8 @@ def replicas(report: Report, models: Path, seconds: float, rounds: int) -> None:
         kind: median(one / two for one, two in zip(times[f"one {kind}"], times[f"two {many}"], strict=True))
         for kind, many in (("replica", "replicas"), ("process", "processes"))
     }
+    routed = zip(times["one replica"], times["two servers behind a router"], strict=True)
+    report.notes["two servers behind a router over one"] = round(median(one / two for one, two in routed), 3)
     report.notes["two replicas over one"] = round(gains["replica"], 3)
     report.notes["two processes over one"] = round(gains["process"], 3)
     report.checks["two_replicas_of_ceiling"] = Check(value=gains["replica"] / gains["process"], at_least=0.9)
@@ -233,7 +258,7 @@ def as_json(server: Server, model: str) -> Ask:
     return Ask(port=server.http, path=f"/v1/models/{model}:predict", body=body)
 
 
-def as_bytes(server: Server, model: str, rows: int = 1) -> Ask:
+def as_bytes(server: Server | Router, model: str, rows: int = 1) -> Ask:
     """The Open Inference Protocol with binary tensors."""
     blob = np.repeat(ROWS, rows, 0).tobytes()
     one = {"name": "x", "shape": [rows, ROW], "datatype": "FP32", "parameters": {"binary_data_size": len(blob)}}
