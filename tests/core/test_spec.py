@@ -15,6 +15,7 @@ from manyhands.core import StrategyError, StrategySpec, as_spec
         ("mirrored", mh.Mirrored()),
         ("Mirrored", mh.Mirrored()),
         ("dp=4", mh.Mirrored(4)),
+        ("fsdp,recompute=blocks", mh.Sharded(recompute="blocks")),
         ("ddp=2, accumulate=3", mh.Mirrored(2, accumulate=3)),
         ("mirrored,precision=bf16,batch_stats=local", mh.Mirrored(precision="bf16", batch_stats="local")),
         ("mirrored,deterministic=true", mh.Mirrored(deterministic=True)),

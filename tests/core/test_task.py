@@ -62,6 +62,11 @@ GOOD: dict[str, Any] = {
         ),
         ({"loss": nn.functional.cross_entropy}, "but got cross_entropy, which takes outputs and labels"),
         ({"metrics": [len]}, "metrics must be functions by name, but got list"),
+        (
+            {"metrics": {"a": lambda outputs: 0}},
+            r"metrics\['a'\] is called with \(outputs, batch\), but got <lambda>\(o",
+        ),
+        ({"loss": lambda model, x, y: 0}, r"loss is called with \(model, batch\), but got <lambda>\(model, x, y\)"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str) -> None:

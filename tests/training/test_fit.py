@@ -139,7 +139,7 @@ def test_one_program_serves_the_first_start_and_the_next(tmp_path: Path) -> None
     assert run.losses == whole.losses
     for number in range(6):
         (tmp_path / f"z{number}").mkdir()
-    with pytest.raises(SettingsError, match=r"z5 and 3 more, but got 'no'; .*'auto' in mh.fit, or --go-on"):
+    with pytest.raises(SettingsError, match=r"z5 and 3 more, but got 'no'; .*resume='auto', or --go-on"):
         fit(noisy(), folder=tmp_path, name="no", resume=True)
     with pytest.raises(SettingsError, match="resume needs the run's name"):
         fit(noisy(), folder=tmp_path, resume="auto")

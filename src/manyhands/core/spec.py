@@ -612,6 +612,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "tensorparallel": {"tensor": 2},
 }
 """Strategies by the one word that people change."""
+_ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
+"""What the field calls them."""
 
 
 def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
@@ -667,7 +669,7 @@ def split_settings(text: str) -> list[str]:
 
 def _named(word: str) -> dict[str, Any]:
     try:
-        return NAMED[word]
+        return NAMED[_ELSEWHERE.get(word, word)]
     except KeyError:
         raise StrategyError(
             f"a strategy is one of {', '.join(NAMED)}, or settings such as replicas=4",

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+_ARGUMENTS = {
+    "model": (),
+    "optimizer": ("model",),
+    "loss": ("model", "batch"),
+    "step": ("hand", "batch"),
+    "schedule": ("step", "total"),
+}
+"""What a task's functions are called with."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mean:
     """A mean kept as its total and its count, so that parts can be added before dividing."""
@@ -159,6 +169,10 @@ class Task:
             )
         for name, metric in self.metrics.items():
             _require_metric(name, metric)
+            if not _takes(metric, ()):  # which makes an object for every replica
+                _require_arguments(f"metrics[{name!r}]", metric, ("outputs", "batch"))
+        for name, arguments in _ARGUMENTS.items():
+            _require_arguments(name, getattr(self, name), arguments)
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -290,6 +304,24 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     raise SettingsError(
         f"{name} must be of type {shown}", got=repr(value), remedy=f"write {name}=VALUE with such a value"
     )
+
+
+def _require_arguments(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """A function of other arguments is told before anything is trained; what is no plain function is left alone."""
+    if inspect.isfunction(function) and not _takes(function, arguments):
+        raise TaskError(
+            f"{name} is called with ({', '.join(arguments)})",
+            got=f"{function.__name__}{inspect.signature(function)}",
+            remedy="let it take these",
+        )
+
+
+def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
+    """Whether a plain function can be called with so many arguments."""
+    try:
+        return inspect.isfunction(function) and inspect.signature(function).bind(*arguments) is not None
+    except TypeError:
+        return False
 
 
 def _require_metric(name: str, metric: Any) -> None:
