@@ -18,7 +18,7 @@ Facts = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """Those of one device that can be compared."""
-    names = ("micro_batches", "narrow", "a_metric_with_states")
+    names = ("micro_batches", "narrow", "a_metric_with_states", "each_makes_its_own")
     return {name: BEHAVIOURS[name](folder) for name in names}
 
 
@@ -84,8 +84,9 @@ def test_a_replica_reads_its_own_samples(every: dict[str, Facts]) -> None:
     assert sorted(first + second) == list(range(101))
 
 
-def test_input_of_each_ones_own(every: dict[str, Facts]) -> None:
+def test_input_of_each_ones_own(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     facts = every["each_makes_its_own"]
+    assert alone["each_makes_its_own"]["steps"] == 3
     assert [fact["steps"] for fact in facts] == [3, 3]
     same(facts, "weights")
     same(facts, "loss")
