@@ -172,6 +172,7 @@ def test_of_a_huge_table_only_rows_travel_to_servers() -> None:
     assert found.best.spec == StrategySpec(replicas=16, servers=4)
     assert found.best.seconds < 0.01
     assert found.best.option.estimate.memory.total < 1e6
+    assert mh.plan(task, "8 A100").best.spec == StrategySpec(replicas=8, servers=1)
     # A plain one is held whole, and travels whole; the plan says what it could be instead.
     plain = mh.plan(task.replace(model=lambda: Clicks(by_rows=False)), "4 hosts x 4 A100, 25Gb/s")
     assert isinstance(plain, Plan)

@@ -56,7 +56,8 @@ class Search:
         found: dict[StrategySpec, Option] = {}
         for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
             found[spec] = self.option(workload, cluster, spec)
-        if cluster.hosts > 1:
+        has_tables = any(piece.table_bytes for piece in workload.network(self.precision).pieces)
+        if cluster.hosts > 1 or (has_tables and not cluster.measured):  # steps with servers are not tried here
             served = replace(self.control(workload, cluster), servers=cluster.hosts)
             found[served] = self.option(workload, cluster, served)
         for devices in _counts(cluster.num_devices):
