@@ -386,6 +386,7 @@ def serve(
     compile: bool = False,
     warmup: str | Path | None = None,
     record: str | Path | None = None,
+    unload_first: bool = False,
     traces: bool = False,
     log: str | Path | None = None,
 ) -> Server | Router:
@@ -398,7 +399,8 @@ def serve(
     - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
     - `manage_host`: where management listens, for a router on another host;
     - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
-    - `versions`: "latest", "latest:2", "all" or numbers such as "1,3";
+    - `versions`: "latest", "latest:2", "all" or numbers such as "1,3"; `unload_first` ends the old one before the new
+      one is loaded, where a device has no room for both: requests are refused meanwhile;
     - `max_rows`, `sizes`, `queue_rows`: of a batch, to pad to, that may wait before requests are refused; `queue_mib`:
       MiB of requests' bodies that may;
     - `timeout`: seconds for a request; `probation`: seconds in which a new version that fails or is slow is sent back;
@@ -431,6 +433,7 @@ def serve(
         compiles=compile,
         warmup=Path(warmup) if warmup is not None else None,
         record=Path(record) if record is not None else None,
+        unload_first=unload_first,
         traces=traces,
         log=Path(log) if log is not None else None,
     )

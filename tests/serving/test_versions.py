@@ -16,7 +16,7 @@ import httpx
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, SettingsError, Signature, TensorSpec
+from manyhands.core import Predictor, SettingsError, Signature, TensorSpec, read_events
 from manyhands.serving import BatchSettings, Probation, Server
 
 from .conftest import Start, publish
@@ -91,6 +91,29 @@ def test_swaps_under_load_lose_and_mix_nothing(adder: Path, tmp_path: Path, star
     assert load.failures == []
     assert set(load.answers) == set(range(1, 6))
     until(lambda: versions(server) == {5: "AVAILABLE"})
+
+
+def test_where_both_do_not_fit_the_old_one_goes_first_and_returns_if_it_must(
+    adder: Path, tmp_path: Path, start: Start
+) -> None:
+    model = tmp_path / "adder"
+    publish(adder, model, 1)
+    server = start(tmp_path, unload_first=True, log=tmp_path / "log")
+    publish(adder, model, 2)
+    until(lambda: current(server) == 2)
+    events = [(entry["kind"], entry.get("version")) for entry in read_events(tmp_path / "log" / "events.jsonl")]
+    assert events.index(("version_ended", 1)) < events.index(("version_loading", 2))
+    publish(adder, tmp_path / "aside", 3)
+    weights = tmp_path / "aside" / "3" / "weights.safetensors"
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    (tmp_path / "aside" / "3").rename(model / "3")
+    until(lambda: [v for v in server.state()["models"][0]["versions"] if v["error"]])
+    until(lambda: current(server) == 2)
+    shutil.rmtree(model / "3")
+    until(lambda: current(server) == 2)
+    httpx.post(f"{server.manage_url}/manage/models/adder/rollback").raise_for_status()
+    assert versions(server)[1] == "AVAILABLE"
+    assert 2 not in versions(server)
 
 
 def test_what_is_broken_or_half_copied_does_not_disturb(adder: Path, tmp_path: Path, start: Start) -> None:

@@ -57,6 +57,7 @@ class ServeOptions(ListenOptions):
     compile: bool = False
     warmup: str | None = None
     record: str | None = None
+    unload_first: bool = False
     traces: bool = False
 
 
@@ -121,6 +122,10 @@ WarmupFolder = Annotated[
     typer.Option("--warmup", metavar="FOLDER", help="Requests (NAME.jsonl) to compute before a version takes over."),
 ]
 Record = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write the first requests of each model there.")]
+UnloadFirst = Annotated[
+    bool | None,
+    typer.Option("--unload-first", help="End an old version before the new one is loaded, where both do not fit."),
+]
 Traces = Annotated[bool | None, typer.Option("--traces", help="A span of OpenTelemetry for every request.")]
 Log = Annotated[str | None, typer.Option(metavar="FOLDER", help="Write events.jsonl and access.jsonl there.")]
 Config = Annotated[Path | None, typer.Option(help="A TOML file with these options as keys.")]
@@ -166,6 +171,7 @@ def serve(
     compile: Compile = None,
     warmup: WarmupFolder = None,
     record: Record = None,
+    unload_first: UnloadFirst = None,
     traces: Traces = None,
     log: Log = None,
     config: Config = None,
@@ -189,7 +195,7 @@ def serve(
     served = {
         "on": on, "servers": servers, "versions": versions, "max_rows": max_rows, "sizes": sizes,
         "queue_rows": queue_rows, "probation": probation, "precision": precision, "compile": compile,
-        "warmup": warmup, "record": record, "traces": traces,
+        "warmup": warmup, "record": record, "unload_first": unload_first, "traces": traces,
     }  # fmt: skip
     if router:
         _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})

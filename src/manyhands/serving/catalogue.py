@@ -54,6 +54,8 @@ class CatalogueSettings:
     poll: float = 1.0
     patience: float = 30.0
     """Seconds for requests to finish when a version goes."""
+    unload_first: bool = False
+    """Whether the old version goes before the new one is loaded: where a device has no room for both."""
 
 
 class Catalogue:
@@ -198,6 +200,8 @@ class Catalogue:
         model.rejected.add(current.number)
         if not any(version.number in older for version in model.available):
             async with self._turn:
+                if self.settings.unload_first:
+                    await self._let_go(model, current)
                 await self._load(model, max(older), there[max(older)])
         self._switch(model)
         if model.current is None or model.current is current:
@@ -247,21 +251,45 @@ class Catalogue:
             return
         policy = model.policy or self.settings.policy
         wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
+        gone = await self._make_room(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
         for number in sorted(wanted):
-            known = model.versions.get(number)
-            if known is None or known.is_over:
+            if self._is_missing(model, number):
                 await self._load(model, number, there[number])
+        if gone and not model.available:
+            await self._load(model, gone[-1], self._there()[model.name][gone[-1]])
         self._switch(model)
         # Without a version that answers nothing is let go; on probation the one before stays at hand.
         if model.current is None:
             return
         on_probation = time.monotonic() - model.taken_over < self.settings.probation.seconds
-        keep = {*wanted, *model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
+        keep = {*wanted, *self._named(model)}
         if on_probation and model.before is not None:
             keep.add(model.before.number)
         for version in model.available:
             if version.number not in keep and version is not model.current:
                 self._spawn(self._let_go(model, version))
+
+    def _named(self, model: Model) -> set[int | None]:
+        """Versions that labels and splits name."""
+        return {*model.labels.values(), *(s.version for split in self.splits.values() for s in split)}
+
+    def _is_missing(self, model: Model, number: int) -> bool:
+        known = model.versions.get(number)
+        return known is None or known.is_over
+
+    async def _make_room(self, model: Model, wanted: Mapping[int, Print]) -> list[int]:
+        """Where something is about to be loaded, ends what nobody wants or names any more; its numbers."""
+        if not any(self._is_missing(model, n) and self._is_due(model, n, print_) for n, print_ in wanted.items()):
+            return []
+        kept = {*wanted, *self._named(model)}
+        going = [version for version in model.available if version.number not in kept]
+        for version in going:
+            await self._let_go(model, version)
+        return [version.number for version in going]
+
+    def _is_due(self, model: Model, number: int, print_: Print) -> bool:
+        attempt = self._attempts.get((model.name, number))
+        return attempt is None or attempt.print != print_ or time.monotonic() >= attempt.next
 
     async def _load_given(self, model: Model) -> None:
         assert self.settings.given is not None
@@ -272,9 +300,9 @@ class Catalogue:
 
     async def _load(self, model: Model, number: int, print_: Print) -> None:
         """Loads a version aside; a failure leaves everything as it was, and is tried again later."""
-        attempt = self._attempts.get((model.name, number))
-        if attempt is not None and attempt.print == print_ and time.monotonic() < attempt.next:
+        if not self._is_due(model, number, print_):
             return
+        attempt = self._attempts.get((model.name, number))
         assert self.settings.root is not None
         path = models_in(self.settings.root)[model.name] / str(number)
         version = self._version(model, number, Exported(path, self.settings.precision, self.settings.compiles))

@@ -7,7 +7,7 @@ import time
 from ..core import RequestRefused
 from .folder import Policy
 from .probation import Judge, Probation
-from .version import AVAILABLE, END, Version
+from .version import AVAILABLE, END, LOADING, Version
 
 
 class Unknown(RequestRefused):
@@ -72,9 +72,11 @@ class Model:
         else:
             number = self._current if version is None else version
         found = self.versions.get(number) if number is not None else None
-        if found is None or found.state != AVAILABLE:
-            raise Unknown(self.name, version)
-        return found
+        if found is not None and found.state == AVAILABLE:
+            return found
+        if version is None and number is not None and any(v.state == LOADING for v in self.versions.values()):
+            raise RequestRefused("UNAVAILABLE", f"{self.name} is being loaded", 1.0)
+        raise Unknown(self.name, version)
 
     def take_over(self) -> bool:
         """Lets the newest version answer that is available and was not sent back; whether that is another one."""

@@ -44,6 +44,8 @@ class ServeSettings(ListenSettings):
     """A folder with requests that a version computes before it takes over."""
     record: Path | None = None
     """A folder where the first requests of each model are written, for a warm-up."""
+    unload_first: bool = False
+    """Whether an old version goes before the new one is loaded, where a device has no room for both."""
     traces: bool = False
     """Whether every request is a span of OpenTelemetry."""
 
@@ -108,6 +110,7 @@ class Server(Background):
             compiles=self.settings.compiles,
             poll=self.settings.poll,
             patience=self.settings.patience,
+            unload_first=self.settings.unload_first,
         )
         self._management: Management | None = None
         self._warmup = Warmup(self.settings.warmup, self._say) if self.settings.warmup is not None else None
