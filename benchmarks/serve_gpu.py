@@ -139,8 +139,8 @@ def add(report: Report, work: Work, device: torch.device, seconds: float, rounds
                 "bare PyTorch": lambda: bare.seconds_per_row(seconds),
                 "manyhands": lambda: 1 / load(ask, work.max_rows, seconds).rate,
             }
-            load(ask, work.max_rows, 1.0)
-            bare.seconds_per_row(1.0)
+            load(ask, work.max_rows, min(1.0, seconds))
+            bare.seconds_per_row(min(1.0, seconds))
             times = interleaved(contenders, rounds)
             rate = 1 / median(times["manyhands"])
             loaded = load(ask, work.max_rows, seconds)

@@ -64,6 +64,9 @@ def _clean(engine: LocalEngine) -> Iterator[None]:
         yield
 
 
+LONG = ("test_examples.py", "test_benchmarks.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves out what this machine cannot run; in CI a test that needs root must run."""
     missing = {"gpu": "" if torch.cuda.is_available() else "needs a CUDA device"}
@@ -73,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             items.remove(item)
             _NEEDS.append(f"{item.nodeid}: {reason}")
+    # A file runs in one process: those that take minutes go first, so that no one waits for them at the end.
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

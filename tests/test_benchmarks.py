@@ -72,18 +72,6 @@ def test_quick_memory() -> None:
     assert abs(result["notes"]["sharded_bytes"] - result["notes"]["sharded_formula_bytes"]) < 1000
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_quick_recovery() -> None:
-    command = [sys.executable, "-m", "benchmarks.recovery", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    bars = {"recovered_of_20": {"at_least": 20}, "seconds_to_step": {"at_most": 10.0}, "steps_lost": {"at_most": 1.0}}
-    assert {name: {k: v for k, v in check.items() if k != "value"} for name, check in result["checks"].items()} == bars
-    assert result["checks"]["recovered_of_20"]["value"] == 20
-    assert result["checks"]["steps_lost"]["value"] <= 1
-
-
 def test_quick_plan_accuracy() -> None:
     command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
@@ -114,9 +102,10 @@ def test_plan_gpu_has_its_form_on_a_cpu() -> None:
     }
 
 
-def test_serve_gpu_has_its_form_on_a_cpu() -> None:
+def test_serve_gpu_has_its_form_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_gpu, "NUM_LOADERS", 1)
     report, work = Report("serve_gpu", quick=True), serve_gpu.works(small=True)[1]
-    assert serve_gpu.add(report, work, torch.device("cpu"), seconds=0.3, rounds=1) > 0
+    assert serve_gpu.add(report, work, torch.device("cpu"), seconds=0.1, rounds=1) > 0
     assert [row.name for row in report.rows] == ["bare PyTorch", "manyhands"]
     assert report.notes[f"{work.title}: p99 ms at half load"] > 0
 

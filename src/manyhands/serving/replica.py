@@ -79,11 +79,14 @@ class Replica:
         ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
         jobs: list[Job] = []
+        is_over = threading.Event()
 
         def work() -> None:
             failure: Exception | None = None
             try:
                 jobs.append(engine.start(computing, [device]))
+                if is_over.is_set():
+                    jobs[0].kill()
                 jobs[0].wait(_ignore, lambda rank, line, stream: print(line, file=sys.stderr))
             except Exception as error:
                 failure = error
@@ -105,6 +108,7 @@ class Replica:
                 replica.close()
             elif coming.done() and not coming.cancelled():
                 coming.result().socket.close()
+            is_over.set()
             for job in jobs:
                 job.kill()
             await asyncio.wait([ending], timeout=ENDING_SECONDS)
