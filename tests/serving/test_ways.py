@@ -47,19 +47,20 @@ def test_a_faster_compiled_network_is_taken(folder: Path, monkeypatch: pytest.Mo
         assert isinstance(run.predictor.module, nn.Module) != compiles
 
 
-@pytest.mark.parametrize("kind", ["wrong", "broken"])
+@pytest.mark.parametrize("kind", ["wrong", "no numbers", "broken"])
 def test_a_compiled_network_must_answer_alike(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(answers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if kind == "broken":
             raise RuntimeError("no compiler here\nand much more")
-        return tuple(2 * tensor for tensor in answers)
+        factor = 2.0 if kind == "wrong" else float("nan")
+        return tuple(factor * tensor for tensor in answers)
 
     faster(monkeypatch, answer)
     run, batch = fastest(load(folder), CPU, MAX_ROWS, compiles=True), {"x": torch.randn(2, 3, 8, 8)}
     torch.testing.assert_close(run(batch), Plain(load(folder), CPU)(batch))
-    reason = "'output' would not be the same" if kind == "wrong" else "no compiler here"
+    reason = "no compiler here" if kind == "broken" else "'output' would not be the same"
     assert capsys.readouterr().err == f"batches are not compiled: {reason}\n"
 
 

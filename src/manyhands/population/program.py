@@ -212,7 +212,7 @@ class Program:
         def keys() -> Tensor:
             return stacked_keys(stack[VALID_SEED], stack[STEP], ids.expand(len(stack), -1))
 
-        with evaluating(self._whole.model), torch.no_grad():
+        with self.trying_kernels(), evaluating(self._whole.model), torch.no_grad():
             loss, _ = self.compute(tensors, buffers, keys, batch, shared=True)
             answers = None
             if self.task.metrics:

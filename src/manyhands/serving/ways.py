@@ -144,8 +144,9 @@ def _require_alike(one: Run, other: Run, batches: Sequence[Tensors]) -> None:
     for batch in batches:
         want = {name: tensor.clone() for name, tensor in one(batch).items()}
         for name, have in other(batch).items():
-            far = (have.double() - want[name].double()).abs().max()
-            if have.shape != want[name].shape or far > CLOSE * want[name].double().abs().max():
+            have, wanted = have.double(), want[name].double()
+            allowed = CLOSE * float(wanted.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+            if have.shape != wanted.shape or not torch.allclose(have, wanted, 0.0, allowed, equal_nan=True):
                 raise RuntimeError(f"{name!r} would not be the same")
 
 
