@@ -84,8 +84,10 @@ def accuracy(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (outputs.argmax(1) == batch[1]).double().mean()
 
 
-def adamw(lr: float = 1e-2, **more: Any) -> Any:
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, **more)
+def adamw(lr: float = 1e-2, eps: float = 1e-5, **more: Any) -> Any:
+    """AdamW, with an `eps` far above rounding: the gradient of a bias before a BatchNorm is nothing but rounding,
+    and the usual `eps` would make steps of it that differ between any two ways of summing."""
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, eps=eps, **more)
 
 
 def task(kind: str = "mlp", optimizer: Any = None, **changes: Any) -> mh.Task:
