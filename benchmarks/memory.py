@@ -30,27 +30,10 @@ from manyhands.graph import kept_bytes, lives
 from manyhands.strategies import keep_all, recompute
 from manyhands.training import Hand, fit_in, host_bytes, limited
 
+from .gpu_works import Block
 from .report import Check, Report, arguments, interleaved
 
 VOCABULARY, LENGTH = 1024, 128
-
-
-class Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Gpt(nn.Module):

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch import nn
 
+import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.serving import Client, ServeSettings
 from manyhands.store import export
@@ -43,6 +44,14 @@ def test_bf16_is_declared_and_keeps_types(start: Start, tmp_path: Path) -> None:
     assert np.abs(found["bf16"] - exact).max() > 1e-5
     with pytest.raises(SettingsError, match="precision is fp32 or bf16"):
         ServeSettings(precision="int8")
+
+
+def test_what_is_no_predictor_is_refused_before_anything_starts() -> None:
+    network: Any = nn.Linear(2, 2)
+    with pytest.raises(SettingsError, match=r"got Linear as 'model'; pass run.predictor\(\)"):
+        mh.serve(network, on="cpu")
+    with pytest.raises(SettingsError, match="got Linear as 'net'"):
+        mh.serve({"net": network}, on="cpu")
 
 
 def test_what_was_recorded_warms_the_next_one_up(start: Start, adder: Path, tmp_path: Path) -> None:

@@ -96,9 +96,7 @@ class Server(Background):
                 got=f"{str(root)!r}, which is one model",
                 remedy=f"serve the folder that it is in: {root.absolute().parent}",
             )
-        given = None if isinstance(models, Path) else dict(models)
-        for name in given or {}:
-            require_name(name)
+        given = None if isinstance(models, Path) else _predictors(models)
         self._engine, self._devices = engine, list(devices)
         self._catalogue = CatalogueSettings(
             root=root,
@@ -163,3 +161,17 @@ class Server(Background):
                 self._tracing.close()
             await asyncio.sleep(0)
             self._say("stopped")
+
+
+def _predictors(models: Any) -> dict[str, Predictor]:
+    """Predictors by their names, or an error that says what else could be meant."""
+    whole = dict(models) if isinstance(models, Mapping) else {"model": models}
+    for name, predictor in whole.items():
+        require_name(name)
+        if not isinstance(predictor, Predictor):
+            raise SettingsError(
+                "what is served is a folder of models, a Predictor, or Predictors by their names",
+                got=f"{type(predictor).__name__} as {name!r}",
+                remedy="pass run.predictor(), mh.load(folder), your own class of mh.Predictor, or a folder",
+            )
+    return whole
