@@ -128,6 +128,14 @@ def test_a_rank_that_ignores_the_end_is_killed(engine: LocalEngine) -> None:
     assert time.monotonic() - start < 60
 
 
+def test_a_rank_that_is_killed_before_it_is_forked_does_not_live(engine: LocalEngine) -> None:
+    job = engine.start(lambda world: time.sleep(20), resolve("cpu")[0])
+    # Nobody has heard its number yet.
+    job.kill()
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        job.wait(quiet, quiet)
+
+
 def test_stop_is_heard_by_every_rank(engine: LocalEngine) -> None:
     def until_stopped(world: World) -> bool:
         world.line.report({"kind": "ready"})

@@ -146,6 +146,11 @@ def test_a_replica_that_never_ends_is_replaced(start: Start, tmp_path: Path, mon
     assert ask(0, 5_000_000).json()["outputs"][0]["data"] == [1.0]
     # What is late before it begins is late, not refused.
     assert ask(0, -1).json() == {"error": "the deadline has passed"}
+    # Nor does it keep a server from ending.
+    monkeypatch.setattr("manyhands.serving.replica.STUCK_SECONDS", 60.0)
+    monkeypatch.setattr("manyhands.serving.replica.ENDING_SECONDS", 0.2)
+    assert ask(1, 300_000).status_code == 504
+    server.stop()
 
 
 def taken(server: Server) -> int:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import threading
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 
 from manyhands.cluster import Device, LocalEngine, resolve
 from manyhands.core import Predictor, RequestRefused
-from manyhands.serving import BatchSettings, computing
+from manyhands.serving import BatchSettings, Probation, computing
+from manyhands.serving.catalogue import Catalogue, CatalogueSettings
 from manyhands.serving.computing import Starved, quietly
+from manyhands.serving.folder import Policy
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica
 from manyhands.serving.version import Place, Version
 
+from .conftest import publish
 from .test_versions import Moody
 
 
@@ -61,6 +70,102 @@ def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine)
             meeting.close()
 
     assert asyncio.run(run(resolve("cpu")[0][0])) == "END"
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """The first process to come loads at once, the others when they may."""
+
+    folder: Path
+    compiles: bool = False
+
+    def open(self, device: str) -> Predictor:
+        with contextlib.suppress(FileExistsError):
+            (self.folder / "first").touch(exist_ok=False)
+            return Moody()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+        return Moody()
+
+
+def run_uneven(
+    engine: LocalEngine, folder: Path, then: Callable[[Version, asyncio.Task[None]], Awaitable[None]]
+) -> None:
+    """Does something when the first of two replicas is ready; the version ends after that."""
+
+    async def run() -> None:
+        meeting = Meeting()
+        place = Place(engine, meeting, resolve("cpu*2")[0])
+        version = Version("uneven", 1, Uneven(folder), place, BatchSettings(max_rows=1))
+        loading = asyncio.create_task(version.load(quietly=False))
+        try:
+            await until(lambda: len(version.replicas) == 1)
+            await then(version, loading)
+        finally:
+            await version.end(patience=1.0)
+            meeting.close()
+
+    asyncio.run(run())
+
+
+async def until(wanted: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not wanted():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.01)
+
+
+def test_a_replica_that_dies_while_others_load_is_replaced(engine: LocalEngine, tmp_path: Path) -> None:
+    async def then(version: Version, loading: asyncio.Task[None]) -> None:
+        lost = version.replicas[0].pid
+        os.kill(lost, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        await loading
+        await until(lambda: len(version.batcher.workers) == 2)
+        assert lost not in {replica.pid for replica in version.replicas}
+
+    run_uneven(engine, tmp_path, then)
+
+
+def test_a_load_that_is_given_up_ends_the_replicas_that_were_ready(engine: LocalEngine, tmp_path: Path) -> None:
+    async def then(version: Version, loading: asyncio.Task[None]) -> None:
+        pid = version.replicas[0].pid
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert not psutil.pid_exists(pid)
+
+    run_uneven(engine, tmp_path, then)
+
+
+def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        publish(adder, tmp_path / "adder", number)
+    settings = CatalogueSettings(
+        root=tmp_path,
+        policy=Policy.parse("latest"),
+        probation=Probation(seconds=0),
+        batch=BatchSettings(max_rows=1),
+        poll=60.0,
+    )
+    loaded: list[int] = []
+
+    def say(kind: str, **values: int) -> None:
+        if kind == "version_loading":
+            loaded.append(values["version"])
+
+    async def run() -> list[int]:
+        meeting = Meeting()
+        catalogue = Catalogue(settings, Place(engine, meeting, resolve("cpu")[0]), say)
+        try:
+            await catalogue.start()
+            return await asyncio.gather(catalogue.roll_back("adder"), catalogue.roll_back("adder"))
+        finally:
+            await catalogue.stop()
+            meeting.close()
+
+    assert asyncio.run(run()) == [1, 1]
+    assert loaded == [2, 1]
 
 
 def test_loading_is_given_up_when_it_waited_too_long_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:

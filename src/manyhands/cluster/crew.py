@@ -67,6 +67,8 @@ class Process:
         self.out, self.their_out = os.pipe()
         self.err, self.their_err = os.pipe()
         self.pid = 0
+        self.must_end = False
+        """Whether it is killed as soon as it is there."""
         self.exit_code: int | None = None
         self.heard_at = 0.0
         self.frozen_since: float | None = None
@@ -160,6 +162,7 @@ class Crew:
     def kill(self, slot: int | None = None) -> None:
         """Ends the rank of a slot at once, or every one."""
         for process in self._alive(slot):
+            process.must_end = True
             if process.pid:
                 self._zygote.kill(process.pid)
 
@@ -218,6 +221,9 @@ class Crew:
             raise RunError(f"rank {process.slot} could not be started: {message['failed']}")
         if "forked" in message:
             process.pid = message["pid"]
+            # Another thread may have asked for its end before it was forked.
+            if process.must_end:
+                self._zygote.kill(process.pid)
         else:
             if not last:
                 self._hear_last_words(process)

@@ -48,7 +48,6 @@ class LocalService(Service, Hearer):
         finally:
             os.close(parcel)
         self._crew.start(0, Summons(generation=0, rank=0, size=1, port=0))
-        self._must_end = False
         threading.Thread(target=self._watch, name="manyhands-service", daemon=True).start()
 
     def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,7 +63,6 @@ class LocalService(Service, Hearer):
             self._crew.tell(0, {"stop": True})
 
     def _end_now(self) -> None:
-        self._must_end = True
         self._crew.kill()
 
     # -- on the thread that watches -------------------------------------------------------------------------------
@@ -75,8 +73,6 @@ class LocalService(Service, Hearer):
             while not self._crew.is_over:
                 turn(self._selector, 0.5)
                 self._crew.look()
-                if self._must_end:
-                    self._crew.kill()
         except Exception as error:
             failure = WorkerFailed(0, self.host, f"{type(error).__name__}: {error}")
         with self._sending:

@@ -253,8 +253,7 @@ class Catalogue:
         wanted = policy.wanted(set(there) - model.rejected) | (model.asked & set(there))
         gone = await self._make_room(model, {n: there[n] for n in wanted}) if self.settings.unload_first else []
         for number in sorted(wanted):
-            if self._is_missing(model, number):
-                await self._load(model, number, there[number])
+            await self._load(model, number, there[number])
         if gone and not model.available:
             await self._load(model, gone[-1], self._there()[model.name][gone[-1]])
         self._switch(model)
@@ -294,13 +293,17 @@ class Catalogue:
     async def _load_given(self, model: Model) -> None:
         assert self.settings.given is not None
         async with self._turn:
-            source = Given(self.settings.given[model.name], self.settings.precision, self.settings.compiles)
-            await self._version(model, 1, source).load(quietly=self._is_serving)
+            if self._is_missing(model, 1):
+                source = Given(self.settings.given[model.name], self.settings.precision, self.settings.compiles)
+                await self._version(model, 1, source).load(quietly=self._is_serving)
         self._switch(model)
 
     async def _load(self, model: Model, number: int, print_: Print) -> None:
-        """Loads a version aside; a failure leaves everything as it was, and is tried again later."""
-        if not self._is_due(model, number, print_):
+        """Loads a version aside; a failure leaves everything as it was, and is tried again later.
+
+        While one waits for its turn another may have loaded it, or unloaded the model.
+        """
+        if model.is_unloaded or not self._is_missing(model, number) or not self._is_due(model, number, print_):
             return
         attempt = self._attempts.get((model.name, number))
         assert self.settings.root is not None

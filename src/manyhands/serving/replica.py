@@ -116,8 +116,11 @@ class Replica:
         return replica
 
     def join(self, batcher: Batcher, on_lost: Callable[[Replica], None]) -> None:
-        """Begins to serve."""
+        """Begins to serve, unless it was lost while it waited for the others to load."""
         self._batcher, self._on_lost = batcher, on_lost
+        if self._socket.fileno() < 0:
+            on_lost(self)
+            return
         batcher.workers.append(self)
         batcher.wake()
 
@@ -149,7 +152,10 @@ class Replica:
             self._batcher.workers.remove(self)
 
     async def ended(self) -> str:
-        """Why the process ended, empty where that was wished for."""
+        """Why the process ended, empty where that was wished for; one that was let go and does not end is killed."""
+        done, _ = await asyncio.wait([self._ending], timeout=ENDING_SECONDS)
+        if not done:
+            self._kill()
         try:
             await self._ending
         except RunError as error:

@@ -82,33 +82,31 @@ class Version:
         """
         self.state, self.error = LOADING, ""
         try:
-            started = await asyncio.gather(
-                *(self._start(device, quietly=quietly) for device in self._place.devices), return_exceptions=True
-            )
-            replicas = [replica for replica in started if isinstance(replica, Replica)]
-            failures = [failure for failure in started if isinstance(failure, BaseException)]
-            if not failures and self.is_over:
-                failures.append(RequestRefused("ABORTED", "it was unloaded while it was loading"))
-            if failures:
-                for replica in replicas:
-                    replica.close()
-                raise failures[0]
-        except ManyhandsError as error:
-            self.state, self.error = END, str(error).partition("\n")[0]
+            await self._start_all(quietly=quietly)
+            await self.warm_up(self)
+        except BaseException as error:
+            self.error = str(error).partition("\n")[0] if isinstance(error, ManyhandsError) else ""
+            await self.end(patience=0)
             raise
-        except BaseException:
-            self.state = END
-            raise
-        self._signature = replicas[0].signature
+        if self.state == LOADING:
+            self.state = AVAILABLE
+
+    async def _start_all(self, *, quietly: bool) -> None:
+        started = await asyncio.gather(
+            *(self._start(device, quietly=quietly) for device in self._place.devices), return_exceptions=True
+        )
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        if self.is_over:
+            raise RequestRefused("ABORTED", "it was unloaded while it was loading")
+        self._signature = self.replicas[0].signature
         self._batcher = Batcher(self._settings, list(self._signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.figures.count_batch
         self._batcher.rows_fitting = Layout(self._signature, self._settings.max_rows).rows_fitting
-        for replica in replicas:
-            self._admit(replica)
+        for replica in list(self.replicas):
+            replica.join(self._batcher, self._lose)
         self._spawn(self._sweep())
-        await self.warm_up(self)
-        if self.state == LOADING:
-            self.state = AVAILABLE
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
         """Takes a request; raises where it cannot be answered."""
@@ -125,7 +123,6 @@ class Version:
 
     async def end(self, patience: float) -> None:
         """Takes nothing more, finishes what it has, and lets its processes go."""
-        replicas = list(self.replicas)
         try:
             if self.state == AVAILABLE:
                 self.state = UNLOADING
@@ -133,12 +130,13 @@ class Version:
                 while self.batcher.num_live and time.monotonic() < until:
                     await asyncio.sleep(0.005)
         finally:
+            replicas, tasks = list(self.replicas), list(self._tasks)
             self._close()
-        await asyncio.gather(*(replica.ended() for replica in replicas))
+        await asyncio.gather(*tasks, *(replica.ended() for replica in replicas), return_exceptions=True)
 
     def _close(self) -> None:
         self.state = END
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
         if self._batcher is not None:
             self._batcher.refuse_all(RequestRefused("UNAVAILABLE", "the model was unloaded", 1.0))
@@ -147,26 +145,25 @@ class Version:
         self.replicas.clear()
 
     async def _start(self, device: Device, *, quietly: bool) -> Replica:
+        """A replica that is ready; from now on it ends with this version, whoever waited for it."""
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
-        return await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
-
-    def _admit(self, replica: Replica) -> None:
+        replica = await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
         self.replicas.append(replica)
-        replica.join(self.batcher, self._lose)
+        return replica
 
     def _lose(self, replica: Replica) -> None:
         """A replica died: its requests are queued again by now; another one takes its place."""
         if replica in self.replicas:
             self.replicas.remove(replica)
-        if self.state == AVAILABLE:
+        if not self.is_over:
             self._spawn(self._replace(replica))
 
     async def _replace(self, lost: Replica) -> None:
         reason = await lost.ended()
         self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=reason.partition("\n")[0])
         wait = 0.1
-        while self.state == AVAILABLE:
+        while not self.is_over:
             try:
                 # Requests wait for this one.
                 replica = await self._start(lost.device, quietly=False)
@@ -175,7 +172,7 @@ class Version:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, SLOWEST_RETRY)
                 continue
-            self._admit(replica)
+            replica.join(self.batcher, self._lose)
             self.on_event("replica_replaced", device=str(replica.device), pid=replica.pid)
             return
 

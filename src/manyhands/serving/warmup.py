@@ -40,14 +40,14 @@ class Warmup:
         with path.open("rb") as file:
             lines = [line for line in (file.readline(MAX_BYTES + 1) for _ in range(MAX_REQUESTS)) if line.strip()]
         codes: Counter[str] = Counter()
-        workers = list(version.batcher.workers)
         try:
-            for worker in workers:
-                version.batcher.workers = [worker]
+            for replica in list(version.replicas):
+                version.batcher.workers = [replica]
                 for line in lines:
                     codes[await self._ask(version, line)] += 1
         finally:
-            version.batcher.workers = workers
+            # One may have died meanwhile, and another come.
+            version.batcher.workers = list(version.replicas)
         self._say("warmed_up", model=version.model, version=version.number, requests=dict(codes))
 
     async def _ask(self, version: Version, line: bytes) -> str:
