@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import manyhands as mh
-from manyhands.cluster import SERVER, TRAINERS, World, launched
+from manyhands.cluster import SERVER, TRAINERS, Device, Seat, World, launched
+from manyhands.cluster.launched import _end_together
 from manyhands.cluster.world import _current
 from manyhands.core import SettingsError
 from manyhands.testing import Hosts, held_ports
@@ -124,6 +127,20 @@ def test_a_tf_config_gives_its_workers_ranks(run_ranks: Ranks) -> None:
         assert run_ranks(every, 3) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
     with pytest.raises(SettingsError, match="chief and worker train.*got ps at localhost:2"):
         launched(environ=variables("ps"))
+
+
+def test_who_serves_the_store_ends_after_the_others() -> None:
+    """What it said last, that a file is written, is asked for later by whoever is slower."""
+    store = dist.HashStore()
+    first, second = (Seat(rank=rank, size=2, device=Device("cpu"), timeout=600.0) for rank in range(2))
+    ending = threading.Thread(target=_end_together, args=(store, first))
+    ending.start()
+    while store.add("ended0", 0) < 1:
+        assert ending.is_alive()
+    assert ending.is_alive()
+    _end_together(store, second)
+    ending.join(60)
+    assert store.add("ended0", 0) == 2
 
 
 def test_a_process_for_many_devices_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Two replicas, started once for all that is compared or observed of them."""
+"""Two replicas, started once for all that is compared or observed of them, by an engine that has Keras at hand."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +12,8 @@ from unittest import mock
 import pytest
 
 import manyhands as mh
+from manyhands import verbs
+from manyhands.cluster import LocalEngine
 from manyhands.training import Hand
 
 from .behaviours import BEHAVIOURS
@@ -27,14 +31,39 @@ def run_all(hand: Any, folder: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.fixture(scope="package")
+def told_by(engine: LocalEngine, on: str, folder: Path) -> list[dict[str, Any]]:
+    """What each of the replicas on some devices has to tell."""
+    with mock.patch.object(verbs, "_engine", engine):
+        run = functools.partial(run_all, folder=folder)
+        return mh.launch(run, "mirrored", on=on, progress=False, timeout=60)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LocalEngine]:
+    """Forks processes that have imported Keras, which takes seconds; the product's own have not."""
+    forking = LocalEngine(
+        preload=["manyhands.verbs", "manyhands.serving.computing", "manyhands.keras", "sklearn.datasets"]
+    )
+    # Or Keras would look for a GPU, and no child of a process that has could use one.
+    with mock.patch.dict(os.environ, KERAS_TORCH_DEVICE="cpu"):
+        forking.warm_up()
+    yield forking
+    forking.close()
+
+
+@pytest.fixture(autouse=True)
+def _all_are_forked_with_keras(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "_engine", engine)
+
+
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where they write, each scenario and behaviour in a folder of its own."""
     return tmp_path_factory.mktemp("keras")
 
 
-@pytest.fixture(scope="package")
-def every(folder: Path, engine: Any) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="session")
+def every(folder: Path, engine: LocalEngine) -> dict[str, list[dict[str, Any]]]:
     """What both replicas tell, by name."""
-    two = mh.launch(functools.partial(run_all, folder=folder), "mirrored", on="cpu*2", progress=False, timeout=60)
+    two = told_by(engine, "cpu*2", folder)
     return {name: [told[name] for told in two] for name in two[0]}

@@ -1,18 +1,22 @@
-"""The three examples: on one device, on two replicas under launch, on two workers by TF_CONFIG, and by themselves."""
+"""The examples: on one device, on two replicas under launch, by themselves, and as tasks of a cluster by TF_CONFIG."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
 
+from manyhands.cluster import World
+from manyhands.cluster import world as worlds
 from manyhands.testing import held_ports
 
 from .behaviours import EXAMPLES, run_example
@@ -45,16 +49,65 @@ def test_mirrored_starts_itself_again(tmp_path: Path) -> None:
         assert mine == pytest.approx(other, abs=1e-5)
 
 
-def test_two_workers_by_tf_config(tmp_path: Path) -> None:
-    with held_ports(2) as ports:
-        cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-        tasks = [{"type": "worker", "index": index} for index in range(2)]
-        workers = [start(tmp_path, "workers.py", TF_CONFIG=json.dumps({"cluster": cluster, "task": t})) for t in tasks]
-        loss = run_example("workers.py", tmp_path / "alone")["history"].history["loss"][-1]
-        first_said, second_said = (said_by(worker) for worker in workers)
-    assert float(re.findall(r"2 replicas, loss ([\d.]+)", first_said)[0]) == pytest.approx(loss, rel=1e-4)
-    assert "loss" not in second_said
+def task(world: World, script: str, cluster: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+    """One task of a cluster, a process that knows of the others by TF_CONFIG alone; what its example learned."""
+    role, index = [(role, index) for role, hosts in cluster.items() for index in range(len(hosts))][world.rank]
+    world.close()
+    worlds._current.clear()  # as in a process that nobody of ours has started
+    config = {"cluster": cluster, "task": {"type": role, "index": index}}
+    names = run_example(script, folder, TF_CONFIG=json.dumps(config))
+    strategy = names["strategy"]
+    # A forked process ends without the handlers by which a program that serves the others ends last.
+    strategy.barrier()
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "worker": strategy.worker,
+        "loss": names["history"].history["loss"],
+        "weights": names["model"].get_weights(),
+    }
+
+
+@pytest.fixture
+def run_tasks(run_ranks: Callable[..., list[Any]]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs an example as so many tasks of each part."""
+
+    def run(script: str, folder: Path, **counts: int) -> list[dict[str, Any]]:
+        with held_ports(sum(counts.values())) as ports:
+            free = iter(ports)
+            cluster = {role: [f"127.0.0.1:{next(free)}" for _ in range(count)] for role, count in counts.items()}
+            return run_ranks(functools.partial(task, script=script, cluster=cluster, folder=folder), len(ports))
+
+    return run
+
+
+def test_two_workers_by_tf_config(run_tasks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    two = run_tasks("workers.py", tmp_path, worker=2)
+    one = run_example("workers.py", tmp_path / "alone")
+    assert [told["replicas"] for told in two] == [2, 2]
+    require_equal(two, one)
     assert (tmp_path / "workers.keras").exists()
+
+
+def test_a_chief_workers_and_a_server_by_tf_config(
+    run_tasks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Steps are synchronous: all have what one device learns, and the chief alone has called the callbacks."""
+    tasks = run_tasks("servers.py", tmp_path, chief=1, worker=2, ps=1)
+    one = run_example("servers.py", tmp_path / "alone")
+    assert [told["worker"] for told in tasks] == [None, 0, 1, None]
+    assert {told["replicas"] for told in tasks} == {2}
+    require_equal(tasks, one)
+    assert len((tmp_path / "servers.csv").read_text().splitlines()) == 1 + len(one["history"].epoch)
+    read = keras.models.load_model(tmp_path / "servers.keras")
+    assert read.get_weights()[0] == pytest.approx(tasks[-1]["weights"][0])
+    assert int(read.optimizer.iterations.numpy()) == 2 * 15
+
+
+def require_equal(tasks: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    for told in tasks:
+        assert told["loss"] == pytest.approx(one["history"].history["loss"], rel=1e-4)
+        for mine, theirs in zip(told["weights"], one["model"].get_weights(), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 def test_micro_steps_of_a_loop_of_ones_own(every: dict[str, Any], tmp_path: Path) -> None:

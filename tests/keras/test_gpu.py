@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 from keras import layers
 from keras.src.backend.torch import core as keras_torch
 
-import manyhands as mh
 import manyhands.keras as mhk
+from manyhands.cluster import LocalEngine
 
 from .behaviours import BEHAVIOURS, run_example, weights
-from .conftest import run_all
+from .conftest import told_by
 from .scenarios import INPUTS, SCENARIOS, TARGETS, OwnStep
 
 pytestmark = pytest.mark.gpu
@@ -30,10 +29,9 @@ def _where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory, engine: Any) -> list[dict[str, Any]]:
+def halves(tmp_path_factory: pytest.TempPathFactory, engine: LocalEngine) -> list[dict[str, Any]]:
     """What two replicas on one GPU tell, by name."""
-    run = functools.partial(run_all, folder=tmp_path_factory.mktemp("halves"))
-    return mh.launch(run, "mirrored", on="cuda:0*2", progress=False, timeout=60)  # type: ignore[no-any-return]
+    return told_by(engine, "cuda:0*2", tmp_path_factory.mktemp("halves"))
 
 
 def functional() -> Any:

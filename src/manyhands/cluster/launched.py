@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -176,7 +180,21 @@ def meet(
     # Gloo would take the interface of the host's name, which may lead nowhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
-    return TorchWorld(seat, line, store, _backend(store, seat, names))
+    world = TorchWorld(seat, line, store, _backend(store, seat, names))
+    if not is_served:
+        atexit.register(_end_together, store, seat)
+    return world
+
+
+def _end_together(store: dist.Store, seat: Seat) -> None:
+    """Lets the process that serves the store end last, for a moment: others may still ask what it said in the end."""
+    if hasattr(sys, "last_value"):
+        return  # It has failed, and the others hear of that by its end.
+    name, deadline = f"ended{seat.generation}", time.monotonic() + seat.patience
+    with contextlib.suppress(RuntimeError):
+        store.add(name, 1)
+        while seat.rank == 0 and store.add(name, 0) < seat.size and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _backend(store: dist.Store, seat: Seat, names: Sequence[str]) -> str:
