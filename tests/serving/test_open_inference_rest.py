@@ -11,8 +11,14 @@ import httpx
 import numpy as np
 import pytest
 
+from manyhands.serving.protocols.heads import Heads, Wanted
+
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 INPUT = {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ROWS.ravel().tolist()}
+
+
+class Version:
+    """A key."""
 
 
 def binary(http: httpx.Client, head: dict[str, Any], *blobs: bytes, size: int | None = None) -> httpx.Response:
@@ -46,11 +52,35 @@ def test_binary_in_and_out(http: httpx.Client) -> None:
     del one["data"]
     head = {"inputs": [one], "outputs": [{"name": "output", "parameters": {"binary_data": True}}]}
     for wish in (head, {"inputs": [one], "parameters": {"binary_data_output": True}}):
-        answer = binary(http, wish, ROWS.tobytes())
-        size = int(answer.headers["Inference-Header-Content-Length"])
-        said = json.loads(answer.content[:size])
-        assert said["outputs"][0]["parameters"] == {"binary_data_size": 24}
-        np.testing.assert_array_equal(np.frombuffer(answer.content[size:], np.float32).reshape(2, 3), ROWS + 2)
+        # A text that comes again is not read again; the numbers are, and so is what is wrong with them.
+        for rows in (ROWS, ROWS * 3, ROWS * 5):
+            answer = binary(http, wish, rows.tobytes())
+            size = int(answer.headers["Inference-Header-Content-Length"])
+            said = json.loads(answer.content[:size])
+            assert said["outputs"][0]["parameters"] == {"binary_data_size": 24}
+            np.testing.assert_array_equal(np.frombuffer(answer.content[size:], np.float32).reshape(2, 3), rows + 2)
+            assert "unexpected additional input data" in binary(http, wish, rows.tobytes(), b"more").json()["error"]
+            assert "should have 24 bytes" in binary(http, wish, rows.tobytes()[:-4]).json()["error"]
+
+
+def test_texts_that_come_again_belong_to_a_version() -> None:
+    one: Any = Version()
+    two: Any = Version()
+    inputs = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
+    heads, wanted = Heads(), Wanted(None, {"y": True}, None, 0)
+    heads.keep(one, b"text", ["b", "a"], inputs, wanted)
+    heads.keep(one, b"named", ["b", "a"], inputs, Wanted("7", {"y": True}, None, 0))
+    assert heads.find(two, b"text", 40) is heads.find(one, b"text", 41) is heads.find(one, b"named", 40) is None
+    head = heads.find(one, b"text", 40)
+    assert head is not None
+    read = head.inputs(memoryview(np.array([5, 6]).tobytes() + np.arange(6, dtype=np.float32).tobytes()))
+    assert list(read) == ["a", "b"]
+    assert read["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read["b"].tolist() == [5, 6]
+    for number in range(1000):
+        heads.keep(two, b"%d" % number, ["b", "a"], inputs, wanted)
+    assert heads.find(two, b"0", 40)
+    assert heads.find(two, b"999", 40) is None
 
 
 def test_compressed_both_ways(http: httpx.Client) -> None:

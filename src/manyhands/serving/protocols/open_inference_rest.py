@@ -7,8 +7,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -18,11 +17,12 @@ import numpy as np
 from ...core import RequestRefused, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
-from ..http import BadRequest, Request
+from ..http import BadRequest, Body, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
 from ..version import Version
-from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method
+from .heads import MAX_BYTES, Heads, Wanted
+from .protocol import KEY, TRACE, Desk, RestProtocol, dump_json, parse_json, require_method
 
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
@@ -34,18 +34,14 @@ _COMPRESS = 16 << 10
 """Smaller answers are not worth the time."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How an answer is wished for: which outputs, each as bytes or as JSON."""
-
-    id: str | None
-    outputs: Mapping[str, bool]
-
-
 class OpenInferenceRest(RestProtocol):
     """`/v2`, `/v2/health/…`, `/v2/models/…`."""
 
     prefix = "/v2"
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self._heads = Heads()
 
     def handle(self, request: Request) -> None:
         path = request.path
@@ -90,15 +86,9 @@ class OpenInferenceRest(RestProtocol):
 
     def _infer(self, request: Request, version: Version) -> None:
         version.batcher.require_room(self.desk.deadline())
-        limits = self.desk.limits
-        body = request.content(limits.body)
+        body = request.content(self.desk.limits.body)
         size = header_size(request.headers.get(HEADER), len(body))
-        value = parse_json(body[:size], limits.json)
-        if not isinstance(value, dict):
-            raise BadRequest(400, "failed to parse the request JSON: it must be an object")
-        inputs = read_inputs(value, memoryview(body)[size:], version, limits.body)
-        wanted = read_wanted(value, version)
-        timeout, priority = read_parameters(value)
+        inputs, wanted = self._read(body[:size], memoryview(body)[size:], version)
 
         def then(ticket: Ticket) -> None:
             if ticket.refusal is not None:
@@ -110,11 +100,28 @@ class OpenInferenceRest(RestProtocol):
             version,
             inputs,
             began=request.arrived,
-            deadline=self.desk.deadline(timeout),
-            priority=priority,
+            deadline=self.desk.deadline(wanted.timeout),
+            priority=wanted.priority,
             then=then,
             parent=request.headers.get(TRACE, b""),
         )
+
+    def _read(self, text: Body, raw: memoryview, version: Version) -> tuple[dict[str, Array], Wanted]:
+        """A request's numbers, and how its answer is wished for."""
+        may_come_again = len(raw) > 0 and len(text) <= MAX_BYTES
+        if may_come_again:
+            text = bytes(text)
+            head = self._heads.find(version, text, len(raw))
+            if head is not None:
+                return head.inputs(raw), head.wanted
+        value = parse_json(text, self.desk.limits.json)
+        if not isinstance(value, dict):
+            raise BadRequest(400, "failed to parse the request JSON: it must be an object")
+        inputs = read_inputs(value, raw, version, self.desk.limits.body)
+        wanted = read_wanted(value, version)
+        if may_come_again and all(map(_is_binary, value["inputs"])):
+            self._heads.keep(version, bytes(text), [str(one["name"]) for one in value["inputs"]], inputs, wanted)
+        return inputs, wanted
 
 
 @lru_cache(1024)
@@ -298,6 +305,11 @@ def from_bytes(raw: memoryview | bytes, shape: tuple[int, ...], spec: TensorSpec
     return np.frombuffer(raw, BY_TORCH[spec.dtype].numpy).reshape(shape)
 
 
+def _is_binary(one: Mapping[str, Any]) -> bool:
+    parameters = one.get("parameters")
+    return isinstance(parameters, dict) and parameters.get("binary_data_size") is not None
+
+
 def _binary_size(size: Any, name: str, wanted: int, there: int) -> int:
     if type(size) is not int or size != wanted:
         raise BadRequest(400, f"unexpected total byte size {str(size)[:20]} for input '{name}', expecting {wanted}")
@@ -320,15 +332,16 @@ def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -
 
 
 def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
-    """Which outputs, and how; all of them as JSON where nothing is said."""
+    """Which outputs, and how; all of them as JSON where nothing is said; by when, and how urgently."""
     parameters = value.get("parameters")
     binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
     identity = value.get("id")
     if not isinstance(identity, (str, type(None))):
         raise BadRequest(400, "the request's id must be a string")
     listed = value.get("outputs")
+    timeout, priority = read_parameters(value)
     if listed is None or listed == []:
-        return Wanted(identity, dict.fromkeys(version.signature.outputs, binary))
+        return Wanted(identity, dict.fromkeys(version.signature.outputs, binary), timeout, priority)
     outputs: dict[str, bool] = {}
     for one in listed if isinstance(listed, list) else [listed]:
         name = str(one.get("name")) if isinstance(one, dict) else ""
@@ -339,7 +352,7 @@ def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
         if own.get("classification"):
             raise RequestRefused("UNIMPLEMENTED", "the classification extension is not served")
         outputs[name] = bool(own.get("binary_data", binary))
-    return Wanted(identity, outputs)
+    return Wanted(identity, outputs, timeout, priority)
 
 
 def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
@@ -355,14 +368,29 @@ def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
 
 def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: Wanted) -> None:
     """Writes the outputs that were asked for, bytes behind the JSON."""
+    arrays = [np.ascontiguousarray(outputs[name]) for name in wanted.outputs]
+    shapes = tuple([array.shape for array in arrays])
+    text, blobs = wanted.texts.get(shapes), arrays
+    if text is None:
+        text, blobs = _written(version, wanted, arrays)
+        if len(blobs) == len(arrays):
+            wanted.keep(shapes, text)
+    if blobs:
+        extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
+        _send(request, b"".join([text, *(array.data for array in blobs)]), BINARY, extra)
+    else:
+        _send(request, text, b"application/json", b"")
+
+
+def _written(version: Version, wanted: Wanted, arrays: Iterable[Array]) -> tuple[bytes, list[Array]]:
+    """An answer's JSON, and what goes behind it as bytes."""
     listed, blobs, is_plain = [], [], True
-    for name, binary in wanted.outputs.items():
-        array, kind = np.ascontiguousarray(outputs[name]), BY_TORCH[version.signature.outputs[name].dtype]
+    for (name, binary), array in zip(wanted.outputs.items(), arrays, strict=True):
+        kind = BY_TORCH[version.signature.outputs[name].dtype]
         entry: dict[str, Any] = {"name": name, "datatype": kind.open, "shape": list(array.shape)}
         if binary or kind.open in ("FP16", "BF16"):
-            blob = array.tobytes()
-            entry["parameters"] = {"binary_data_size": len(blob)}
-            blobs.append(blob)
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            blobs.append(array)
         else:
             entry["data"] = array.reshape(-1)
             is_plain = is_plain and (array.dtype.kind != "f" or bool(np.isfinite(array).all()))
@@ -372,12 +400,7 @@ def answer(request: Request, version: Version, outputs: Mapping[str, Array], wan
         head["id"] = wanted.id
     value = {**head, "outputs": listed}
     # Only Python's own writer knows NaN and Infinity.
-    text = dump_json(value) if is_plain else json.dumps(value, default=np.ndarray.tolist).encode()
-    if blobs:
-        extra = b"Inference-Header-Content-Length: %d\r\n" % len(text)
-        _send(request, b"".join([text, *blobs]), BINARY, extra)
-    else:
-        _send(request, text, b"application/json", b"")
+    return dump_json(value) if is_plain else json.dumps(value, default=np.ndarray.tolist).encode(), blobs
 
 
 def _send(request: Request, body: bytes, kind: bytes, extra: bytes) -> None:
