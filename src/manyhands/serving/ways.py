@@ -89,6 +89,17 @@ def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compil
     return Fastest(plain, _recorded(plain, device, max_rows) if device.type == "cuda" else ())
 
 
+def recorded_sizes(max_rows: int) -> list[int]:
+    """Rows of batches to record: what fills a large one up may not cost more than a third of it.
+
+    >>> recorded_sizes(50)
+    [1, 2, 4, 8, 16, 24, 32, 48, 50]
+    """
+    powers = [1 << number for number in range(max_rows.bit_length())]
+    between = [power * 3 // 2 for power in powers if power >= 16]
+    return sorted({size for size in (*powers, *between) if size < max_rows} | {max_rows})
+
+
 def num_rows(inputs: Tensors) -> int:
     """Rows of a batch."""
     return len(next(iter(inputs.values())))
@@ -118,14 +129,14 @@ def _compile(predictor: Predictor) -> Predictor:
 
 
 def _recorded(plain: Plain, device: torch.device, max_rows: int) -> list[Recorded]:
-    """Recordings of batches of 1, 2, 4, ... rows: those that answer as the network does, and faster."""
+    """Recordings of batches of some sizes: those that answer as the network does, and faster."""
     signature = plain.predictor.signature
     statics = {name: tensor.to(device) for name, tensor in _batch(signature, max_rows).items()}
     pool, made = torch.cuda.graph_pool_handle(), []
-    size = max_rows
     # Sizes are few, so libraries may try their kernels instead of guessing.
     torch.backends.cudnn.benchmark = True
-    while size:
+    # The largest first: the others fit into its memory.
+    for size in reversed(recorded_sizes(max_rows)):
         # One row less than it could hold, where it can: whoever fills a batch up must not matter.
         batch = _batch(signature, max(1, size - 1))
         try:
@@ -136,7 +147,6 @@ def _recorded(plain: Plain, device: torch.device, max_rows: int) -> list[Recorde
             return []
         if _seconds(way, batch) < _seconds(plain, batch):
             made.append(way)
-        size = 1 << (size - 1).bit_length() - 1 if size > 1 else 0
     return made
 
 
