@@ -253,17 +253,22 @@ def micro_steps_of_a_loop_of_ones_own(folder: Path) -> dict[str, Any]:
 
 @behaviour
 def narrow(folder: Path) -> dict[str, Any]:
-    """bfloat16, by the strategy and by Keras' own policy."""
+    """bfloat16, by the strategy and by Keras' own policy; float16, with a scale that must come down first."""
     losses = []
-    for precision, policy in (("bf16", "float32"), ("fp32", "mixed_bfloat16")):
+    for precision, policy in (("bf16", "float32"), ("fp32", "mixed_bfloat16"), ("fp32", "mixed_float16")):
         keras.utils.set_random_seed(5)
         keras.config.set_dtype_policy(policy)
         try:
-            model = network(strategy=mhk.MirroredStrategy(precision=precision))
+            optimizer: Any = keras.optimizers.SGD(0.05)
+            if policy == "mixed_float16":
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**20)
+            model = network(
+                layers.BatchNormalization(), strategy=mhk.MirroredStrategy(precision=precision), optimizer=optimizer
+            )
             losses.append(model.fit(INPUTS, TARGETS, batch_size=20, epochs=3, verbose=0).history["loss"])
         finally:
             keras.config.set_dtype_policy("float32")
-    return {"losses": losses, "weights": weights(model)}
+    return {"losses": losses, "weights": weights(model), "scale": float(optimizer.dynamic_scale)}
 
 
 @behaviour

@@ -119,11 +119,14 @@ def test_micro_batches_are_the_whole_batch(every: dict[str, Facts], alone: dict[
             np.testing.assert_allclose(theirs, mine, atol=1e-6)
 
 
-def test_bfloat16(every: dict[str, Facts], alone: dict[str, Any]) -> None:
+def test_narrow_numbers(every: dict[str, Facts], alone: dict[str, Any]) -> None:
     same(every["narrow"], "weights")
+    assert {facts["scale"] for facts in every["narrow"]} == {alone["narrow"]["scale"]}
     for mine, theirs in zip(alone["narrow"]["losses"], every["narrow"][0]["losses"], strict=True):
         assert theirs == pytest.approx(mine, rel=0.02)
         assert theirs[-1] < theirs[0]
+    # Steps that overflow are the same ones.
+    assert every["narrow"][0]["losses"][-1] == pytest.approx(alone["narrow"]["losses"][-1], rel=1e-3)
 
 
 def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:

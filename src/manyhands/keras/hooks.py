@@ -22,7 +22,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.trainers.trainer import Trainer
 
 from ..core import SettingsError, mix
-from . import losses, measures, statistics, trainer
+from . import halves, losses, measures, statistics, trainer
 from .step import current_step, sum_gradients
 from .strategy import remember, remember_metric, strategy_of
 
@@ -42,6 +42,7 @@ def install() -> None:
         (keras_random, "torch_seed_generator", _own_seed),
         (BaseOptimizer, "apply", _summing),
         (LossScaleOptimizer, "apply", _summing),
+        (LossScaleOptimizer, "scale_loss", halves.weighing),
         (Mean, "update_state", measures.by_rows),
         (Metric, "__init__", _remembering_metric),
         (TensorBoard, "__init__", _requiring_tensorflow),
@@ -89,7 +90,7 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer gets the gradients of all replicas."""
 
     @functools.wraps(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def summing(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         step = current_step()
         if step is None or step.is_applying:
             return original(self, grads, trainable_variables)
@@ -97,12 +98,13 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
         added = step.add_gradients(self, list(grads))
         if added is None:
             return None
+        apply = halves.kept(step, original, added, variables) if isinstance(self, LossScaleOptimizer) else original
         with step.applying():
             if step.update is not None:
-                return step.update(self, original, added, variables)
-            return original(self, sum_gradients(step.hand, added, variables), trainable_variables)
+                return step.update(self, apply, added, variables)
+            return apply(self, sum_gradients(step.hand, added, variables), trainable_variables)
 
-    return apply
+    return summing
 
 
 def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:

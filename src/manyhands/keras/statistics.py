@@ -9,7 +9,6 @@ import torch
 from keras import backend, ops
 from torch import Tensor
 
-from ..cluster import World
 from .step import Step, current_step
 
 
@@ -39,7 +38,7 @@ def _of_all(step: Step, inputs: Tensor, mask: Tensor | None, axes: list[int]) ->
         wide = inputs.double() * counted
         sums = share * torch.stack([each.sum(axes) for each in (wide, wide.square(), counted)])
         slack = backend.epsilon()
-    total, squares, number = _sum(sums, step.hand.replicas, step.weight)
+    total, squares, number = _sum(sums, step)
     mean = total / (number + slack)
     # Of all rows, whatever the divisor: the squares of what each is away from this mean.
     var = (squares - 2 * mean * total + number * mean.square()) / (number + slack)
@@ -54,15 +53,16 @@ class _Sum(torch.autograd.Function):
     """A sum over the replicas through which gradients flow: each replica's loss counts by its share of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, world: World, weight: float) -> Tensor:
-        ctx.world, ctx.weight = world, weight
+    def forward(ctx: Any, values: Tensor, step: Step) -> Tensor:
+        ctx.step = step
         summed = values.clone()
-        world.all_reduce(summed)
+        step.hand.replicas.all_reduce(summed)
         return summed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = gradient * ctx.weight
-        ctx.world.all_reduce(summed)
+        weight = ctx.step.weight
+        summed = gradient * weight
+        ctx.step.hand.replicas.all_reduce(summed)
         # Gradients are weighed once more when the optimizer gets them.
-        return summed / ctx.weight if ctx.weight else torch.zeros_like(summed), None, None
+        return summed / weight if weight else torch.zeros_like(summed), None

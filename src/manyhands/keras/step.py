@@ -52,6 +52,8 @@ class Step:
     sums: Sums
     is_plain_sum: bool = False
     """Whether gradients are summed as they are, because losses are parts of the whole already."""
+    is_weighed: bool = False
+    """Whether backward has started from what this replica's loss counts in the whole."""
     is_applying: bool = False
     update: Update | None = None
     """How an optimizer is applied over the replicas; None where each of them applies the sums."""
@@ -59,11 +61,18 @@ class Step:
     @property
     def weight(self) -> float:
         """What a gradient of this replica's counts by."""
-        return 1.0 if self.is_plain_sum else self.rows.weight
+        return 1.0 if self.is_plain_sum or self.is_weighed else self.rows.weight
 
     def part(self, contribution: Tensor) -> Tensor:
         """A loss of which this is the part in the whole, as backward must start from it here."""
         return contribution if self.is_plain_sum else contribution * (self.rows.total / max(1, self.rows.size))
+
+    def weighed(self, loss: Tensor) -> Tensor:
+        """A loss as it counts in the whole, from which backward starts then; gradients are not weighed any more."""
+        if self.is_plain_sum:
+            return loss
+        self.is_weighed = True
+        return loss * self.rows.weight
 
     def add_gradients(self, optimizer: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """This replica's part of the gradients; None while more micro-batches of the step are to come."""

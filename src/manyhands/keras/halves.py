@@ -1,0 +1,49 @@
+"""float16 over replicas: a scale settles where it does on one device, whose gradients are sums in half precision."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .step import Step, current_step
+
+LARGEST = torch.finfo(torch.float16).max
+Apply = Callable[..., Any]
+"""An optimizer's own function of gradients and variables."""
+
+
+def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`LossScaleOptimizer.scale_loss` within a step: of a replica's loss, what it counts in the whole.
+
+    The mean over fewer rows has larger gradients, which would overflow earlier.
+    """
+
+    @functools.wraps(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        step = current_step()
+        return original(self, loss if step is None else step.weighed(loss))
+
+    return scale_loss
+
+
+def kept(step: Step, apply: Apply, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> Apply:
+    """The same function, for which sums that half precision could not hold are infinite: one device sums there."""
+    none = torch.zeros((), device=step.hand.device)
+    wide = torch.stack([none if g is None else (g.half() != g).any().float() for g in gradients])
+    step.hand.replicas.all_reduce(wide)
+    halves = {id(variable) for variable, count in zip(variables, wide.tolist(), strict=True) if not count}
+
+    def applied(optimizer: Any, sums: Sequence[Tensor | None], own: Sequence[Any] | None = None) -> Any:
+        of = variables if own is None else own
+        return apply(optimizer, [_held(s) if id(v) in halves else s for s, v in zip(sums, of, strict=True)], own)
+
+    return applied
+
+
+def _held(total: Tensor | None) -> Tensor | None:
+    return None if total is None else total.masked_fill(total.abs() > LARGEST, math.inf)
