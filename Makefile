@@ -31,9 +31,11 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.feed
 
-# TensorFlow Serving's own client against our server; fetches TensorFlow (half a gigabyte) the first time.
+# TensorFlow Serving's own client against our server, and a real Triton beside it; fetches TensorFlow and Triton (half a
+# gigabyte each) the first time.
 conformance: $(TOOLS)
 	$(BIN)/python -m benchmarks.tensorflow_serving
+	$(BIN)/python -m benchmarks.triton
 
 docs: $(TOOLS)
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site

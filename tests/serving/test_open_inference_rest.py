@@ -60,7 +60,7 @@ def test_binary_in_and_out(http: httpx.Client) -> None:
             assert said["outputs"][0]["parameters"] == {"binary_data_size": 24}
             np.testing.assert_array_equal(np.frombuffer(answer.content[size:], np.float32).reshape(2, 3), rows + 2)
             assert "unexpected additional input data" in binary(http, wish, rows.tobytes(), b"more").json()["error"]
-            assert "should have 24 bytes" in binary(http, wish, rows.tobytes()[:-4]).json()["error"]
+            assert "expecting 4 additional bytes" in binary(http, wish, rows.tobytes()[:-4]).json()["error"]
 
 
 def test_texts_that_come_again_belong_to_a_version() -> None:
@@ -81,6 +81,15 @@ def test_texts_that_come_again_belong_to_a_version() -> None:
         heads.keep(two, b"%d" % number, ["b", "a"], inputs, wanted)
     assert heads.find(two, b"0", 40)
     assert heads.find(two, b"999", 40) is None
+
+
+def test_a_body_of_bytes_alone_is_one_row(http: httpx.Client) -> None:
+    headers = {"Inference-Header-Content-Length": "0"}
+    answer = http.post("/v2/models/adder/infer", content=ROWS[:1].tobytes(), headers=headers)
+    size = int(answer.headers["Inference-Header-Content-Length"])
+    np.testing.assert_array_equal(np.frombuffer(answer.content[size:], np.float32), ROWS[0] + 2)
+    error = http.post("/v2/models/pair/infer", content=b"1234", headers=headers).json()["error"]
+    assert "for a model with one input" in error
 
 
 def test_compressed_both_ways(http: httpx.Client) -> None:
@@ -116,6 +125,18 @@ def test_server_and_model_are_described(http: httpx.Client) -> None:
     assert http.get("/v2/models/adder/stats").json()["model_stats"][0]["name"] == "adder"
     index = http.post("/v2/repository/index").json()
     assert {(one["name"], one["state"]) for one in index} == {("adder", "READY"), ("pair", "READY")}
+    assert http.post("/v2/repository/index", json={"ready": True}).json() == index
+
+
+def test_what_is_not_there_is_not_described(http: httpx.Client) -> None:
+    for path, status, error in (
+        ("foo/ready", 400, "Model version not ready"),
+        ("foo/stats", 400, "requested model 'foo' is not available"),
+        ("adder/versions/9/stats", 400, "requested model version is not available for model 'adder'"),
+        ("adder/versions/one", 404, "Not Found: versions of model 'adder' are numbers, but got 'one'"),
+    ):
+        answer = http.get(f"/v2/models/{path}")
+        assert (answer.status_code, answer.json()) == (status, {"error": error})
 
 
 @pytest.mark.parametrize(
@@ -133,8 +154,7 @@ def test_server_and_model_are_described(http: httpx.Client) -> None:
         ({"data": [1, 2]}, "input 'x' has shape [2,3], but got 2 elements"),
         ({"data": ["a"] * 6}, "Unable to parse 'data' of input 'x'"),
         ({"data": None}, "Unable to parse 'data'"),
-        ({"parameters": {"binary_data_size": 20}}, "unexpected total byte size 20 for input 'x', expecting 24"),
-        ({"parameters": {"binary_data_size": 24}}, "should have 24 bytes behind the JSON, but there are 0"),
+        ({"parameters": {"binary_data_size": 24}}, "one of 'data' and 'binary_data_size', but got both"),
     ],
 )
 def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str, Any], error: str) -> None:
@@ -148,8 +168,10 @@ def test_a_bad_input_says_what_was_expected(http: httpx.Client, change: dict[str
     [
         ({}, "Unable to parse 'inputs'"),
         ({"inputs": [1]}, "Unable to parse 'inputs'"),
-        ({"inputs": []}, "expected 1 inputs but got 0 inputs for model 'adder'"),
-        ({"inputs": [INPUT, INPUT]}, "expected 1 inputs but got 2"),
+        ({"inputs": []}, "expected 1 inputs but got 0 inputs for model 'adder'. Got input(s) [], but missing"),
+        ({"inputs": [INPUT, INPUT]}, "input 'x' already exists in request"),
+        ({"inputs": [INPUT, {**INPUT, "name": "z"}]}, "expected 1 inputs but got 2"),
+        ({"inputs": [INPUT], "outputs": {"name": "output"}}, "Unable to parse 'outputs': it must be an array"),
         ({"inputs": [INPUT], "outputs": [{"name": "no"}]}, "unexpected inference output 'no' for model 'adder'"),
         ({"inputs": [INPUT], "id": {"a": 1}}, "id must be a string"),
         ({"inputs": [INPUT], "parameters": {"timeout": "soon"}}, "timeout (microseconds)"),
@@ -168,7 +190,10 @@ def test_a_shape_is_checked_before_memory_is_taken(http: httpx.Client) -> None:
 
 def test_bytes_that_are_too_few_or_too_many(http: httpx.Client) -> None:
     one = {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}}
-    assert "there are 10" in binary(http, {"inputs": [one]}, ROWS.tobytes()[:10]).json()["error"]
+    assert "expecting 14 additional bytes" in binary(http, {"inputs": [one]}, ROWS.tobytes()[:10]).json()["error"]
+    short = {**one, "parameters": {"binary_data_size": 20}}
+    error = "input byte size mismatch for input 'x' for model 'adder'. Expected 24, got 20"
+    assert binary(http, {"inputs": [short]}, ROWS.tobytes()[:20]).json()["error"] == error
     assert "4 bytes" in binary(http, {"inputs": [one]}, ROWS.tobytes() + b"more").json()["error"]
     for size in (10**9, -1):
         answer = binary(http, {"inputs": [one]}, ROWS.tobytes(), size=size)

@@ -58,12 +58,16 @@ def from_numbers(values: Any, kind: Kind) -> Array:
 
     >>> from_numbers([[1, 2.5]], BY_TORCH["bfloat16"])
     array([[16256, 16416]], dtype=uint16)
+    >>> from_numbers([1, 2**64 - 1], BY_TORCH["uint64"])
+    array([                   1, 18446744073709551615], dtype=uint64)
     """
     if kind.is_bfloat16:
         return _bits(_floats(values, np.dtype(np.float32)))
     if kind.numpy.kind == "f":
         return _floats(values, kind.numpy)
     found = np.array(values)
+    if kind.torch == "uint64" and found.dtype.kind == "f":
+        found = _beyond_int64(values)
     if not found.size:
         return found.astype(kind.numpy)
     both_integral = found.dtype.kind in "iu" and kind.numpy.kind in "iu"
@@ -102,6 +106,14 @@ def _floats(values: Any, dtype: np.dtype[Any]) -> Array:
     if isinstance(first, (str, bool)) or (np.isnan(found).any() and _holds_none(values)):
         raise TypeError("elements must be numbers")
     return found
+
+
+def _beyond_int64(values: Any) -> Array:
+    """numpy makes floats of integers that int64 does not hold, where others are among them."""
+    each = np.array(values, object)
+    if not all(type(value) is int for value in each.flat):
+        raise TypeError("elements must be uint64")
+    return each.astype(np.uint64)
 
 
 def _holds_none(values: Any) -> bool:

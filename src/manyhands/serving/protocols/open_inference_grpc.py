@@ -17,13 +17,17 @@ from .grpc_service import GrpcService, Method, key_of
 from .messages import make_messages
 from .open_inference_rest import (
     checked_shape,
+    counted,
     from_bytes,
     in_own_words,
     index,
     model_config,
     model_metadata,
+    numbers,
     require_datatype,
+    require_names,
     require_rows,
+    require_size,
     server_metadata,
     statistics,
     version_number,
@@ -183,8 +187,9 @@ class OpenInferenceGrpc(GrpcService):
         return MESSAGES["ServerReadyResponse"](ready=self.desk.is_ready and self.desk.catalogue.is_ready)
 
     async def _model_ready(self, request: Any, context: Any) -> Any:
+        number = version_number(request.name, request.version)
         try:
-            self._find(request.name, request.version)
+            self.desk.catalogue.find(request.name, number)
         except RequestRefused:
             return MESSAGES["ModelReadyResponse"](ready=False)
         return MESSAGES["ModelReadyResponse"](ready=True)
@@ -194,8 +199,8 @@ class OpenInferenceGrpc(GrpcService):
 
     async def _model_metadata(self, request: Any, context: Any) -> Any:
         version = self._find(request.name, request.version)
-        numbers = [str(each.number) for each in self.desk.catalogue.model(version.model).available]
-        return MESSAGES["ModelMetadataResponse"](**model_metadata(version, numbers))
+        listed = numbers(self.desk.catalogue, version, version_number(request.name, request.version))
+        return MESSAGES["ModelMetadataResponse"](**model_metadata(version, listed))
 
     async def _config(self, request: Any, context: Any) -> Any:
         config = model_config(self._find(request.name, request.version))
@@ -206,13 +211,13 @@ class OpenInferenceGrpc(GrpcService):
 
     async def _statistics(self, request: Any, context: Any) -> Any:
         if request.name:
-            shown = [self._find(request.name, request.version)]
+            shown = counted(self.desk.catalogue, request.name, version_number(request.name, request.version))
         else:
             shown = [version for model in self.desk.catalogue.models.values() for version in model.available]
         return MESSAGES["ModelStatisticsResponse"](model_stats=[statistics(version) for version in shown])
 
     async def _index(self, request: Any, context: Any) -> Any:
-        listed = [one for one in index(self.desk.catalogue) if not request.ready or one["state"] == "READY"]
+        listed = index(self.desk.catalogue, is_ready=request.ready)
         return MESSAGES["RepositoryIndexResponse"](models=listed)
 
     async def _load(self, request: Any, context: Any) -> Any:
@@ -253,40 +258,45 @@ class OpenInferenceGrpc(GrpcService):
 def read_inputs(request: Any, version: Version) -> dict[str, Array]:
     """The arrays of a request, from raw bytes or from lists of numbers."""
     specs, raw = version.signature.inputs, request.raw_input_contents
-    if len(request.inputs) != len(specs):
-        raise BadRequest(
-            400, f"expected {len(specs)} inputs but got {len(request.inputs)} inputs for model '{version.model}'"
-        )
+    require_names([one.name for one in request.inputs], version)
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(400, f"expected {len(request.inputs)} raw inputs but got {len(raw)}")
     arrays: dict[str, Array] = {}
     for position, one in enumerate(request.inputs):
-        if one.name not in specs or one.name in arrays:
-            raise BadRequest(400, f"unexpected inference input '{one.name[:64]}' for model '{version.model}'")
-        spec = specs[one.name]
-        shape = checked_shape(list(one.shape), one.name, spec, version.model)
-        require_datatype(one.datatype, one.name, spec, version.model)
-        arrays[one.name] = _from_raw(raw[position], one.name, shape, spec) if raw else _from_contents(one, shape, spec)
+        spec, model = specs[one.name], version.model
+        shape = checked_shape(list(one.shape), one.name, spec, model)
+        require_datatype(one.datatype, one.name, spec, model)
+        if not raw:
+            arrays[one.name] = _from_contents(one, shape, spec, model)
+        elif one.HasField("contents"):
+            which = f"'{one.name}' for model '{model}'"
+            raise BadRequest(400, f"contents field must not be specified when using raw_input_contents for {which}")
+        else:
+            require_size(len(raw[position]), _num_bytes(shape, spec), one.name, model)
+            arrays[one.name] = from_bytes(raw[position], shape, spec)
     require_rows(arrays, version)
     return {name: arrays[name] for name in specs}
 
 
-def _from_raw(raw: bytes, name: str, shape: tuple[int, ...], spec: TensorSpec) -> Array:
-    wanted = math.prod(shape) * BY_TORCH[spec.dtype].numpy.itemsize
-    if len(raw) != wanted:
-        raise BadRequest(400, f"unexpected total byte size {len(raw)} for input '{name}', expecting {wanted}")
-    return from_bytes(raw, shape, spec)
+def _num_bytes(shape: tuple[int, ...], spec: TensorSpec) -> int:
+    return math.prod(shape) * BY_TORCH[spec.dtype].numpy.itemsize
 
 
-def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+def _from_contents(one: Any, shape: tuple[int, ...], spec: TensorSpec, model: str) -> Array:
     kind = BY_TORCH[spec.dtype]
     if kind.open not in CONTENTS:
         raise BadRequest(400, f"input '{one.name}' of {kind.open} must be sent as raw contents")
     values = list(getattr(one.contents, CONTENTS[kind.open]))
-    if len(values) != math.prod(shape):
+    if not values and one.contents.ListFields():
+        given = one.contents.ListFields()[0][0].name.removesuffix("_contents").upper()
         raise BadRequest(
-            400, f"input '{one.name}' has shape [{','.join(map(str, shape))}], but got {len(values)} elements"
+            400,
+            f"unexpected explicit tensor data for input tensor '{one.name}' for model '{model}' of type '{given}', "
+            f"expected datatype '{kind.open}'",
         )
+    if not values and 0 not in shape:
+        raise BadRequest(400, f"unable to find data for input tensor '{one.name}' for model '{model}' in request.")
+    require_size(len(values) * kind.numpy.itemsize, _num_bytes(shape, spec), one.name, model)
     try:
         return (np.array(values, bool) if kind.open == "BOOL" else from_numbers(values, kind)).reshape(shape)
     except (TypeError, OverflowError):

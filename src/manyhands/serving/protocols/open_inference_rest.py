@@ -7,7 +7,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -27,7 +28,7 @@ from .protocol import KEY, TRACE, Desk, RestProtocol, dump_json, parse_json, req
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
 )
-EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+EXTENSIONS = ["binary_tensor_data", "model_repository", "schedule_policy", "statistics", "model_configuration"]
 HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
 _COMPRESS = 16 << 10
@@ -62,27 +63,36 @@ class OpenInferenceRest(RestProtocol):
             request.answer(200 if self.desk.is_ready and self.desk.catalogue.is_ready else 400, b"")
         elif path == "/v2/repository/index":
             require_method(request, "POST", "GET")
-            request.answer(200, dump_json(index(self.desk.catalogue)))
+            request.answer(200, dump_json(index(self.desk.catalogue, is_ready=self._asks_for_ready(request))))
         else:
             raise BadRequest(404, "Not Found")
 
+    def _asks_for_ready(self, request: Request) -> bool:
+        body = request.content(self.desk.limits.body)
+        value = parse_json(body, self.desk.limits.json) if body else None
+        return isinstance(value, dict) and value.get("ready") is True
+
     def _model(self, request: Request, match: re.Match[str]) -> None:
-        verb, number = match["verb"], version_number(match["name"], match["version"])
-        version = self.desk.catalogue.find(match["name"], number, None, request.headers.get(KEY, b""))
-        if verb == "infer":
+        name, number = match["name"], number_in_path(match["name"], match["version"])
+        key = request.headers.get(KEY, b"")
+        if match["verb"] == "infer":
             require_method(request, "POST")
-            self._infer(request, version)
-            return
-        require_method(request, "GET", "HEAD")
-        if verb == "ready":
-            request.answer(200, b"")
-        elif verb == "config":
-            request.answer(200, dump_json(model_config(version)))
-        elif verb == "stats":
-            request.answer(200, dump_json({"model_stats": [statistics(version)]}))
+            self._infer(request, self.desk.catalogue.find(name, number, None, key))
         else:
-            numbers = [str(each.number) for each in self.desk.catalogue.model(version.model).available]
-            request.answer(200, dump_json(model_metadata(version, numbers)))
+            require_method(request, "GET", "HEAD")
+            request.answer(200, self._told(match["verb"], name, number, key))
+
+    def _told(self, verb: str | None, name: str, number: int | None, key: bytes) -> bytes:
+        catalogue = self.desk.catalogue
+        if verb == "ready":
+            require_ready(catalogue, name, number)
+            return b""
+        if verb == "stats":
+            return dump_json({"model_stats": [statistics(version) for version in counted(catalogue, name, number)]})
+        version = catalogue.find(name, number, None, key)
+        if verb == "config":
+            return dump_json(model_config(version))
+        return dump_json(model_metadata(version, numbers(catalogue, version, number)))
 
     def _infer(self, request: Request, version: Version) -> None:
         version.batcher.require_room(self.desk.deadline())
@@ -114,7 +124,8 @@ class OpenInferenceRest(RestProtocol):
             head = self._heads.find(version, text, len(raw))
             if head is not None:
                 return head.inputs(raw), head.wanted
-        value = parse_json(text, self.desk.limits.json)
+        is_only_bytes = len(text) == 0 and len(raw) > 0
+        value = only_bytes(len(raw), version) if is_only_bytes else parse_json(text, self.desk.limits.json)
         if not isinstance(value, dict):
             raise BadRequest(400, "failed to parse the request JSON: it must be an object")
         inputs = read_inputs(value, raw, version, self.desk.limits.body)
@@ -130,18 +141,48 @@ def matched(path: str) -> re.Match[str] | None:
     return PATH.fullmatch(path)
 
 
-def index(catalogue: Catalogue) -> list[dict[str, str]]:
-    """Every version of every model, as the repository extension lists them."""
+def index(catalogue: Catalogue, *, is_ready: bool = False) -> list[dict[str, str]]:
+    """Every version of every model, or those that answer, as the repository extension lists them."""
     return [
         {
             "name": model.name,
             "version": str(version.number),
             "state": "READY" if version.is_available else "LOADING" if not version.error else "UNAVAILABLE",
-            "reason": version.error,
+            **({"reason": version.error} if version.error else {}),
         }
         for model in catalogue.models.values()
         for version in model.versions.values()
+        if version.is_available or not is_ready
     ]
+
+
+def numbers(catalogue: Catalogue, version: Version, number: int | None) -> list[str]:
+    """The versions that metadata lists: the one that was named, or all."""
+    return [str(one.number) for one in catalogue.model(version.model).available if number in (None, one.number)]
+
+
+def counted(catalogue: Catalogue, name: str, number: int | None) -> list[Version]:
+    """The versions that statistics are of: the one that was named, or all."""
+    model = catalogue.models.get(name)
+    if number is None and model is not None and model.available:
+        return model.available
+    try:
+        return [catalogue.find(name, number)]
+    except Unknown:
+        which = (
+            f"model '{name}' is not available"
+            if model is None
+            else f"model version is not available for model '{name}'"
+        )
+        raise RequestRefused("INVALID_ARGUMENT", f"requested {which}") from None
+
+
+def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
+    """As Triton says that a model does not answer yet, or is not there."""
+    try:
+        catalogue.find(name, number)
+    except RequestRefused:
+        raise BadRequest(400, "Model version not ready") from None
 
 
 def in_own_words(unknown: Unknown) -> RequestRefused:
@@ -157,6 +198,13 @@ def version_number(model: str, text: str | None) -> int | None:
     if not text.isdecimal() or len(text) > 18:
         raise RequestRefused("INVALID_ARGUMENT", f"failed to get model version from specified version string '{text}'")
     return int(text)
+
+
+def number_in_path(model: str, text: str | None) -> int | None:
+    """A version from a path; one that is no number makes another path of it."""
+    if text and not text.isdecimal():
+        raise BadRequest(404, f"Not Found: versions of model '{model}' are numbers, but got '{text[:20]}'")
+    return version_number(model, text)
 
 
 def server_metadata() -> dict[str, Any]:
@@ -212,13 +260,13 @@ def model_config(version: Version) -> dict[str, Any]:
 
 
 def statistics(version: Version) -> dict[str, Any]:
-    """Counts and nanoseconds."""
+    """Counts and nanoseconds; inferences are rows, as in Triton."""
     figures = version.figures
     num_ok, num_all = figures.codes["OK"], figures.num_requests
     return {
         "name": version.model,
         "version": str(version.number),
-        "inference_count": num_ok,
+        "inference_count": int(figures.batches.total),
         "execution_count": figures.batches.num,
         "inference_stats": {
             "success": {"count": num_ok, "ns": int(figures.latency.total * 1e9)},
@@ -235,23 +283,38 @@ def header_size(value: bytes | None, length: int) -> int:
     if not value.isdigit() or len(value) > 12 or int(value) > length:
         shown = value[:20].decode("latin1")
         raise BadRequest(
-            400, f"Inference-Header-Content-Length must be within the body of {length} bytes, but got {shown}"
+            400,
+            f"inference header size should be in range (0, {length}), got: {shown} (Inference-Header-Content-Length)",
         )
     return int(value)
+
+
+def only_bytes(num: int, version: Version) -> dict[str, Any]:
+    """The request that a body without JSON stands for: one row of the only input, and outputs as bytes."""
+    specs = version.signature.inputs
+    name, spec = next(iter(specs.items()))
+    if len(specs) > 1 or spec.shape[1:].count(None) > 1:
+        raise BadRequest(
+            400,
+            "a body without JSON is for a model with one input, of one free dimension at most beside its rows, "
+            f"but model '{version.model}' takes {len(specs)}; write them as JSON, and its length into the header",
+        )
+    kind = BY_TORCH[spec.dtype]
+    step = math.prod(n for n in spec.shape[1:] if n is not None) * kind.numpy.itemsize
+    shape = [1, *(num // max(step, 1) if n is None else n for n in spec.shape[1:])]
+    entry = {"name": name, "datatype": kind.open, "shape": shape, "parameters": {"binary_data_size": num}}
+    return {"inputs": [entry], "parameters": {"binary_data_output": True}}
 
 
 def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, limit: int) -> dict[str, Array]:
     """The arrays of a request, checked against the signature before anything is allocated for them."""
     listed, specs = value.get("inputs"), version.signature.inputs
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-        raise BadRequest(400, "Unable to parse 'inputs': attempt to access JSON non-array")
-    if len(listed) != len(specs):
-        raise BadRequest(400, f"expected {len(specs)} inputs but got {len(listed)} inputs for model '{version.model}'")
+        raise BadRequest(400, "Unable to parse 'inputs': it must be an array of objects")
+    names = [str(one.get("name")) for one in listed]
+    require_names(names, version)
     arrays: dict[str, Array] = {}
-    for one in listed:
-        name = str(one.get("name"))
-        if name not in specs or name in arrays:
-            raise BadRequest(400, f"unexpected inference input '{name[:64]}' for model '{version.model}'")
+    for name, one in zip(names, listed, strict=True):
         shape = checked_shape(one.get("shape"), name, specs[name], version.model)
         require_datatype(one.get("datatype"), name, specs[name], version.model)
         num = math.prod(shape) * BY_TORCH[specs[name].dtype].numpy.itemsize
@@ -259,24 +322,48 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, lim
             raise BadRequest(413, f"input '{name}' may have {limit} bytes, but got a shape of {num}")
         parameters = one.get("parameters")
         size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+        if (size is None) != ("data" in one):
+            got = "both" if "data" in one else "neither"
+            raise BadRequest(400, f"input '{name}' must have one of 'data' and 'binary_data_size', but got {got}")
         if size is None:
-            arrays[name] = _from_json(one.get("data"), name, shape, specs[name])
+            arrays[name] = _from_json(one["data"], name, shape, specs[name])
         else:
-            arrays[name] = from_bytes(raw[: _binary_size(size, name, num, len(raw))], shape, specs[name])
-            raw = raw[size:]
+            arrays[name] = from_bytes(_first(raw, size, num, name, version.model), shape, specs[name])
+            raw = raw[num:]
     if len(raw):
         raise BadRequest(400, f"unexpected additional input data for model '{version.model}': {len(raw)} bytes")
     require_rows(arrays, version)
     return {name: arrays[name] for name in specs}
 
 
+def require_names(names: Sequence[str], version: Version) -> None:
+    """Each input once, and no other."""
+    specs, model = version.signature.inputs, version.model
+    if names == list(specs):
+        return
+    came = set(names)
+    if len(came) < len(names):
+        ((name, _),) = Counter(names).most_common(1)
+        raise BadRequest(400, f"input '{name[:64]}' already exists in request for model '{model}'")
+    if len(names) != len(specs):
+        got, missing = (_quoted(some) for some in (names, [name for name in specs if name not in came]))
+        more = f". Got input(s) [{got}], but missing required input(s) [{missing}]" if missing else ""
+        raise BadRequest(400, f"expected {len(specs)} inputs but got {len(names)} inputs for model '{model}'{more}")
+    for name in names:
+        if name not in specs:
+            raise BadRequest(400, f"unexpected inference input '{name[:64]}' for model '{model}'")
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ",".join(f"'{name[:64]}'" for name in names[:20])
+
+
 def require_rows(arrays: Mapping[str, Array], version: Version) -> None:
     """All inputs have the same number of rows, and at least one."""
     rows = {len(array) for array in arrays.values()}
-    if len(rows) > 1 or rows == {0}:
-        raise BadRequest(
-            400, f"all inputs of model '{version.model}' have the same number of rows, but got {sorted(rows)}"
-        )
+    if len(rows) > 1 or 0 in rows:
+        rule = f"all inputs of model '{version.model}' have the same number of rows, at least one"
+        raise BadRequest(400, f"{rule}, but got {sorted(rows)}")
 
 
 def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[int, ...]:
@@ -310,18 +397,32 @@ def _is_binary(one: Mapping[str, Any]) -> bool:
     return isinstance(parameters, dict) and parameters.get("binary_data_size") is not None
 
 
-def _binary_size(size: Any, name: str, wanted: int, there: int) -> int:
-    if type(size) is not int or size != wanted:
-        raise BadRequest(400, f"unexpected total byte size {str(size)[:20]} for input '{name}', expecting {wanted}")
-    if size > there:
-        raise BadRequest(400, f"input '{name}' should have {size} bytes behind the JSON, but there are {there}")
-    return size
+def require_size(size: object, wanted: int, name: str, model: str) -> None:
+    """As many bytes as the shape says."""
+    if size != wanted:
+        got = str(size)[:20]
+        raise BadRequest(
+            400, f"input byte size mismatch for input '{name}' for model '{model}'. Expected {wanted}, got {got}"
+        )
+
+
+def _first(raw: memoryview, size: object, wanted: int, name: str, model: str) -> memoryview:
+    require_size(size, wanted, name, model)
+    if wanted > len(raw):
+        more = wanted - len(raw)
+        raise BadRequest(
+            400, f"unexpected size for input '{name}', expecting {more} additional bytes for model '{model}'"
+        )
+    return raw[:wanted]
 
 
 def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -> Array:
     kind = BY_TORCH[spec.dtype]
     if kind.open in ("FP16", "BF16"):
-        raise BadRequest(400, f"input '{name}' of {kind.open} must be sent as binary data")
+        raise BadRequest(
+            400,
+            f"receiving {kind.open} data via JSON is not supported. Please use the binary data format for input {name}",
+        )
     try:
         array = from_numbers(data, kind)
     except (ValueError, TypeError, OverflowError):
@@ -343,7 +444,9 @@ def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
     if listed is None or listed == []:
         return Wanted(identity, dict.fromkeys(version.signature.outputs, binary), timeout, priority)
     outputs: dict[str, bool] = {}
-    for one in listed if isinstance(listed, list) else [listed]:
+    if not isinstance(listed, list):
+        raise BadRequest(400, "Unable to parse 'outputs': it must be an array")
+    for one in listed:
         name = str(one.get("name")) if isinstance(one, dict) else ""
         if name not in version.signature.outputs:
             raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
@@ -396,7 +499,7 @@ def _written(version: Version, wanted: Wanted, arrays: Iterable[Array]) -> tuple
             is_plain = is_plain and (array.dtype.kind != "f" or bool(np.isfinite(array).all()))
         listed.append(entry)
     head: dict[str, Any] = {"model_name": version.model, "model_version": str(version.number)}
-    if wanted.id is not None:
+    if wanted.id:
         head["id"] = wanted.id
     value = {**head, "outputs": listed}
     # Only Python's own writer knows NaN and Infinity.
