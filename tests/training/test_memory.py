@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import resource
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -168,7 +170,13 @@ def without_kernels(model: nn.Module, batch: Any) -> Tensor:
     """As oneDNN does once it found no memory for a kernel's code: that thread gets no more of them."""
     if threading.current_thread() is threading.main_thread():
         raise RuntimeError("could not create a primitive")
+    # The account is made without the limit: OpenMP ends a process in which it can start no thread.
+    assert not is_limited()
     return loss(model, batch)
+
+
+def is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def test_kernels_that_found_no_memory_are_told_and_the_account_is_made(tmp_path: Path) -> None:
@@ -177,6 +185,20 @@ def test_kernels_that_found_no_memory_are_told_and_the_account_is_made(tmp_path:
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="96MiB")
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False)
+
+
+def test_parameters_above_the_limit_are_told_before_anything_is_computed(tmp_path: Path) -> None:
+    def fragile(model: nn.Module, batch: Any) -> Tensor:
+        if is_limited():
+            # As a library does that does not look at what malloc says.
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return loss(model, batch)
+
+    made = task(8, model=lambda: nn.Linear(WIDTH, 1 << 15), loss=fragile)
+    with pytest.raises(
+        OutOfMemory, match=r"step 1 did not fit(.|\n)*parameters +32.1 MiB(.|\n)* for 8 rows(.|\n)*no batch"
+    ):
+        mh.fit(made, mh.Single(), on="cpu", folder=tmp_path, progress=False, memory="16MiB")
 
 
 def test_a_replica_that_runs_out_is_heard(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class TrainingLoop:
         self.metrics: dict[str, float] = {}
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
-        self.guard: Guard = contextlib.nullcontext
+        self.guard = Guard()
         self.stopped = False
         self.watch = Watch(job.stop)
         self.out_of_patience = ""
@@ -238,12 +238,13 @@ class TrainingLoop:
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
         """One step; what ran out of memory is explained."""
-        with self.guard(), self.hand.world.diary.step():
+        with self.hand.world.diary.step():
             try:
-                stepper.take(batch)
+                with self.guard():
+                    stepper.take(batch)
             except (RuntimeError, MemoryError) as error:
                 stepper.close()
-                explain_memory(error, self.hand, self.task, batch)
+                explain_memory(error, self.hand, self.task, batch, self.guard.limit)
                 raise
 
     @property

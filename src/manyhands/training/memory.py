@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import inspect
 import re
 import resource
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +71,28 @@ def parse_bytes(text: str | int) -> int:
     return count
 
 
-Guard = Callable[[], contextlib.AbstractContextManager[None]]
-"""What a step is taken in."""
+class Guard:
+    """What a step is taken in: under a limit the kernel gives its process so many bytes of data and no more."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._is_first = True
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self.limit is None:
+            yield
+            return
+        # Where nothing is left at all, libraries that do not look at what malloc says would end the process.
+        if self._is_first and _data_bytes() > self.limit:
+            raise MemoryError
+        self._is_first = False
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (self.limit if hard < 0 else min(self.limit, hard), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -84,10 +103,10 @@ def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
     thread that has met it may get no more kernels from oneDNN, so that a limited run needs a process of its own.
     """
     if memory is None:
-        yield contextlib.nullcontext
+        yield Guard()
     elif device.type == "cuda":
         with _limited_cuda(device, memory):
-            yield contextlib.nullcontext
+            yield Guard()
     else:
         # Every optimizer imports it, and it is not the run's own memory.
         importlib.import_module("torch._dynamo")
@@ -96,19 +115,9 @@ def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
         torch.ones(256, 256) @ torch.ones(256, 256)
         _map_from(MAPPED_FROM)
         try:
-            yield functools.partial(_limited_cpu, _data_bytes() + memory)
+            yield Guard(_data_bytes() + memory)
         finally:
             _map_from(MAPPED_AT_LAST)
-
-
-@contextlib.contextmanager
-def _limited_cpu(wanted: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _map_from(size: int) -> None:
@@ -162,8 +171,8 @@ def _data_bytes() -> int:
     return int(found[1]) * 1024 - _holes()
 
 
-def headroom(device: torch.device) -> int:
-    """Bytes that this process could still take on its device."""
+def headroom(device: torch.device, limit: int | None = None) -> int:
+    """Bytes that this process could still take on its device, under a limit to its data."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -171,8 +180,9 @@ def headroom(device: torch.device) -> int:
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return min(free + reserved, allowed) - allocated
     available = int(psutil.virtual_memory().available)
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return available if limit < 0 else min(available, limit - _data_bytes())
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [bytes_ for bytes_ in (limit, soft) if bytes_ is not None and bytes_ != resource.RLIM_INFINITY]
+    return min([available, *(bytes_ - _data_bytes() for bytes_ in limits)])
 
 
 def host_bytes(devices: Sequence[Device]) -> int:
@@ -444,25 +454,28 @@ def _line(what: str, total: int, memory: int) -> str:
 # -- when it happens ---------------------------------------------------------------------------------------------------
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
     """Whether an allocation failed, on whatever device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, ManyhandsError):
         return False
-    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    is_limited |= resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
     signs = (*_SIGNS, _NO_KERNEL) if is_limited else _SIGNS
     return any(sign in str(error) for sign in signs)
 
 
-def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch) -> None:
-    """Raises OutOfMemory, with an account, where an allocation failed; what the step held is let go first."""
-    if not is_out_of_memory(error):
+def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch, limit: int | None = None) -> None:
+    """Raises OutOfMemory, with an account, where an allocation failed; what the step held is let go first.
+
+    The limit must not hold here: a thread that OpenMP cannot start for want of a stack would end the process.
+    """
+    if not is_out_of_memory(error, is_limited=limit is not None):
         return
     where = _where(error)
     asked = re.search(r"allocate ([0-9.]+ ?\w+)", str(error))
     _let_go(error, hand)
-    room = headroom(hand.device)
+    room = headroom(hand.device, limit)
     held = account(hand, task, batch)
     memory = room + held.parameters + sum(map(_held_state, hand.optimizers.values()))
     wanted = f", where {_spelled(asked[1])} more were asked for" if asked else ""
