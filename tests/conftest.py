@@ -42,6 +42,8 @@ BUDGETS = {
 @pytest.fixture(scope="session")
 def engine() -> Iterator[LocalEngine]:
     """The product's own engine, so that all tests fork from one zygote."""
+    # What most ranks of tests would import each for itself: their functions live in files that import pytest.
+    verbs._engine._preload += ["pytest", "torch.export._trace", "sympy.physics.units"]
     verbs._engine.warm_up()
     yield verbs._engine
     verbs._engine.close()

@@ -1,17 +1,28 @@
-"""The examples run as a newcomer runs them, and pairs keep their promise: alike, and the same when split."""
+"""The examples run as a newcomer runs them, and pairs keep their promise: alike, and the same when split.
+
+Every example of ours runs as a program once; what is compared with it comes from where torch is imported already.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from manyhands.cli.app import app
 from manyhands.store import Checkpoint, CheckpointStore
 from manyhands.training import Run
 
@@ -27,8 +38,39 @@ def run_python(folder: Path, *args: str, epochs: int = 1) -> str:
 
 
 def run_command(folder: Path, *args: str, epochs: int = 1) -> str:
-    """Runs the `manyhands` command."""
-    return run_python(folder, "-c", "from manyhands.cli import main; main()", *args, epochs=epochs)
+    """Runs a `manyhands` command in this process."""
+    before = set(sys.modules)
+    # What an example imports may set environment variables of its own.
+    with mock.patch.dict(os.environ, EPOCHS=str(epochs)), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        done = CliRunner().invoke(app, args)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+Fork = Callable[..., str]
+
+
+@pytest.fixture
+def run_forked(run_ranks: Any) -> Fork:
+    """Runs a program that uses nothing of ours in a fork of its own; returns what it printed."""
+
+    def run(folder: Path, script: str, epochs: int = 1, **environ: str) -> str:
+        def main(world: Any) -> str:
+            os.chdir(folder)
+            os.environ.update(environ, EPOCHS=str(epochs))
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+            return output.getvalue()
+
+        (output,) = run_ranks(main, 1)
+        return str(output)
+
+    return run
 
 
 def printed(output: str, name: str) -> list[float]:
@@ -42,9 +84,9 @@ def only_run(folder: Path) -> Run:
     return Run(path)
 
 
-def test_two_towers(tmp_path: Path) -> None:
+def test_two_towers(tmp_path: Path, run_forked: Fork) -> None:
     """Each tower on a device of its own gives the losses of one device."""
-    plain = run_python(tmp_path, str(EXAMPLES / "two_towers_torch.py"))
+    plain = run_forked(tmp_path, "two_towers_torch.py")
     said = run_python(tmp_path, str(EXAMPLES / "two_towers_manyhands.py"))
     assert "to 2 on cpu#0: " in said
     assert printed(plain, "loss")[-1] > 1.0
@@ -57,21 +99,20 @@ def test_two_towers(tmp_path: Path) -> None:
     ("name", "epochs", "loss"),
     [("image_classifier", 2, "loss"), ("char_gpt", 2, "loss"), ("gan", 1, "critic"), ("recommender", 4, "loss")],
 )
-def test_pair(name: str, epochs: int, loss: str, tmp_path: Path) -> None:
+def test_pair(name: str, epochs: int, loss: str, tmp_path: Path, run_forked: Fork) -> None:
     """Ours on one device behaves as plain PyTorch does, and on two devices it gives the losses of one."""
     alone, split = tmp_path / "alone", tmp_path / "split"
     alone.mkdir()
     split.mkdir()
     ours = str(EXAMPLES / f"{name}_manyhands.py")
-    with ThreadPoolExecutor(2) as both:
-        plain = both.submit(run_python, alone, str(EXAMPLES / f"{name}_torch.py"), epochs=epochs)
-        both.submit(run_python, alone, ours, epochs=epochs).result()
+    run_python(alone, ours, epochs=epochs)
+    plain = run_forked(alone, f"{name}_torch.py", epochs=epochs)
     run_command(split, "fit", ours, "--on", "cpu*2", "--epochs", str(epochs))
     one, two = only_run(alone), only_run(split)
 
     # The first weights and the order of the samples are others, so the values are alike and no more.
     curve = list(one.history[loss].values())
-    assert curve[-1] == pytest.approx(printed(plain.result(), loss)[-1], rel=0.3)
+    assert curve[-1] == pytest.approx(printed(plain, loss)[-1], rel=0.3)
     if name != "gan":
         assert curve[-1] < 0.7 * curve[0]
     assert one.record["devices"] == ["cpu"]
@@ -130,22 +171,22 @@ def test_profile(tmp_path: Path) -> None:
     assert (tmp_path / "profile.html").exists()
 
 
-def test_own_loop(tmp_path: Path) -> None:
+def test_own_loop(tmp_path: Path, run_forked: Fork) -> None:
     """Alone, on two devices under `launch`, and restarted on two after a start alone: the same network."""
     script = str(EXAMPLES / "own_loop_manyhands.py")
-    folders = {name: tmp_path / name for name in ("plain", "alone", "two", "restarted")}
+    folders = {name: tmp_path / name for name in ("alone", "two", "restarted")}
     for folder in folders.values():
         folder.mkdir()
     with ThreadPoolExecutor(2) as both:
-        plain = both.submit(run_python, folders["plain"], str(EXAMPLES / "own_loop_torch.py"), epochs=4)
         alone = both.submit(run_python, folders["alone"], script, epochs=4)
         both.submit(run_python, folders["restarted"], script, epochs=2).result()
+    plain = run_forked(tmp_path, "own_loop_torch.py", epochs=4)
     two = run_command(folders["two"], "launch", script, "--on", "cpu*2", epochs=4)
     run_command(folders["restarted"], "launch", script, "--on", "cpu*2", epochs=4)
 
     losses = printed(two, "loss")
     assert len(losses) == 4
-    assert losses[-1] == pytest.approx(printed(plain.result(), "loss")[-1], rel=0.3)
+    assert losses[-1] == pytest.approx(printed(plain, "loss")[-1], rel=0.3)
     assert printed(two, "best accuracy") == pytest.approx(printed(alone.result(), "best accuracy"))
     wanted = _last_checkpoint(folders["alone"])
     assert wanted.step == 4 * 24
@@ -197,11 +238,11 @@ def test_many_networks(tmp_path: Path) -> None:
     assert re.search(r"answers \[\d, \d, \d\]", said)
 
 
-def test_tune_digits(tmp_path: Path) -> None:
+def test_tune_digits(tmp_path: Path, run_forked: Fork) -> None:
     """The same search by hand and by mh.tune; five networks say how sure they are better than one does."""
+    plain = run_forked(tmp_path, "tune_digits_optuna.py", epochs=6, TRIALS="6")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIALS", "6")
-        plain = run_python(tmp_path, str(EXAMPLES / "tune_digits_optuna.py"), epochs=6)
         ours = run_python(tmp_path, str(EXAMPLES / "tune_digits_manyhands.py"), epochs=6)
     assert printed(plain, "valid_loss")[-1] < 0.7
     assert printed(ours, "best valid_loss")[-1] < 0.7

@@ -24,7 +24,7 @@ MATRIX = {
     "2 ranks": ((2, mh.TensorParallel(2)), ("mlp", "cnn", "gpt", "own", "translator", "towers")),
     "4 ranks": ((4, mh.TensorParallel(4)), ("mlp", "own")),
     "times replicas": ((4, mh.TensorParallel(2, replicas=2)), ("cnn", "own")),
-    "times shards": ((4, mh.Sharded(2) * mh.TensorParallel(2)), ("gpt", "own", "towers")),
+    "times shards": ((4, mh.Sharded(2) * mh.TensorParallel(2)), ("own", "towers")),
     "accumulated, recomputed": ((2, mh.TensorParallel(2, accumulate=3, recompute="blocks")), ("own",)),
     "tokens in parts": ((2, mh.TensorParallel(2, layout={"*": "sequence"})), ("gpt", "own", "translator")),
     "random": ((2, mh.TensorParallel(2, deterministic=True)), ("dropout",)),
