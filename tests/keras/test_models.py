@@ -119,6 +119,16 @@ def test_keras_computes_on_the_device_that_was_named(monkeypatch: pytest.MonkeyP
         assert keras_torch.get_device() == "cpu"
 
 
+def test_what_is_on_a_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed = mhk.compute_average_loss(torch.ones(3, device="meta"), np.ones(3), global_batch_size=6)
+    assert weighed.device.type == "meta"
+    model, task = made(), mhk.as_task(made, (X, Y), batch_size=8)
+    # As with a GPU that the task is not trained on.
+    monkeypatch.setattr(keras_torch, "DEFAULT_DEVICE", "meta")
+    assert np.isfinite(float(task.loss(model, (X[:8], Y[:8])).detach()))
+    assert task.predict(model, X[:8]).device.type == "cpu"
+
+
 def test_resolvers_know_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mhk.TFConfigClusterResolver().task_type is None
     config = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'

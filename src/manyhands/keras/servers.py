@@ -13,7 +13,7 @@ import torch
 from keras.optimizers import LossScaleOptimizer
 from torch import Tensor
 
-from ..cluster import CHIEF, SERVER, TRAINERS, WORKER, described
+from ..cluster import CHIEF, SERVER, TRAINERS, WORKER, Pending, described
 from ..core import SettingsError
 from ..training import joined_world
 from .placing import hand_of_all, named
@@ -109,24 +109,24 @@ class ParameterServerStrategy(Strategy):
     ) -> list[Tensor]:
         """The summed gradients of what this rank holds; what it has for others is on its way to them."""
         world, rank = self.hand.replicas, self.hand.rank
-        sent = []
-        flats: dict[int, Tensor] = {}
+        sent, total = [], None
+        rooms: dict[int, Tensor] = {}
+        got: dict[int, Pending] = {}
+        # One server after another on all ranks: over nccl two that both sent first would wait for each other.
         for server, indexes in held.items():
             whole = [torch.zeros_like(values[i]) if gradients[i] is None else gradients[i] for i in indexes]
-            flats[server] = torch.cat([each.detach().reshape(-1) for each in whole])  # type: ignore[union-attr]
-            if server != rank and self.worker is not None:
-                sent.append(world.start_send(flats[server], server, server))
-        total = flats.get(rank)
+            flat = torch.cat([each.detach().reshape(-1) for each in whole])  # type: ignore[union-attr]
+            if server == rank:
+                total = flat
+                rooms = {worker: torch.empty_like(flat) for worker in self._workers if worker != rank}
+                got = {worker: world.start_receive(room, worker, rank) for worker, room in rooms.items()}
+            elif self.worker is not None:
+                sent.append(world.start_send(flat, server, server))
         if total is not None:
-            rooms = {worker: torch.empty_like(total) for worker in self._workers if worker != rank}
-            got = {worker: world.start_receive(room, worker, rank) for worker, room in rooms.items()}
+            for each in got.values():
+                each.wait()
             # In the order of the ranks, so that a sum is the same every time.
-            parts = []
-            for worker in self._workers:
-                if worker != rank:
-                    got[worker].wait()
-                parts.append(rooms.get(worker, total))
-            total = torch.stack(parts).sum(0)
+            total = torch.stack([rooms.get(worker, total) for worker in self._workers]).sum(0)
         for each in sent:
             each.wait()
         return [] if total is None else _cut(total, [values[index] for index in held[rank]])

@@ -320,7 +320,7 @@ def compute_average_loss(
     """
     losses = torch.as_tensor(per_example_loss)
     if sample_weight is not None:
-        losses = losses * torch.as_tensor(sample_weight)
+        losses = losses * torch.as_tensor(sample_weight, device=losses.device)
     step = current_step()
     known = step.rows.total if step is not None else len(losses)
     share = 0.0 if step is not None and step.rows.is_ghost else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -57,12 +58,20 @@ def as_task(
 
 def _loss(model: Any, batch: Any) -> Tensor:
     x, y, weights = keras.utils.unpack_x_y_sample_weight(tuple(batch))
-    value = model.compute_loss(x=x, y=y, y_pred=model(x, training=model.training), sample_weight=weights)
+    with _where(x):
+        value = model.compute_loss(x=x, y=y, y_pred=model(x, training=model.training), sample_weight=weights)
     return torch.as_tensor(value)
 
 
 def _predict(model: Any, input: Any) -> Any:
-    return model(input, training=False)
+    with _where(input):
+        return model(input, training=False)
+
+
+def _where(input: Any) -> AbstractContextManager[Any]:
+    """Lets Keras compute where a batch is; left to itself it takes every tensor to the first GPU that there is."""
+    device = next(leaf.device for leaf in keras.tree.flatten(input) if isinstance(leaf, Tensor))
+    return keras.device(str(device))  # type: ignore[no-any-return]
 
 
 def _require_trainable(model: Any) -> None:
