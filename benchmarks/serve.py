@@ -1,9 +1,9 @@
-"""Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve and MLServer.
+"""Serving: requests per second and latencies on two cores, against LitServe, BentoML, Ray Serve, MLServer and Triton.
 
 `python -m benchmarks.serve [--quick]`. The same small network everywhere, rows of 784 numbers as JSON or as bytes, 32
 connections that wait for their answers; servers take turns in rounds, asked by our own generator and, where it is
-installed, by wrk. Then a network that takes milliseconds: three times as many requests as it can answer, and two
-replicas against one.
+installed, by wrk. Then the same with a network that takes milliseconds; of it, three times as many requests as it can
+answer, and two replicas against one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from manyhands.serving import Router, Server
 from manyhands.store import export
 
 from .load import Ask, Outcome, at_share, measure
+from .peers import triton_server
 from .report import Check, Report, arguments, interleaved
-from .serving_works import ROW, WORKS
+from .serving_works import CHOICE, MAX_ROWS, ROW, WORKS
 
 ROOT = Path(__file__).parents[1]
 PEERS = {
     ".peers-serving": "serving_peers.txt",
     ".peers-serving-v2": "serving_peers_v2.txt",
+    triton_server.FOLDER.name: triton_server.REQUIREMENTS.name,
 }
 """Environments and what is in them: peers that do not go together live apart."""
 ROWS = np.random.default_rng(0).random((1, ROW), np.float32)
@@ -59,6 +61,8 @@ def main() -> None:
         for work, make in WORKS.items():
             export(make(), lambda model, x: model(x), {"x": torch.from_numpy(ROWS)}, models / work)
         throughput(report, models, quick)
+        if not quick:
+            convolutions(report, models, 3.0, 4)
         overload(report, models, 2.5 if quick else 8.0, 1 if quick else 3)
         replicas(report, models, 2.0 if quick else 4.0, 1 if quick else 3)
     report.finish()
@@ -67,7 +71,7 @@ def main() -> None:
 def throughput(report: Report, models: Path, quick: bool) -> None:
     """Seconds per request, in rounds."""
     seconds, rounds = (1.5, 3) if quick else (3.5, 8)
-    with serving(models, "cpu") as server, peers(quick) as asks:
+    with serving(models, "cpu") as server, peers(quick, "mlp") as asks:
         contenders: dict[str, Callable[[], float]] = {
             f"{OURS} JSON": asking(as_json(server, "mlp"), seconds),
             f"{OURS} binary": asking(as_bytes(server, "mlp"), seconds),
@@ -87,13 +91,33 @@ def throughput(report: Report, models: Path, quick: bool) -> None:
         )
         over_bare(report, as_json(server, "mlp"), 1.0 if quick else 3.0)
         if asks:
-            at_half(report, as_json(server, "mlp"), asks, rates)
+            texts = {name: ask for name, ask in asks.items() if "JSON" in name}
+            at_half(report, as_json(server, "mlp"), texts, rates)
     if not asks:
         return
     report.checks["json_over_litserve"] = Check(value=1 / rows[f"{OURS} JSON"].ratio, at_least=10)
     report.checks["binary_over_litserve"] = Check(value=1 / rows[f"{OURS} binary"].ratio, at_least=15)
     best = max(rate for name, rate in rates.items() if name in asks and "JSON" in name)
     report.checks["json_over_best_python_peer"] = Check(value=rates[f"{OURS} JSON"] / best, at_least=1.5)
+
+
+def convolutions(report: Report, models: Path, seconds: float, rounds: int) -> None:
+    """The same with a network whose computing matters, in batches of one size everywhere; ours over each peer."""
+    with serving(models, "cpu", max_rows=MAX_ROWS["cnn"]) as server, peers(False, "cnn") as asks:
+        contenders = {
+            f"{OURS} JSON": asking(as_json(server, "cnn"), seconds),
+            f"{OURS} binary": asking(as_bytes(server, "cnn"), seconds),
+            f"{OURS} JSON again": asking(as_json(server, "cnn"), seconds),
+            **{name: asking(ask, seconds) for name, ask in asks.items()},
+        }
+        times = interleaved(contenders, rounds)
+    report.add("a network of milliseconds, 32 connections", times, f"{OURS} JSON")
+    for name, values in times.items():
+        report.notes[f"cnn: {name} requests/s"] = round(1 / median(values), 1)
+    for name in asks:
+        ours = times[f"{OURS} JSON" if "JSON" in name else f"{OURS} binary"]
+        ratio = median(theirs / own for theirs, own in zip(times[name], ours, strict=True))
+        report.notes[f"cnn: {OURS} over {name}"] = round(ratio, 3)
 
 
 def over_bare(report: Report, ask: Ask, seconds: float) -> None:
@@ -159,7 +183,7 @@ def note_times(report: Report, what: str, found: Outcome) -> None:
 
 def overload(report: Report, models: Path, seconds: float, rounds: int) -> None:
     """Three times as many requests as can be answered: good answers, how fast refusals come, and what is left of it."""
-    with serving(models, "cpu", max_rows=16, queue_rows=64) as server:
+    with serving(models, "cpu", max_rows=MAX_ROWS["cnn"], queue_rows=64) as server:
         ask = as_bytes(server, "cnn")
         measure(ask, seconds=1.0, connections=64)
         peaks, floods = [], []
@@ -202,9 +226,9 @@ def replicas(report: Report, models: Path, seconds: float, rounds: int) -> None:
     """
     devices = resolve("cpu*2")[0]
     with (
-        serving(models, devices[:1], max_rows=16) as one,
-        serving(models, devices[1:], max_rows=16) as other,
-        serving(models, devices, max_rows=16) as two,
+        serving(models, devices[:1], max_rows=MAX_ROWS["cnn"]) as one,
+        serving(models, devices[1:], max_rows=MAX_ROWS["cnn"]) as other,
+        serving(models, devices, max_rows=MAX_ROWS["cnn"]) as two,
         mh.route([f"127.0.0.1:{s.grpc}/{s.http}/{s.manage}" for s in (one, other)], http=0, grpc=0, manage=0) as router,
     ):
         contenders: dict[str, Callable[[], float]] = {
@@ -260,11 +284,16 @@ def as_json(server: Server, model: str) -> Ask:
 
 def as_bytes(server: Server | Router, model: str, rows: int = 1) -> Ask:
     """The Open Inference Protocol with binary tensors."""
+    return binary_ask(server.http, model, rows)
+
+
+def binary_ask(port: int, model: str, rows: int = 1) -> Ask:
+    """It, to any server that speaks it."""
     blob = np.repeat(ROWS, rows, 0).tobytes()
     one = {"name": "x", "shape": [rows, ROW], "datatype": "FP32", "parameters": {"binary_data_size": len(blob)}}
     text = json.dumps({"inputs": [one], "parameters": {"binary_data_output": True}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(text)), "Content-Type": "application/octet-stream"}
-    return Ask(port=server.http, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
+    return Ask(port=port, path=f"/v2/models/{model}/infer", body=text + blob, headers=headers)
 
 
 def asking(ask: Ask, seconds: float, connections: int = 32) -> Callable[[], float]:
@@ -280,34 +309,34 @@ def asking(ask: Ask, seconds: float, connections: int = 32) -> Callable[[], floa
 
 
 @contextmanager
-def peers(quick: bool) -> Iterator[dict[str, Ask]]:
-    """The peers, running in an environment of their own; none in a quick run."""
+def peers(quick: bool, work: str) -> Iterator[dict[str, Ask]]:
+    """The peers with a network, running in environments of their own; none in a quick run."""
     if quick:
         yield {}
         return
     for folder, requirements in PEERS.items():
         make_environment(ROOT / folder, ROOT / "requirements" / requirements)
-    row = np.round(ROWS, 4).tolist()
-    plain = json.dumps({"input": row[0]}).encode()
-    tensor = {"name": "x", "shape": [1, ROW], "datatype": "FP32"}
-    infer = json.dumps({"inputs": [{**tensor, "data": row[0]}]}).encode()
-    ports = {name: free_port() for name in ("litserve", "bento", "rayserve", "mlserver")}
-    python, other = (str(ROOT / folder / "bin" / "python") for folder in PEERS)
+    ports = {name: free_port() for name in ("litserve", "bento", "rayserve", "mlserver", "pytriton")}
+    python, v2, triton = (str(ROOT / folder / "bin" / "python") for folder in PEERS)
     servers = "benchmarks.peers.servers"
     commands = {
         "litserve": [python, "-m", f"{servers}.litserve", str(ports["litserve"])],
         "bento": [python, "-m", "bentoml", "serve", f"{servers}.bento:Rows", "--port", str(ports["bento"])],
         "rayserve": [python, "-m", f"{servers}.rayserve", str(ports["rayserve"])],
-        "mlserver": [other, "-m", f"{servers}.mlserver", str(ports["mlserver"])],
-    }
-    asks = {
-        "litserve JSON": Ask(port=ports["litserve"], path="/predict", body=plain),
-        "bentoml JSON": Ask(port=ports["bento"], path="/predict", body=json.dumps({"x": row}).encode()),
-        "ray serve JSON": Ask(port=ports["rayserve"], path="/predict", body=plain),
-        "mlserver JSON": Ask(port=ports["mlserver"], path="/v2/models/rows/infer", body=infer),
+        "mlserver": [v2, "-m", f"{servers}.mlserver", str(ports["mlserver"])],
+        "pytriton": [triton, "-m", f"{servers}.pytriton", str(ports["pytriton"])],
     }
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    running = [subprocess.Popen(command, cwd=ROOT, **quiet) for command in commands.values()]
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**(triton_server.environ() if name == "pytriton" else os.environ), CHOICE: work},
+            **quiet,
+        )
+        for name, command in commands.items()
+    ]
+    asks = peer_asks(ports)
     try:
         for ask in asks.values():
             wait_for(ask)
@@ -317,6 +346,22 @@ def peers(quick: bool) -> Iterator[dict[str, Ask]]:
             os.killpg(process.pid, 15)
         for process in running:
             process.wait(60)
+
+
+def peer_asks(ports: Mapping[str, int]) -> dict[str, Ask]:
+    """A row for each peer, in the form that it takes."""
+    row = np.round(ROWS, 4).tolist()
+    plain = json.dumps({"input": row[0]}).encode()
+    tensor = {"name": "x", "shape": [1, ROW], "datatype": "FP32"}
+    infer = json.dumps({"inputs": [{**tensor, "data": row[0]}]}).encode()
+    return {
+        "litserve JSON": Ask(port=ports["litserve"], path="/predict", body=plain),
+        "bentoml JSON": Ask(port=ports["bento"], path="/predict", body=json.dumps({"x": row}).encode()),
+        "ray serve JSON": Ask(port=ports["rayserve"], path="/predict", body=plain),
+        "mlserver JSON": Ask(port=ports["mlserver"], path="/v2/models/rows/infer", body=infer),
+        "triton JSON": Ask(port=ports["pytriton"], path="/v2/models/rows/infer", body=infer),
+        "triton binary": binary_ask(ports["pytriton"], "rows"),
+    }
 
 
 def make_environment(folder: Path, requirements: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
 ROW = 784
+CHOICE = "SERVED_WORK"
+"""The variable that tells a peer which of the networks it serves."""
 
 
 def mlp() -> nn.Module:
@@ -30,3 +34,16 @@ def cnn() -> nn.Module:
 
 
 WORKS = {"mlp": mlp, "cnn": cnn}
+MAX_ROWS = {"mlp": 64, "cnn": 16}
+"""Of a batch, for everybody: one of the larger network takes ten to twenty milliseconds."""
+
+
+def chosen() -> nn.Module:
+    """The network that this process serves."""
+    torch.set_num_threads(1)
+    return WORKS[os.environ[CHOICE]]()
+
+
+def max_rows() -> int:
+    """Of a batch of it."""
+    return MAX_ROWS[os.environ[CHOICE]]

@@ -1,4 +1,4 @@
-"""LitServe: batches of 64, its fast queue, rows as JSON; it has no form for bytes."""
+"""LitServe: its batches and its fast queue, rows as JSON; it has no form for bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import litserve
 import numpy as np
 import torch
 
-from ...serving_works import mlp
+from ...serving_works import chosen, max_rows
 
 
 class Rows(litserve.LitAPI):  # type: ignore[misc]
     """{"input": [784 numbers]}."""
 
     def setup(self, device: str) -> None:
-        torch.set_num_threads(1)
-        self.model = mlp()
+        self.model = chosen()
 
     # Without an annotation: LitServe takes one for a model of the request.
     def decode_request(self, request):  # type: ignore[no-untyped-def]
@@ -38,6 +37,6 @@ class Rows(litserve.LitAPI):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    api = Rows(max_batch_size=64, batch_timeout=0.001, enable_async=False)
+    api = Rows(max_batch_size=max_rows(), batch_timeout=0.001, enable_async=False)
     server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1, fast_queue=True, track_requests=False)
     server.run(port=int(sys.argv[1]), host="127.0.0.1", log_level="error", generate_client_file=False)

@@ -1,4 +1,4 @@
-"""MLServer: its adaptive batching, 64 rows at most, over the Open Inference Protocol."""
+"""MLServer: its adaptive batching, over the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from mlserver import MLModel, MLServer, ModelSettings, Settings
 from mlserver.codecs import NumpyCodec
 from mlserver.types import InferenceRequest, InferenceResponse
 
-from ...serving_works import mlp
+from ...serving_works import chosen, max_rows
 
 
 class Rows(MLModel):  # type: ignore[misc]
     """The input x, rows of 784 numbers."""
 
     async def load(self) -> bool:
-        torch.set_num_threads(1)
-        self.network = mlp()
+        self.network = chosen()
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -35,7 +34,7 @@ async def main(port: int) -> None:
         host="127.0.0.1", http_port=port, grpc_port=port + 1, metrics_port=port + 2, parallel_workers=0, debug=False
     )
     server = MLServer(settings)
-    model = ModelSettings(name="rows", implementation=Rows, max_batch_size=64, max_batch_time=0.001)
+    model = ModelSettings(name="rows", implementation=Rows, max_batch_size=max_rows(), max_batch_time=0.001)
     await server.start([model])
 
 

@@ -1,4 +1,4 @@
-"""Ray Serve: one replica, batches of 64."""
+"""Ray Serve: one replica, its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ray import serve
 from starlette.requests import Request
 
-from ...serving_works import mlp
+from ...serving_works import chosen, max_rows
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=256)
@@ -20,10 +20,9 @@ class Rows:
     """{"input": [784 numbers]}."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)
-        self.model = mlp()
+        self.model = chosen()
 
-    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.001)
+    @serve.batch(max_batch_size=max_rows(), batch_wait_timeout_s=0.001)
     async def compute(self, rows: list[Any]) -> list[Any]:
         with torch.inference_mode():
             return list(self.model(torch.from_numpy(np.stack(rows))).numpy())
