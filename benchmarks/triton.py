@@ -48,7 +48,14 @@ DIFFERENCES = {
         "HTTP: oddly nested numbers",
         "gRPC: one raw too many",
     ),
-    "a coding that nobody knows is 415, as HTTP has it": ("HTTP: a coding that nobody knows",),
+    "a mistake is named, and is the client's": (
+        "HTTP: a coding that nobody knows",
+        "gRPC: RepositoryModelUnload of nobody",
+        "gRPC: RepositoryModelLoad of nobody",
+    ),
+    "a model that somebody unloaded keeps no clients from the others": (
+        "gRPC: server ready after RepositoryModelUnload",
+    ),
     "the same status in words that say what was expected and what came": (
         "HTTP: no rows",
         "gRPC: no rows",

@@ -95,9 +95,12 @@ class Client:
         port = http if self.kit is triton_http else grpc
         with self.kit.InferenceServerClient(f"127.0.0.1:{port}") as client:
             try:
-                return Seen("OK", value=self.call(client, self.kit))
+                seen = Seen("OK", value=self.call(client, self.kit))
             except InferenceServerException as error:
-                return Seen(str(error.status()), error.message())
+                seen = Seen(str(error.status()), error.message())
+        # It closes itself once more when it is collected, and gevent does not bear that on another thread.
+        client.close = lambda: None
+        return seen
 
 
 def ask_grpc(port: int, method: str, message: Any) -> Seen:
@@ -381,6 +384,20 @@ def over_grpc() -> Iterator[tuple[str, Grpc]]:
     yield "no such model", infer("nobody")
     yield "no such version", infer(version="9")
     yield "a version that is no number", infer(version="one")
+    yield from _managing()
+
+
+def _managing() -> Iterator[tuple[str, Grpc]]:
+    """Unloads a model and loads it again, and says what is seen of it; unloading goes on behind the answer."""
+    for method in ("RepositoryModelUnload", "RepositoryModelLoad"):
+        asked = getattr(messages, f"{method}Request")
+        yield f"{method} of nobody", Grpc(method, asked(model_name="nobody"))
+        yield method, Grpc(method, asked(model_name="numbers"))
+        yield f"ready after {method}", Grpc("ModelReady", messages.ModelReadyRequest(name="numbers"))
+        yield f"metadata after {method}", Grpc("ModelMetadata", messages.ModelMetadataRequest(name="numbers"))
+        yield f"answer after {method}", _every_kind(False)
+        yield f"index after {method}", Grpc("RepositoryIndex", messages.RepositoryIndexRequest(ready=True))
+        yield f"server ready after {method}", Grpc("ServerReady", messages.ServerReadyRequest())
 
 
 def infer(

@@ -109,6 +109,8 @@ def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:
     with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         client.unload_model("moody")
         assert not client.is_model_ready("moody")
+        with pytest.raises(InferenceServerException, match="'moody' has no available versions"):
+            client.get_model_metadata("moody")
         with pytest.raises(InferenceServerException, match="'foo' is not found"):
             client.load_model("foo")
         with pytest.raises(InferenceServerException, match="without parameters"):

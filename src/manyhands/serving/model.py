@@ -13,8 +13,11 @@ from .version import AVAILABLE, END, LOADING, Version
 class Unknown(RequestRefused):
     """A model, version or label that is not served; every protocol has its own words for it."""
 
-    def __init__(self, model: str, version: int | None = None, label: str | None = None) -> None:
-        self.model, self.version, self.label = model, version, label
+    def __init__(
+        self, model: str, version: int | None = None, label: str | None = None, *, is_empty: bool = False
+    ) -> None:
+        self.model, self.version, self.label, self.is_empty = model, version, label, is_empty
+        """A model that is empty is there, without a version that answers."""
         if label is not None:
             super().__init__("INVALID_ARGUMENT", f"Unrecognized servable version label: {label}")
         elif version is not None:
@@ -76,7 +79,7 @@ class Model:
             return found
         if version is None and number is not None and any(v.state == LOADING for v in self.versions.values()):
             raise RequestRefused("UNAVAILABLE", f"{self.name} is being loaded", 1.0)
-        raise Unknown(self.name, version)
+        raise Unknown(self.name, version, is_empty=version is None)
 
     def take_over(self) -> bool:
         """Lets the newest version answer that is available and was not sent back; whether that is another one."""

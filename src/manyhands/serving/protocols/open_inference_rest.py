@@ -188,7 +188,8 @@ def require_ready(catalogue: Catalogue, name: str, number: int | None) -> None:
 def in_own_words(unknown: Unknown) -> RequestRefused:
     """As Triton says that a model is not there."""
     which = f"'{unknown.model}'" if unknown.version is None else f"'{unknown.model}' version {unknown.version}"
-    return RequestRefused("NOT_FOUND", f"Request for unknown model: {which} is not found")
+    what = "has no available versions" if unknown.is_empty else "is not found"
+    return RequestRefused("NOT_FOUND", f"Request for unknown model: {which} {what}")
 
 
 def version_number(model: str, text: str | None) -> int | None:
