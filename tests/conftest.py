@@ -66,7 +66,7 @@ def _clean(engine: LocalEngine) -> Iterator[None]:
         yield
 
 
-LONG = ("test_examples.py", "test_benchmarks.py")
+LONG = ("test_examples.py", "test_benchmarks.py", "test_hosts.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ ROWS, BATCH = 60, 16
 def paced(model: nn.Module, batch: Any) -> Any:
     hurry = os.environ.get("HURRY")
     if hurry and not Path(hurry).exists():
-        time.sleep(0.05)
+        time.sleep(0.1)
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 

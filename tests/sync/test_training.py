@@ -86,9 +86,14 @@ def test_training_ends_near_the_exact_loss_with_fewer_bytes(
     assert f"sync={policy}: the mean gradient was" in notices(run)
 
 
-def train_all(world: World, policy: str, accumulate: int) -> dict[str, list[float]]:
-    """A few steps of every odd network, in buckets of few parameters; the replicas must end equal."""
+def train_all(world: World, accumulate: int) -> dict[str, dict[str, list[float]]]:
+    """A few steps of every odd network under every policy, in buckets of few parameters."""
     buckets.FIRST_BYTES = Policy.bucket_bytes = Coded.bucket_bytes = 600
+    return {policy: train_networks(world, policy, accumulate) for policy in ("allreduce", *LOSSY)}
+
+
+def train_networks(world: World, policy: str, accumulate: int) -> dict[str, list[float]]:
+    """The losses of each; the replicas must end equal."""
     losses = {}
     for name in ("mlp", "cnn", "gpt", "gan"):
         task = problem(name, "adamw")
@@ -118,24 +123,28 @@ def take(hand: Hand, task: mh.Task, batch: Any) -> None:
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 3), (4, 1)])
 def test_replicas_stay_equal_in_every_network(size: int, accumulate: int, run_ranks: Any) -> None:
-    exact = run_ranks(partial(train_all, policy="allreduce", accumulate=accumulate), size)[0]
+    found, *others = run_ranks(partial(train_all, accumulate=accumulate), size)
+    assert all(other == found for other in others)
     for policy in LOSSY:
-        found = run_ranks(partial(train_all, policy=policy, accumulate=accumulate), size)
-        assert all(losses == found[0] for losses in found)
-        for name, losses in exact.items():
+        for name, losses in found["allreduce"].items():
             # The first step is taken before any gradient, the second after one that was exact or nearly so.
-            np.testing.assert_allclose(found[0][name][:2], losses[:2], rtol=1e-2, err_msg=f"{policy} {name}")
-            assert found[0][name] != losses, f"{policy} must have changed something in {name}"
+            np.testing.assert_allclose(found[policy][name][:2], losses[:2], rtol=1e-2, err_msg=f"{policy} {name}")
+            assert found[policy][name] != losses, f"{policy} must have changed something in {name}"
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> mh.Run:
+    folder = tmp_path_factory.mktemp("in_parts")
+    return mh.fit(problem("gpt", "adamw"), mh.Sharded(2, replicas=2), on="cpu*4", folder=folder, **QUIET)
 
 
 @pytest.mark.parametrize("policy", ["int8", "topk(0.2,warmup=1)"])
-def test_parts_of_a_network_are_summed_by_the_policy(policy: str, tmp_path: Path) -> None:
+def test_parts_of_a_network_are_summed_by_the_policy(policy: str, in_parts: mh.Run, tmp_path: Path) -> None:
     task = problem("gpt", "adamw")
-    exact = mh.fit(task, mh.Sharded(2, replicas=2), on="cpu*4", folder=tmp_path, name="exact", **QUIET)
     spec = mh.Sharded(2, replicas=2, sync=policy)
     run = mh.fit(task, spec, on="cpu*4", folder=tmp_path, name="lossy", **QUIET)
-    np.testing.assert_allclose(run.losses, exact.losses, rtol=2e-2)
-    assert run.losses != exact.losses
+    np.testing.assert_allclose(run.losses, in_parts.losses, rtol=2e-2)
+    assert run.losses != in_parts.losses
     assert f"sync={policy}: the mean gradient was" in notices(run)
     saved = CheckpointStore(tmp_path / "lossy" / "checkpoints").load().policy
     assert saved["steps"] == len(run.losses)
