@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import runpy
 import sys
 import types
@@ -108,8 +110,9 @@ def a_callback_stops_in_mid_epoch(folder: Path) -> dict[str, Any]:
 def early_stopping_restores(folder: Path) -> dict[str, Any]:
     model = network(optimizer=keras.optimizers.SGD(5.0))
     stop = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
-    history = model.fit(INPUTS, TARGETS, epochs=8, verbose=0, callbacks=[stop])
-    return {"epochs": len(history.epoch), "weights": weights(model)}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        history = model.fit(INPUTS, TARGETS, epochs=8, callbacks=[stop])
+    return {"epochs": len(history.epoch), "weights": weights(model), "said": said.getvalue()}
 
 
 @behaviour

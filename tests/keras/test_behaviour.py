@@ -58,6 +58,8 @@ def test_all_stop_together(every: dict[str, Facts]) -> None:
     stopped = every["early_stopping_restores"]
     assert stopped[0]["epochs"] == stopped[1]["epochs"] < 8
     assert np.isfinite(np.concatenate([w.ravel() for w in same(stopped, "weights")])).all()
+    # Where no terminal shows a bar, an epoch is a line, told once.
+    assert [fact["said"].count("loss:") for fact in stopped] == [stopped[0]["epochs"], 0]
 
 
 def test_a_backup_is_taken_up_by_all(every: dict[str, Facts]) -> None:

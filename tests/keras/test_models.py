@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from keras.src.backend.torch import core as keras_torch
 
 import manyhands as mh
 import manyhands.keras as mhk
+from manyhands.cluster import innermost
 from manyhands.core import DataError, DeviceError, SettingsError, StrategyError, TaskError
 from manyhands.keras.backend import require_torch_backend
 from manyhands.training import Hand
@@ -89,6 +91,27 @@ def test_what_a_task_cannot_take() -> None:
             mhk.as_task(made, (X, Y), batch_size=8).optimizer(made(optimizer=optimizer))
     with pytest.raises(TaskError, match="pass example="):
         mhk.export(keras.Sequential([layers.Dense(1)]), "nowhere")
+
+
+def test_names_of_scripts_are_known_where_they_stood() -> None:
+    assert mhk.cluster_resolver.TFConfigClusterResolver is mhk.TFConfigClusterResolver
+    assert mhk.experimental.ParameterServerStrategy is mhk.ParameterServerStrategy
+    options = mhk.experimental.CommunicationOptions(implementation=mhk.experimental.CommunicationImplementation.NCCL)
+    parts = mhk.experimental.partitioners.MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=2)
+    for strategy in (
+        mhk.MirroredStrategy("cpu", cross_device_ops=mhk.NcclAllReduce()),
+        mhk.MultiWorkerMirroredStrategy(communication_options=options),
+        mhk.ParameterServerStrategy(mhk.cluster_resolver.SlurmClusterResolver(), variable_partitioner=parts),
+    ):
+        assert strategy.run(lambda: 3, options=mhk.RunOptions()) == 3
+    for refused in (mhk.coordinator.ClusterCoordinator, mhk.experimental.CentralStorageStrategy):
+        with pytest.raises((SettingsError, StrategyError), match="every replica"):
+            refused()
+
+
+def test_a_line_of_the_script_is_named_and_not_one_of_keras() -> None:
+    frames = [FrameSummary("train.py", 7, "main"), FrameSummary(keras.src.__file__, 3, "fit")]
+    assert innermost(frames).filename == "train.py"
 
 
 def test_what_strategies_refuse() -> None:

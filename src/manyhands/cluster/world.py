@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _NOT_THEIRS = (
     str(Path(__file__).parents[1]),
     str(Path(torch.__file__).parent),
+    str(Path(torch.__file__).parents[1] / "keras"),
     sysconfig.get_path("stdlib"),
     "<",
 )
@@ -265,6 +266,6 @@ def caller_line() -> str:
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """The last frame of the person's own code, neither torch's nor Python's nor ours; the last one if there is none."""
+    """The last frame of the person's own code, not torch's, Keras', Python's or ours; the last one if there is none."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return (theirs or frames)[-1]

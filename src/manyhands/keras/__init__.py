@@ -12,12 +12,9 @@ from .backend import require_torch_backend
 
 require_torch_backend()
 
+from . import cluster_resolver, coordinator, experimental, partitioners  # noqa: E402
 from .boards import TensorBoard  # noqa: E402
-from .exports import export  # noqa: E402
-from .hooks import install  # noqa: E402
-from .inputs import DatasetCreator, DistributedInput, InputContext  # noqa: E402
-from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
-from .resolvers import (  # noqa: E402
+from .cluster_resolver import (  # noqa: E402
     ClusterResolver,
     ClusterSpec,
     GCEClusterResolver,
@@ -28,7 +25,22 @@ from .resolvers import (  # noqa: E402
     TPUClusterResolver,
     TPUStrategy,
 )
-from .servers import ClusterCoordinator, ParameterServerStrategy, Server  # noqa: E402
+from .coordinator import ClusterCoordinator  # noqa: E402
+from .exports import export  # noqa: E402
+from .hooks import install  # noqa: E402
+from .inputs import DatasetCreator, DistributedInput, InputContext  # noqa: E402
+from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
+from .options import (  # noqa: E402
+    CommunicationImplementation,
+    CommunicationOptions,
+    HierarchicalCopyAllReduce,
+    InputOptions,
+    InputReplicationMode,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RunOptions,
+)
+from .servers import ParameterServerStrategy, Server  # noqa: E402
 from .strategy import (  # noqa: E402
     ReduceOp,
     ReplicaContext,
@@ -75,4 +87,16 @@ __all__ = [
     "SimpleClusterResolver",
     "GCEClusterResolver",
     "TPUClusterResolver",
+    "cluster_resolver",
+    "coordinator",
+    "experimental",
+    "partitioners",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "HierarchicalCopyAllReduce",
+    "InputOptions",
+    "InputReplicationMode",
+    "NcclAllReduce",
+    "ReductionToOneDevice",
+    "RunOptions",
 ]

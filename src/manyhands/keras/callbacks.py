@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from keras.callbacks import CallbackList
@@ -33,6 +34,9 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         }
         self._saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
         is_first = strategy.hand.is_first
+        if verbose == "auto" and not sys.stdout.isatty():
+            # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
+            verbose = 2
         super().__init__(
             list(given) if is_first else None,
             add_progbar=is_first and verbose != 0,

@@ -8,8 +8,8 @@ from typing import Any
 from ..cluster import NullWorld, resolve
 from ..core import StrategySpec
 from ..training import Hand
+from .cluster_resolver import TFConfigClusterResolver
 from .placing import hand_of_all, named, settled
-from .resolvers import TFConfigClusterResolver
 from .strategy import Strategy
 
 

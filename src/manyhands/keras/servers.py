@@ -16,8 +16,8 @@ from torch import Tensor
 from ..cluster import CHIEF, SERVER, TRAINERS, WORKER, Pending, described
 from ..core import SettingsError
 from ..training import joined_world
+from .cluster_resolver import TFConfigClusterResolver
 from .placing import hand_of_all, named
-from .resolvers import TFConfigClusterResolver
 from .share import Share
 from .strategy import Strategy
 
@@ -182,13 +182,4 @@ def Server(*args: Any, **kwargs: Any) -> NoReturn:
         "every task runs the whole script, and takes its part where the strategy is made",
         got="a Server of its own",
         remedy="leave that branch out: workers and servers go on to ParameterServerStrategy and model.fit",
-    )
-
-
-def ClusterCoordinator(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not there: nothing is scheduled, every replica runs the loop."""
-    raise SettingsError(
-        "every replica runs the loop itself",
-        got="a ClusterCoordinator",
-        remedy="call model.fit, or strategy.run(step, args) in the loop where schedule was called",
     )

@@ -51,12 +51,16 @@ class ClusterResolver:
 class ClusterSpec:
     """Addresses by part.
 
-    >>> ClusterSpec({"worker": ["a:1", "b:1"]}).num_tasks("worker")
-    2
+    >>> cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
+    >>> cluster, cluster.num_tasks("worker")
+    (ClusterSpec({'worker': ['a:1', 'b:1']}), 2)
     """
 
     def __init__(self, jobs: Mapping[str, list[str]]) -> None:
         self._jobs = {name: list(addresses) for name, addresses in jobs.items()}
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self._jobs})"
 
     @property
     def jobs(self) -> list[str]:

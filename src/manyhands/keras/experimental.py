@@ -1,0 +1,32 @@
+"""Names that scripts know as experimental."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ..core import StrategyError
+from . import coordinator, partitioners
+from .cluster_resolver import TPUStrategy
+from .coordinator import ClusterCoordinator
+from .mirrored import MultiWorkerMirroredStrategy
+from .options import CommunicationImplementation, CommunicationOptions
+from .servers import ParameterServerStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "ClusterCoordinator",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+    "coordinator",
+    "partitioners",
+]
+
+
+def CentralStorageStrategy(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not there: every replica has the variables."""
+    raise StrategyError(
+        "every replica has all variables", got="CentralStorageStrategy", remedy="use MirroredStrategy instead"
+    )
