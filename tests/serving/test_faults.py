@@ -18,6 +18,7 @@ from torch import Tensor
 
 from manyhands.core import Predictor, Signature, TensorSpec
 from manyhands.serving import BatchSettings, Client, Limits, Server
+from manyhands.serving.logs import Logs
 from manyhands.serving.protocols import open_inference_grpc
 
 from .conftest import Start
@@ -155,6 +156,20 @@ def test_a_replica_that_never_ends_is_replaced(start: Start, tmp_path: Path, mon
 
 def taken(server: Server) -> int:
     return sum(replica["rows"] for replica in figures(server)["replicas"])
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "access.jsonl").symlink_to("/dev/full")
+    logs = Logs(tmp_path)
+
+    def write_many() -> None:
+        for _ in range(1000):
+            logs.call("POST", "/v1/models/moody:predict", 200, 10, 10, 0.0)
+
+    with pytest.warns(UserWarning, match=r"requests are not logged, .*access.jsonl cannot be written: .*No space"):
+        write_many()
+    write_many()
+    logs.close()
 
 
 def test_memory_stays_flat(start: Start) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -130,6 +132,24 @@ def test_pipelined_requests_are_answered_in_their_order() -> None:
     assert bodies == list(range(40))
 
 
+@pytest.mark.parametrize("close", [False, True])
+def test_what_cannot_be_read_is_told_after_the_answers_before_it(close: bool) -> None:
+    def late(request: Request) -> None:
+        asyncio.get_running_loop().call_later(0.01, lambda: request.answer(200, request.body))
+
+    first = post(b"one", close=False) + post(b"two", close=close)
+    answer, _ = serve(lambda port: say(port, first + b"nonsense\r\n\r\n"), late)
+    # Who said that there is no more is told nothing about what he sent then.
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", *([] if close else [b"400"])]
+    assert answer.index(b"one") < answer.index(b"two")
+
+
+def test_a_client_of_an_old_version_is_told_the_end_by_the_end() -> None:
+    asked = b"POST /x HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nold"
+    answer, _ = serve(lambda port: say(port, asked))
+    assert answer.endswith(b"Connection: close\r\n\r\nold")
+
+
 def test_of_large_pipelined_requests_only_a_few_are_taken_ahead() -> None:
     requests: list[Request] = []
     body = bytes(1 << 20)
@@ -243,6 +263,36 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     assert cancelled == [b"mine"]
 
 
+def test_half_a_body_goes_with_its_client() -> None:
+    async def talk(port: int) -> Any:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(bytes(1 << 20))[: 1 << 19])
+        while not (found := [one for one in listeners[0].connections if one._num_body]):
+            await asyncio.sleep(0.001)
+        left = weakref.ref(found.pop()._whole)
+        assert left() is not None
+        writer.close()
+        while listeners[0].connections:
+            await asyncio.sleep(0.001)
+        return left()
+
+    listeners = [Listener(lambda request: None, Limits())]
+
+    async def run() -> Any:
+        port = await listeners[0].open("127.0.0.1", 0)
+        try:
+            return await talk(port)
+        finally:
+            listeners[0].close()
+
+    gc.disable()
+    try:
+        assert asyncio.run(run()) is None
+    finally:
+        gc.enable()
+    assert listeners[0].bodies.num_bytes == 0
+
+
 def test_what_is_unpacked_counts_until_it_is_answered() -> None:
     found: list[str] = []
     kept: list[Request] = []
@@ -274,22 +324,29 @@ def test_one_body_is_not_more_than_all() -> None:
 
 
 def test_while_closing_every_answer_ends_its_connection() -> None:
-    async def run() -> bytes:
+    async def run() -> list[bytes]:
         listener = Listener(lambda request: requests.append(request), Limits())
         requests: list[Request] = []
         port = await listener.open("127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post(b"last", close=False))
-        while not requests:
+        whole, half = post(b"last", close=False), post(b"later", close=False)
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for (_, writer), message in zip(clients, (whole, half[:-2]), strict=True):
+            writer.write(message)
+        while not requests or listener.num_busy < 2:
             await asyncio.sleep(0.01)
         listener.stop_listening()
-        assert listener.num_busy == 1
         requests[0].answer(200, b"done")
-        answer = await reader.read()
+        # Who had begun to ask may finish.
+        clients[1][1].write(half[-2:])
+        while len(requests) < 2:
+            await asyncio.sleep(0.01)
+        requests[1].answer(200, requests[1].body)
+        answers = [await reader.read() for reader, _ in clients]
         listener.close()
-        writer.close()
-        return answer
+        for _, writer in clients:
+            writer.close()
+        return answers
 
-    answer = asyncio.run(run())
-    assert b"Connection: close" in answer
-    assert answer.endswith(b"done")
+    answers = asyncio.run(run())
+    assert all(b"Connection: close" in answer for answer in answers)
+    assert [answer.rpartition(b"\r\n")[2] for answer in answers] == [b"done", b"later"]

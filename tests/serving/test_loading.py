@@ -119,10 +119,10 @@ def test_a_replica_that_dies_while_others_load_is_replaced(engine: LocalEngine, 
     async def then(version: Version, loading: asyncio.Task[None]) -> None:
         lost = version.replicas[0].pid
         os.kill(lost, signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(lost))
         (tmp_path / "go").touch()
         await loading
-        await until(lambda: len(version.batcher.workers) == 2)
-        assert lost not in {replica.pid for replica in version.replicas}
+        await until(lambda: len(version.batcher.workers) == 2 and lost not in {one.pid for one in version.replicas})
 
     run_uneven(engine, tmp_path, then)
 

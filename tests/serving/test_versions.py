@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -170,6 +171,13 @@ def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start:
         assert ask("/v1/models/adder/labels/stable:predict") == 2
         refused = manage.post("/manage/models/adder/label", json={"label": "no", "version": 9})
         assert refused.status_code == 400
+        for nonsense in (
+            {"shares": 5},
+            {"shares": [{"weight": 1e308 * 10}]},
+            {"shares": [{"version": 1.5, "weight": 1}]},
+        ):
+            body = json.dumps(nonsense)
+            assert manage.post("/manage/models/adder/split", content=body).status_code == 400, nonsense
         shares = [{"version": 2, "weight": 1}, {"version": 3, "weight": 1}]
         assert manage.post("/manage/models/adder/split", json={"shares": shares}).status_code == 200
         assert {ask() for _ in range(60)} == {2, 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -124,8 +125,8 @@ class Catalogue:
         if not NAME.fullmatch(name):
             raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
         for share in shares:
-            if not share.weight > 0:
-                raise RequestRefused("INVALID_ARGUMENT", f"weights are above 0, but got {share.weight}")
+            if not 0 < share.weight < math.inf:
+                raise RequestRefused("INVALID_ARGUMENT", f"weights are numbers above 0, but got {share.weight}")
             self.model(share.model).require(share.version)
         if shares:
             self.splits[name] = shares
@@ -194,7 +195,8 @@ class Catalogue:
         if current is None:
             raise Unknown(name)
         there = self._there().get(name, {})
-        older = [n for n in {*there, *model.versions} if n < current.number and n not in model.rejected]
+        known = {*there, *(version.number for version in model.available)}
+        older = [number for number in known if number < current.number and number not in model.rejected]
         if not older:
             raise RequestRefused("FAILED_PRECONDITION", f"{name} has no version before {current.number}")
         model.rejected.add(current.number)

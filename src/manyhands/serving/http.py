@@ -136,7 +136,7 @@ class Listener:
 
     @property
     def num_busy(self) -> int:
-        """Connections with a request that is not answered."""
+        """Connections with a request that is not answered, or not even whole."""
         return sum(connection.is_busy for connection in self.connections)
 
     def stop_listening(self) -> None:
@@ -170,7 +170,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._limits = listener, listener.limits
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._transport: Any = None
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
@@ -182,6 +182,8 @@ class Connection(asyncio.BufferedProtocol):
         self._body: list[bytes] = []
         self._whole: memoryview | None = None
         """A body that is read past the parser."""
+        self._refusal: tuple[int, str] | None = None
+        """What is said after the answers that are still to come, because what follows them cannot be read."""
         self._num_body = self._num_waiting = self._num_held = 0
 
     @property
@@ -190,8 +192,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is not answered yet, or its answer not taken."""
-        return self._current is not None or self._is_blocked
+        """Whether a request has begun to come, is not answered yet, or its answer not taken."""
+        return self._is_reading or self._current is not None or self._is_blocked
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -204,6 +206,8 @@ class Connection(asyncio.BufferedProtocol):
         self._listener.connections.discard(self)
         self._listener.bodies.give_back(self._num_held)
         self._num_held = 0
+        # The parser and this know each other: what a client left half sent would stay until somebody looks for garbage.
+        self._parser, self._whole, self._body = None, None, []
         self._waiting.clear()
         current, self._current = self._current, None
         if current is not None and current.cancel is not None:
@@ -220,6 +224,8 @@ class Connection(asyncio.BufferedProtocol):
         return self._listener.buffer if self._whole is None else self._whole[self._num_body :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._refusal is not None:
+            return
         if self._whole is not None:
             self._take_directly(nbytes)
             return
@@ -287,7 +293,12 @@ class Connection(asyncio.BufferedProtocol):
         method = self._parser.get_method().decode()
         path = self._url.partition(b"?")[0].decode("latin1")
         self._reading = Request(self, method, path, self._headers)
-        self._reading.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
+        # A client of HTTP/1.0 may take the end of the connection for the end of the answer, whatever it has asked for.
+        self._reading.keep_alive = (
+            self._parser.should_keep_alive()
+            and not self._parser.should_upgrade()
+            and self._parser.get_http_version() != "1.0"
+        )
         if self._headers.get(b"expect", b"").lower() == b"100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -340,6 +351,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
         elif self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
+        elif self._refusal is not None:
+            self._refuse(*self._refusal)
 
     def check_times(self, now: float) -> None:
         """Ends a client that is too slow, in sending, in taking or in coming back."""
@@ -377,7 +390,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answers what cannot be read, and ends the connection: where the next request begins is not known."""
-        if not self._transport.is_closing():
+        if self._current is not None or self._waiting:
+            self._refusal, self._whole = self._refusal or (status, reason), None
+        elif not self._transport.is_closing():
             body = b'{"error":"%b"}' % reason.replace('"', "'").encode()
             extra = b"Connection: close\r\n" + (b"Retry-After: 1\r\n" if status == 503 else b"")
             self._transport.write(_head(status, JSON, len(body), extra) + body)

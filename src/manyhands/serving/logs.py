@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ class Logs:
     def __init__(self, folder: Path | None) -> None:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
         self._access = (folder / "access.jsonl").open("ab", buffering=1 << 16) if folder is not None else None
+        self._failed = False
 
     def event(self, entry: dict[str, Any]) -> None:
         """Writes an event."""
@@ -29,17 +32,24 @@ class Logs:
         self.call(request.method, request.path, status, len(request.body), size, request.arrived)
 
     def call(self, method: str, path: str, status: int, num_in: int, num_out: int, arrived: float) -> None:
-        """The same for a call over gRPC, whose status is what HTTP would have said."""
-        if self._access is not None:
-            milliseconds = 1000 * (time.perf_counter() - arrived)
-            self._access.write(
-                b'{"t":%.6f,"method":"%b","path":%b,"status":%d,"in":%d,"out":%d,"ms":%.3f}\n'
-                % (time.time(), method.encode(), orjson.dumps(path[:200]), status, num_in, num_out, milliseconds)
-            )
+        """The same for a call over gRPC, whose status is what HTTP would have said; a full disk costs the line."""
+        if self._access is None:
+            return
+        milliseconds = 1000 * (time.perf_counter() - arrived)
+        line = b'{"t":%.6f,"method":"%b","path":%b,"status":%d,"in":%d,"out":%d,"ms":%.3f}\n' % (
+            time.time(), method.encode(), orjson.dumps(path[:200]), status, num_in, num_out, milliseconds
+        )  # fmt: skip
+        try:
+            self._access.write(line)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                warnings.warn(f"requests are not logged, {self._access.name} cannot be written: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Writes what was gathered."""
         if self._events is not None:
             self._events.close()
         if self._access is not None:
-            self._access.close()
+            with contextlib.suppress(OSError):
+                self._access.close()

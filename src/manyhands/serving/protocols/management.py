@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -74,6 +73,9 @@ class Management(RestProtocol):
             self.refuse(request, refusal)
         except ManyhandsError as error:
             self.refuse(request, RequestRefused("INTERNAL", str(error).partition("\n")[0]))
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
+            self.refuse(request, RequestRefused("INTERNAL", "internal error"))
 
     async def _load(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         await self.desk.catalogue.load(name, _number(value.get("version")))
@@ -95,8 +97,8 @@ class Management(RestProtocol):
         return {"labels": self.desk.catalogue.model(name).labels}
 
     async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        shares = []
-        for one in value.get("shares") or []:
+        shares, given = [], value.get("shares") or []
+        for one in given if isinstance(given, list) else [given]:
             weight = one.get("weight") if isinstance(one, dict) else None
             if not isinstance(weight, (int, float)):
                 raise RequestRefused("INVALID_ARGUMENT", 'shares are {"model"?, "version"?, "weight"}')
@@ -106,9 +108,11 @@ class Management(RestProtocol):
 
 
 def _number(value: Any) -> int | None:
-    with contextlib.suppress(ValueError, TypeError):
-        return None if value is None else int(value)
-    raise RequestRefused("INVALID_ARGUMENT", "a version is a number")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and value.isdecimal() and len(value) <= 18:
+        return int(value)
+    raise RequestRefused("INVALID_ARGUMENT", f"a version is a whole number, but got {str(value)[:20]!r}")
 
 
 def _described(version: Version) -> dict[str, Any]:
