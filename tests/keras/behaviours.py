@@ -80,6 +80,7 @@ def callbacks_run_once(folder: Path) -> dict[str, Any]:
         keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True, monitor="val_loss"),
         keras.callbacks.CSVLogger(str(folder / "log.csv")),
         mhk.TensorBoard(folder / "board", update_freq="batch"),
+        mhk.RunLog(folder / "runs", "meddled"),
         Meddler(folder),
     ]
     history = model.fit(

@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import pytest
 
+from manyhands.core import read_events
+from manyhands.dashboard.run import Run
+
 from .behaviours import BEHAVIOURS
 from .scenarios import INPUTS, TARGETS
 
@@ -40,6 +43,19 @@ def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
     assert [float(line.split()[1]) for line in meddled] == pytest.approx(facts[0]["history"]["val_loss"], rel=1e-5)
     assert [fact["rate"] for fact in facts] == pytest.approx([0.01 / 3] * 2)
     assert len(list((made / "board").rglob("*tfevents*"))) == 2
+
+
+def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) -> None:
+    history, path = every["callbacks_run_once"][0]["history"], folder / "callbacks_run_once" / "runs" / "meddled"
+    events = list(read_events(path / "events.jsonl"))
+    assert [each["kind"] for each in events if each["kind"] != "steps"] == ["start", *["epoch"] * 3, "end"]
+    shown = Run("meddled", path)
+    while shown.refresh():
+        pass
+    told = shown.summary()
+    assert (told["state"], told["step"], told["total"], len(told["devices"])) == ("finished", 12, 12, 2)
+    assert shown.losses["loss"].last == pytest.approx(history["loss"][-1])
+    assert shown.metrics["val_loss"].last == pytest.approx(history["val_loss"][-1])
 
 
 def test_files_are_plain_keras(every: dict[str, Facts], folder: Path) -> None:

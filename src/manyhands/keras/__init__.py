@@ -40,6 +40,7 @@ from .options import (  # noqa: E402
     ReductionToOneDevice,
     RunOptions,
 )
+from .runs import RunLog  # noqa: E402
 from .servers import ParameterServerStrategy, Server  # noqa: E402
 from .strategy import (  # noqa: E402
     ReduceOp,
@@ -74,6 +75,7 @@ __all__ = [
     "compute_average_loss",
     "scale_regularization_loss",
     "TensorBoard",
+    "RunLog",
     "as_task",
     "export",
     "DistributedInput",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from keras.callbacks import CallbackList
+from keras.callbacks import BackupAndRestore, CallbackList, ModelCheckpoint
 from keras.src.utils.python_utils import is_default
+
+from .boards import TensorBoard
+from .runs import RunLog
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -16,6 +19,9 @@ _BATCHES = {
     "test": ("on_test_batch_begin", "on_test_batch_end"),
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
 }
+
+_LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
+"""What changes nothing after a batch, so that nobody has to ask whether it did."""
 
 
 class OnceForAll(CallbackList):  # type: ignore[misc]
@@ -28,8 +34,9 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def __init__(self, strategy: Strategy, model: Any, callbacks: Any, verbose: Any, **more: Any) -> None:
         self._strategy = strategy
         given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+        changing = [each for each in given if type(each) not in _LOOKING]
         self._per_batch = {
-            what: any(not is_default(getattr(each, name)) for each in given for name in names)
+            what: any(not is_default(getattr(each, name)) for each in changing for name in names)
             for what, names in _BATCHES.items()
         }
         self._saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)

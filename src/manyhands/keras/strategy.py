@@ -279,9 +279,14 @@ def remember_metric(metric: Any) -> None:
         _scopes[-1].take_metric(metric)
 
 
+def home_of(model: Any) -> Strategy | None:
+    """The strategy in whose scope a model was made, whether it is at work or not."""
+    return _strategies.get(model)
+
+
 def strategy_of(model: Any) -> Strategy | None:
     """The strategy that joins what this model computes; None where it computes alone."""
-    strategy = _strategies.get(model)
+    strategy = home_of(model)
     return strategy if strategy is not None and strategy.is_active else None
 
 

@@ -1,0 +1,97 @@
+"""A fit of Keras as a run, which `manyhands dashboard` shows beside all others, while it goes on and later."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import torch
+from keras import ops
+from keras.callbacks import Callback
+from keras.src.backend.torch import core as keras_torch
+
+from ..core import event, keep_event
+from ..training import RECORD, new_folder
+from .strategy import home_of
+
+SECONDS = 1.0
+"""Batches are written together, so often."""
+
+
+class RunLog(Callback):  # type: ignore[misc]
+    """Writes what a fit tells to a folder under `folder`: losses of batches, metrics of epochs, learning rates.
+
+    A batch's loss is as Keras tells it: the mean since its epoch began. A run of some `name` goes on where it ended.
+    """
+
+    def __init__(self, folder: str | Path = "runs", name: str | None = None) -> None:
+        super().__init__()
+        self._folder, self._name = Path(folder), name
+        self.path: Path | None = None
+        """The run, once it has begun."""
+        self._step = self._epoch = 0
+        self._batches: list[tuple[int, float]] = []
+        self._written_at = 0.0
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        """A fit is a run."""
+        self.path = None
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Begins the run when all callbacks have begun: one of them may have restored another step."""
+        self._epoch = epoch
+        if self.path is None:
+            self._begin()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Takes a batch's loss."""
+        self._step += 1
+        self._batches.append((self._step, float((logs or {}).get("loss", "nan"))))
+        if time.monotonic() > self._written_at + SECONDS:
+            self._write_batches()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Writes the values of an epoch."""
+        self._write_batches()
+        metrics = {name: float(value) for name, value in (logs or {}).items() if name not in ("loss", "learning_rate")}
+        self._write("epoch", epoch=epoch, step=self._step, metrics=metrics)
+
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
+        """Ends the run."""
+        if self.path is not None:
+            self._write("end", step=self._step, stopped=bool(self.model.stop_training))
+
+    def _begin(self) -> None:
+        self.path = new_folder(self._folder, self._name, self.model.name, self._name is not None, may_begin=True)
+        self._step, self._batches = int(ops.convert_to_numpy(self.model.optimizer.iterations)), []
+        strategy = home_of(self.model)
+        epochs, steps = self.params["epochs"], self.params["steps"]
+        record = {
+            "torch": torch.__version__,
+            "keras": keras.__version__,
+            "python": sys.version.split()[0],
+            "spec": {} if strategy is None else strategy.spec.to_dict(),
+            "devices": [torch.device(keras_torch.get_device()).type] * (1 if strategy is None else strategy.hand.size),
+            "epochs": epochs,
+            "task": self.model.name,
+        }
+        (self.path / RECORD).write_text(json.dumps(record, indent=2))
+        parameters = self.model.count_params() if self.model.built else None
+        self._write("start", total=steps and steps * epochs, epochs=epochs, parameters=parameters, step=self._step)
+
+    def _write_batches(self) -> None:
+        self._written_at = time.monotonic()
+        if self._batches:
+            steps, losses = zip(*self._batches, strict=True)
+            self._batches = []
+            rate = float(ops.convert_to_numpy(self.model.optimizer.learning_rate))
+            self._write("steps", steps=steps, losses={"loss": losses}, epoch=self._epoch, lr={"": rate})
+
+    def _write(self, kind: str, **values: Any) -> None:
+        assert self.path is not None
+        keep_event(self.path, event(kind, **values))
