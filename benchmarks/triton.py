@@ -128,8 +128,9 @@ def is_form(ours: Seen, triton: Seen) -> bool:
 def alike(ours: Any, triton: Any) -> bool:
     """The same values; of what is told about a model, ours may be a part."""
     if isinstance(ours, np.ndarray) and isinstance(triton, np.ndarray):
-        same = (ours.dtype, ours.shape) == (triton.dtype, triton.shape)
-        return same and np.allclose(ours, triton, rtol=1e-5, atol=1e-6, equal_nan=True)
+        if ours.dtype.kind != "f" or ours.shape != triton.shape:
+            return ours.dtype == triton.dtype and np.array_equal(ours, triton)
+        return ours.dtype == triton.dtype and np.allclose(ours, triton, rtol=1e-5, atol=1e-6, equal_nan=True)
     if isinstance(ours, dict) and isinstance(triton, dict):
         return all(name in OWN or (name in triton and alike(ours[name], triton[name])) for name in ours)
     if isinstance(ours, (list, tuple)) and isinstance(triton, (list, tuple)):

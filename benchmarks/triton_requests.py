@@ -159,7 +159,7 @@ def example(kind: Kind, rows: int = 2) -> Array:
 
 def tensor(name: str, kind: str, shape: Sequence[int], data: Any = None, size: int | None = None) -> dict[str, Any]:
     """An input as JSON."""
-    entry = {"name": name, "datatype": kind, "shape": list(shape)}
+    entry: dict[str, Any] = {"name": name, "datatype": kind, "shape": list(shape)}
     if data is not None:
         entry["data"] = data
     if size is not None:
@@ -306,8 +306,8 @@ def _mistakes() -> Iterator[tuple[str, Http]]:
     yield "bytes and numbers at once", as_bytes([tensor("x", "FP32", [1, 3], X, size=12)], blob)
     good = as_bytes([one], blob)
     yield "nothing but bytes for many inputs", Http("POST", ECHO, blob, {"Inference-Header-Content-Length": "0"})
-    for value in ("9999", "-1", "many", "0", "3"):
-        yield f"a header of {value}", Http("POST", ADDER, good.body, {"Inference-Header-Content-Length": value})
+    for length in ("9999", "-1", "many", "0", "3"):
+        yield f"a header of {length}", Http("POST", ADDER, good.body, {"Inference-Header-Content-Length": length})
     yield "no JSON", Http("POST", ADDER, b"{")
     yield "a list", Http("POST", ADDER, b"[]")
     yield "nothing", Http("POST", ADDER)
@@ -370,10 +370,10 @@ def over_grpc() -> Iterator[tuple[str, Grpc]]:
     yield "another datatype", infer(datatype="FP64", raw=[raw + raw])
     yield "no such datatype", infer(datatype="FP31")
     yield "no datatype", infer(datatype="")
-    yield "another name", infer(name="z")
-    yield "one input too many", infer(copies=2, names=["x", "z"], raw=[raw, raw])
-    yield "the same input twice", infer(copies=2, names=["x", "x"], raw=[raw, raw])
-    yield "no inputs", infer(copies=0, raw=[])
+    yield "another name", infer(names=["z"])
+    yield "one input too many", infer(names=["x", "z"], raw=[raw, raw])
+    yield "the same input twice", infer(names=["x", "x"], raw=[raw, raw])
+    yield "no inputs", infer(names=[], raw=[])
     yield "no numbers", infer(raw=[])
     yield "too few numbers", infer(raw=[], contents={"fp32_contents": X[:2]})
     yield "numbers of another kind", infer(raw=[], contents={"fp64_contents": X})
@@ -405,9 +405,7 @@ def infer(
     *,
     version: str = "",
     id: str = "",
-    name: str = "x",
-    names: Sequence[str] = (),
-    copies: int = 1,
+    names: Sequence[str] = ("x",),
     datatype: str = "FP32",
     shape: Sequence[int] = (1, 3),
     raw: Sequence[bytes] | None = None,
@@ -416,7 +414,7 @@ def infer(
 ) -> Grpc:
     """The adder's request, with changes."""
     request = messages.ModelInferRequest(model_name=model, model_version=version, id=id)
-    for one in (names or [name] * copies)[:copies]:
+    for one in names:
         request.inputs.add(name=one, datatype=datatype, shape=shape, contents=contents or None)
     request.raw_input_contents.extend([np.array(X, np.float32).tobytes()] if raw is None else raw)
     for one in outputs:
@@ -446,7 +444,7 @@ def by_clients() -> Iterator[tuple[str, Client]]:
         over = "HTTP" if kit is triton_http else "gRPC"
         for name, call in CALLS.items():
             yield f"{name} over {over}", Client(kit, call)
-        packed = {"compression_algorithm": "gzip"}
+        packed: dict[str, Any] = {"compression_algorithm": "gzip"}
         if kit is triton_http:
             yield f"every kind as JSON over {over}", Client(kit, partial(_infer, binary=False))
             packed = {"request_compression_algorithm": "gzip", "response_compression_algorithm": "deflate"}
