@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -14,7 +16,8 @@ import manyhands as mh
 from manyhands.cluster import Device, Engine
 from manyhands.core import SettingsError, WorkerFailed
 from manyhands.serving import RouteSettings, ScaledRouter, Scaling, Server
-from manyhands.serving.routing.scaled import Scaler
+from manyhands.serving.routing.backend import Address, Backend
+from manyhands.serving.routing.scaled import Post, Scaler
 
 from .conftest import Start
 from .test_router import address, backends_of, until
@@ -45,6 +48,38 @@ def test_servers_are_a_number_or_a_range(text: str | int, found: str) -> None:
 def test_servers_need_a_cluster() -> None:
     with pytest.raises(SettingsError, match='servers are placed in a cluster.*pass on="ray"'):
         mh.serve({"moody": Moody()}, on="cpu", servers="1..2")
+
+
+def test_one_that_is_lost_when_fewer_are_wanted_is_let_go_once(events: list[dict[str, Any]]) -> None:
+    class Calm:
+        """A fleet that nobody asks anything."""
+
+        backends: ClassVar[dict[Address, Backend]] = {}
+
+        def remove(self, address: Address) -> None:
+            removed.append(address.grpc)
+
+        async def look_up(self) -> None: ...
+
+    removed: list[int] = []
+    ended: list[float] = []
+    router = ScaledRouter(RouteSettings(), Nearby(None), None, Device("cpu"), Scaling(most=3, calm=0))  # type: ignore[arg-type]
+    router.on_event = events.append
+    services = [
+        SimpleNamespace(failure=failure, stop=ended.append) for failure in (None, None, WorkerFailed(0, "a", "b"))
+    ]
+    router._posts = [Post(one, Address("a", port, 1, 2)) for port, one in enumerate(services)]  # type: ignore[arg-type]
+
+    async def run() -> None:
+        tending = asyncio.create_task(router._tend(Calm()))  # type: ignore[arg-type]
+        while not ended and not tending.done():
+            await asyncio.sleep(0.01)
+        assert not tending.done()
+        tending.cancel()
+
+    asyncio.run(run())
+    assert removed == [2, 1]
+    assert len(router._posts) == len(ended) == 1
 
 
 class Placed:

@@ -145,10 +145,11 @@ class ScaledRouter(Router):
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            filled = [post for post in self._posts if post.address is not None]
-            for post in [post for post in filled if post.service is not None and post.service.failure is not None]:
-                self._say("server_lost", backend=str(post.address), reason=str(post.service and post.service.failure))
-                await self._leave(post, fleet)
+            for post in list(self._posts):
+                failure = post.service.failure if post.service is not None and post.address is not None else None
+                if failure is not None:
+                    self._say("server_lost", backend=str(post.address), reason=str(failure))
+                    await self._leave(post, fleet)
             num_busy = sum(backend.num_busy for backend in fleet.backends.values())
             wanted = scaler.wanted(len(self._posts), num_busy, now)
             if wanted > len(self._posts) and now >= self._not_before:
@@ -158,6 +159,7 @@ class ScaledRouter(Router):
                     self._begin(self._try_to_fill(self._posts[-1], fleet))
             elif wanted < len(self._posts):
                 self._say("servers", num=wanted, busy=num_busy)
+                filled = [post for post in self._posts if post.address is not None]
                 for post in filled[wanted - len(self._posts) :]:
                     await self._leave(post, fleet)
                     self._begin(self._end(post))
