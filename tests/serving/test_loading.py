@@ -14,12 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch import Tensor
 
 from manyhands.cluster import Device, LocalEngine, resolve
-from manyhands.core import Predictor, RequestRefused
+from manyhands.core import Predictor, RequestRefused, RunError
 from manyhands.serving import BatchSettings, Probation, computing
 from manyhands.serving.catalogue import Catalogue, CatalogueSettings
-from manyhands.serving.computing import Starved, quietly
+from manyhands.serving.computing import Given, Starved, quietly
 from manyhands.serving.folder import Policy
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica
@@ -70,6 +71,27 @@ def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine)
             meeting.close()
 
     assert asyncio.run(run(resolve("cpu")[0][0])) == "END"
+
+
+class Doubtful(Predictor):
+    """Gives another kind of numbers than it says."""
+
+    signature = Moody.signature
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"].long()}
+
+
+def test_why_a_replica_could_not_warm_up_is_told(engine: LocalEngine) -> None:
+    async def start(device: Device) -> None:
+        meeting = Meeting()
+        try:
+            await Replica.start(engine, meeting, Given(Doubtful()), device, (1,), quietly=False)
+        finally:
+            meeting.close()
+
+    with pytest.raises(RunError, match=r"output 'y' must be float32\[\*, 1\] with 1 rows, but is int64\[1, 1\]"):
+        asyncio.run(start(resolve("cpu")[0][0]))
 
 
 @dataclass(frozen=True)

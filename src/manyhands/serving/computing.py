@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import Device, World
-from ..core import ArchiveError, Predictor, RunError, Signature
+from ..core import ArchiveError, Predictor, RunError, Signature, TensorSpec
 from ..store import load
 from .kinds import BY_TORCH, Array
 from .precision import in_precision
@@ -184,7 +184,8 @@ class Compute:
         for name, view in self._slots.outputs(slot, size, found).items():
             answer, spec = answers[name], signature.outputs[name]
             if len(answer) != size or str(answer.dtype) != f"torch.{spec.dtype}":
-                raise ValueError(f"output {name!r} must be {spec} with {size} rows, but is {tuple(answer.shape)}")
+                got = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
+                raise ValueError(f"output {name!r} must be {spec} with {size} rows, but is {got}")
             as_tensor(view, spec.dtype).copy_(answer)
         return found
 

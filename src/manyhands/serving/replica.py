@@ -218,6 +218,9 @@ def _ignore(rank: int, entry: Event) -> None:
 async def _first_of(wanted: asyncio.Future[Arrival] | asyncio.Future[None], ending: asyncio.Future[None]) -> None:
     """Waits for what is wanted; raises where the process ends before that."""
     await asyncio.wait([wanted, ending], return_when=asyncio.FIRST_COMPLETED)
+    if wanted.done() and not wanted.cancelled() and wanted.exception() is not None:
+        # Its socket is closed before its process has told why.
+        await asyncio.wait([ending], timeout=ENDING_SECONDS)
     if ending.done():
         if wanted.done() and not wanted.cancelled():
             wanted.exception()
