@@ -140,6 +140,8 @@ def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, t
         assert len(gone.json()["backends"]) == 1
         for mistake in ({"remove": "nobody:1"}, {"add": "a b"}):
             assert httpx.post(f"{router.manage_url}/manage/backends", json=mistake).status_code in (400, 404)
+        nameless = {"label": {"a": 1}, "version": 1}
+        assert httpx.post(f"{router.manage_url}/manage/models/adder/label", json=nameless).status_code == 400
     finally:
         client.close()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 
 from ..core import RequestRefused
 from . import openapi
 from .exposition import KIND
 from .http import BadRequest, Request
-from .protocols.protocol import RestHandler, answer_refusal
+from .protocols.protocol import RestHandler, answer_failure, answer_refusal
 from .security import Token
 
 METRICS = ("/metrics", "/monitoring/prometheus/metrics")
@@ -44,9 +43,7 @@ class App:
         except BadRequest as error:
             answer_refusal(request, error.status, error.reason)
         except Exception as error:
-            # What went wrong here is ours to know; a stranger learns that it did.
-            asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
-            answer_refusal(request, 500, "internal error")
+            answer_failure(request, error)
 
     def _handle(self, handler: RestHandler, request: Request) -> None:
         try:

@@ -11,7 +11,7 @@ from ...core import ManyhandsError, RequestRefused
 from ..catalogue import Share
 from ..http import BadRequest, Request
 from ..version import Version
-from .protocol import Desk, RestProtocol, dump_json, parse_json, require_method
+from .protocol import Desk, RestProtocol, answer_failure, dump_json, parse_json, require_method
 
 PATH = re.compile(r"/(?:manage|v2/repository)/models/(?P<name>[^/]+)/(?P<act>load|unload|rollback|label|split)")
 LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -74,8 +74,7 @@ class Management(RestProtocol):
         except ManyhandsError as error:
             self.refuse(request, RequestRefused("INTERNAL", str(error).partition("\n")[0]))
         except Exception as error:
-            asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
-            self.refuse(request, RequestRefused("INTERNAL", "internal error"))
+            answer_failure(request, error)
 
     async def _load(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         await self.desk.catalogue.load(name, _number(value.get("version")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -124,6 +125,12 @@ def answer_refusal(request: Request, status: int, reason: str, retry_after: floa
     if status == 401:
         extra = b"WWW-Authenticate: Bearer\r\n"
     request.answer(status, orjson.dumps({"error": reason}), extra=extra)
+
+
+def answer_failure(request: Request, error: Exception) -> None:
+    """What went wrong here is ours to know; a stranger learns that it did, and does not wait for more."""
+    asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
+    answer_refusal(request, 500, "internal error")
 
 
 def parse_json(text: Body, limit: int) -> Any:

@@ -14,7 +14,7 @@ from ...core import RequestRefused, SettingsError
 from ..http import BadRequest, Request
 from ..limits import Limits
 from ..protocols.management import PATH
-from ..protocols.protocol import RestHandler, dump_json, parse_json, require_method
+from ..protocols.protocol import RestHandler, answer_failure, dump_json, parse_json, require_method
 from .backend import Address, Answer, Backend, Lost, Refused
 from .fleet import Fleet
 
@@ -75,6 +75,8 @@ class RouterManagement(RestHandler):
             self.refuse(request, RequestRefused("INVALID_ARGUMENT", error.reason), error.status)
         except RequestRefused as refusal:
             self.refuse(request, refusal)
+        except Exception as error:
+            answer_failure(request, error)
 
     async def _act(self, request: Request) -> dict[str, Any]:
         if request.path == "/manage/models":
@@ -136,8 +138,8 @@ class RouterManagement(RestHandler):
         for backend, state in zip(backends, before, strict=True):
             labels: dict[str, int] = next((each["labels"] for each in state["models"] if each["name"] == model), {})
             old: dict[str, Any]
-            if act == "label" and value.get("label") in labels:
-                old = {"label": value["label"], "version": labels[value["label"]]}
+            if act == "label" and str(value.get("label")) in labels:
+                old = {"label": value["label"], "version": labels[str(value["label"])]}
             elif act == "split":
                 old = {"shares": state["splits"].get(model, [])}
             else:

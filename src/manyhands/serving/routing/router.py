@@ -16,7 +16,7 @@ from ..background import Background, ListenSettings
 from ..http import BadRequest, Listener, Request
 from ..protocols import GrpcListener, GrpcService, Method
 from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
-from ..protocols.protocol import RestHandler
+from ..protocols.protocol import RestHandler, answer_failure
 from ..security import Tls
 from .backend import Address, Answer, Backend, Refused
 from .fleet import Fleet
@@ -137,6 +137,9 @@ class Forward(RestHandler):
             answer = refused.answer
         except RequestRefused as refusal:
             self.refuse(request, refusal)
+            return
+        except Exception as error:
+            answer_failure(request, error)
             return
         give(request, answer)
 
