@@ -13,7 +13,9 @@ import manyhands as mh
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+    # An eps far above rounding: a bias before a BatchNorm, or of an attention's keys, has a gradient of nothing else,
+    # and the usual eps makes steps of it that differ between processors.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-5),
 }
 
 
