@@ -171,6 +171,7 @@ def test_a_checkpoint_of_any_layout_goes_on_under_every_other(run_ranks: Any, tm
         "single": mh.Single(precision="fp64"),
         "mirrored": mh.Mirrored(2, precision="fp64"),
         "sharded": mh.Sharded(2, precision="fp64"),
+        "state in parts": mh.Sharded(2, sharding="optimizer", precision="fp64"),
         "tensor": mh.TensorParallel(2, precision="fp64"),
         "pipeline": mh.Pipeline(2, microbatches=2, precision="fp64"),
         "placed": mh.Placed({"blocks.0": 0, "blocks.1": 1, "head": 1}, precision="fp64"),
@@ -183,6 +184,7 @@ def test_checkpoints_of_products_go_on_under_each_other(run_ranks: Any, tmp_path
         "single": mh.Single(precision="fp64"),
         "tensor and stages": mh.TensorParallel(2, precision="fp64") * mh.Pipeline(2, microbatches=2),
         "shards and stages": mh.Sharded(2, precision="fp64") * mh.Pipeline(2, microbatches=2),
+        "shards and replicas": mh.Sharded(2, replicas=2, precision="fp64"),
     }
     assert_all_alike(run_ranks(partial(resumed, layouts=layouts, folder=tmp_path), 4)[0])
 
