@@ -180,8 +180,8 @@ def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start:
             assert manage.post("/manage/models/adder/split", content=body).status_code == 400, nonsense
         shares = [{"version": 2, "weight": 1}, {"version": 3, "weight": 1}]
         assert manage.post("/manage/models/adder/split", json={"shares": shares}).status_code == 200
-        assert {ask() for _ in range(60)} == {2, 3}
-        by_key = {key: {ask(key=key) for _ in range(3)} for key in map(str, range(20))}
+        assert {ask() for _ in range(30)} == {2, 3}
+        by_key = {key: {ask(key=key) for _ in range(2)} for key in map(str, range(15))}
         assert all(len(found) == 1 for found in by_key.values())
         assert set.union(*by_key.values()) == {2, 3}
         manage.post("/manage/models/adder/split", json={"shares": []})
