@@ -13,6 +13,7 @@ import keras
 import torch
 from keras import ops
 from keras.callbacks import Callback
+from keras.metrics import Mean
 from keras.src.backend.torch import core as keras_torch
 
 from ..core import event, keep_event
@@ -26,7 +27,7 @@ SECONDS = 1.0
 class RunLog(Callback):  # type: ignore[misc]
     """Writes what a fit tells to a folder under `folder`: losses of batches, metrics of epochs, learning rates.
 
-    A batch's loss is as Keras tells it: the mean since its epoch began. A run of some `name` goes on where it ended.
+    A run of some `name` goes on where it ended.
     """
 
     def __init__(self, folder: str | Path = "runs", name: str | None = None) -> None:
@@ -36,6 +37,8 @@ class RunLog(Callback):  # type: ignore[misc]
         """The run, once it has begun."""
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
+        self._told = 0.0, 0.0
+        """Total and count of the epoch's loss after the batch before."""
         self._written_at = 0.0
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -44,14 +47,14 @@ class RunLog(Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Begins the run when all callbacks have begun: one of them may have restored another step."""
-        self._epoch = epoch
+        self._epoch, self._told = epoch, (0.0, 0.0)
         if self.path is None:
             self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Takes a batch's loss."""
         self._step += 1
-        self._batches.append((self._step, float((logs or {}).get("loss", "nan"))))
+        self._batches.append((self._step, self._loss(logs or {})))
         if time.monotonic() > self._written_at + SECONDS:
             self._write_batches()
 
@@ -83,6 +86,16 @@ class RunLog(Callback):  # type: ignore[misc]
         (self.path / RECORD).write_text(json.dumps(record, indent=2))
         parameters = self.model.count_params() if self.model.built else None
         self._write("start", total=steps and steps * epochs, epochs=epochs, parameters=parameters, step=self._step)
+
+    def _loss(self, logs: Mapping[str, float]) -> float:
+        """Of the last batch: what it has added to the mean since the epoch began, which is what Keras tells."""
+        tracker = next((each for each in self.model.metrics if each.name == "loss" and isinstance(each, Mean)), None)
+        if tracker is None or not float(ops.convert_to_numpy(tracker.count)):
+            return float(logs.get("loss", "nan"))
+        total, count = (float(ops.convert_to_numpy(variable)) for variable in (tracker.total, tracker.count))
+        before_total, before_count = self._told if count > self._told[1] else (0.0, 0.0)
+        self._told = total, count
+        return (total - before_total) / (count - before_count)
 
     def _write_batches(self) -> None:
         self._written_at = time.monotonic()

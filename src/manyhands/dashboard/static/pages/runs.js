@@ -37,8 +37,9 @@ export function open(host, _, store) {
     const of = (run) => (sort[0] in run ? run[sort[0]] : run.metrics[sort[0]]) ?? null;
     found.sort((a, b) => {
       const [x, y] = [of(a), of(b)];
-      if (x === null || y === null) return (x === null) - (y === null);
-      return sort[1] * (x < y ? -1 : x > y ? 1 : 0);
+      const order = x === null || y === null ? (x === null) - (y === null) : sort[1] * (x < y ? -1 : x > y ? 1 : 0);
+      // Runs that are alike stay in one order, whichever was read first.
+      return order || b.began - a.began || (a.id < b.id ? -1 : 1);
     });
     count.textContent = found.length === all.length ? `${all.length} runs` : `${found.length} of ${all.length} runs`;
     const metrics = [...new Set(all.flatMap((run) => Object.keys(run.metrics)))].slice(0, 3);
