@@ -181,13 +181,22 @@ def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Pat
         catalogue = Catalogue(settings, Place(engine, meeting, resolve("cpu")[0]), say)
         try:
             await catalogue.start()
-            return await asyncio.gather(catalogue.roll_back("adder"), catalogue.roll_back("adder"))
+            found = await asyncio.gather(catalogue.roll_back("adder"), catalogue.roll_back("adder"))
+            # What is unloaded while one version is loaded does not load the next one.
+            await catalogue.unload("adder")
+            catalogue.model("adder").asked.add(1)
+            loading = asyncio.create_task(catalogue.load("adder", 2))
+            await until(lambda: len(loaded) == 3)
+            await catalogue.unload("adder")
+            with pytest.raises(RequestRefused):
+                await loading
+            return found
         finally:
             await catalogue.stop()
             meeting.close()
 
     assert asyncio.run(run()) == [1, 1]
-    assert loaded == [2, 1]
+    assert loaded == [2, 1, 1]
 
 
 def test_loading_is_given_up_when_it_waited_too_long_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
