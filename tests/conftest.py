@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,8 +63,12 @@ def run_ranks(engine: LocalEngine) -> Callable[[Callable[[World], Any], int], li
 
 @pytest.fixture(autouse=True)
 def _clean(engine: LocalEngine) -> Iterator[None]:
+    threads = torch.get_num_threads()
     with no_leaks():
         yield
+    # Ray puts a handler of its own there.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert torch.get_num_threads() == threads, "the threads of whoever comes next are others than before"
 
 
 LONG = ("test_examples.py", "test_benchmarks.py", "test_hosts.py")

@@ -50,6 +50,7 @@ class Membership:
             # As `ps` and `top` show it.
             Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = torch.get_num_threads()
         torch.set_num_threads(max(1, cores // max(1, self.spec.replicas or 1)))
         hand = Hand(world, alone(self.spec))
         try:
@@ -58,6 +59,8 @@ class Membership:
             return _Worker(self, hand).run() if self.role == "worker" else serve(self, hand)
         finally:
             hand.close()
+            # A program that takes part goes on after that.
+            torch.set_num_threads(threads)
 
 
 def shares_of(hand: Hand) -> list[served.Share]:
