@@ -64,7 +64,7 @@ def main() -> None:
         if not quick:
             convolutions(report, models, 3.0, 4)
         overload(report, models, 2.5 if quick else 8.0, 1 if quick else 3)
-        replicas(report, models, 2.0 if quick else 4.0, 1 if quick else 3)
+        replicas(report, models, 2.0 if quick else 2.5, 1 if quick else 7)
     report.finish()
 
 
