@@ -216,6 +216,51 @@ def masked_tokens(folder: Path) -> dict[str, Any]:
     return results(model, model.fit(TOKENS, TOKENS, batch_size=7, epochs=2, verbose=0))
 
 
+class PartsOfTheWhole(keras.Model):  # type: ignore[misc]
+    """A step whose losses are made by the functions that loops of one's own use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.zero_grad()
+        squares = keras.ops.mean(keras.losses.mean_squared_error(y, self(x)), axis=1)
+        loss = mhk.compute_average_loss(squares) + mhk.scale_regularization_loss(keras.ops.sum(self.dense.kernel**2))
+        loss.backward()
+        self.optimizer.apply([w.value.grad for w in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss.detach()}
+
+
+class Watching(keras.callbacks.Callback):  # type: ignore[misc]
+    """Looks after every batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs
+
+
+def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad([x for x, _ in samples], batch_first=True), pad([y for _, y in samples], batch_first=True)
+
+
+@scenario
+def texts_as_long_as_the_longest(folder: Path) -> dict[str, Any]:
+    """Batches padded as a whole, a step of parts, a callback that only the first replica has."""
+    with mhk.MirroredStrategy().scope() as strategy:
+        model = PartsOfTheWhole()
+        model.compile(optimizer=keras.optimizers.SGD(0.02))
+    texts = [torch.from_numpy(INPUTS[i : i + 2 + i % 7, :1]) for i in range(22)]
+    data = DataLoader([(text, 2 * text) for text in texts], batch_size=8, collate_fn=padded)  # type: ignore[arg-type]
+    history = model.fit(data, epochs=2, verbose=0, callbacks=[Watching()] if strategy.hand.is_first else [])
+    longest = DataLoader([(text, 2 * text) for text in texts[:9]], batch_size=9, collate_fn=padded)  # type: ignore[arg-type]
+    return results(model, history, answers=model.predict(longest, verbose=0))
+
+
 @scenario
 def sums_and_accumulators(folder: Path) -> dict[str, Any]:
     """A loss that is a sum, gradients that Keras' own optimizer accumulates, a schedule of the learning rate."""

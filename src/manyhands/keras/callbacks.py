@@ -35,12 +35,14 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._strategy = strategy
         given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
         changing = [each for each in given if type(each) not in _LOOKING]
-        self._per_batch = {
+        per_batch = {
             what: any(not is_default(getattr(each, name)) for each in changing for name in names)
             for what, names in _BATCHES.items()
         }
-        self._saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
+        saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
         is_first = strategy.hand.is_first
+        # Callbacks may be given to the first replica alone; when to meet is for all the same.
+        self._per_batch, self._saves_in_between = strategy.hand.world.gather_objects((per_batch, saves_in_between))[0]
         if verbose == "auto" and not sys.stdout.isatty():
             # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
             verbose = 2

@@ -19,7 +19,7 @@ import torch
 from keras import tree
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from ..core import DataError
 from ..training import Hand
@@ -205,10 +205,12 @@ def _require_same(hand: Hand, batch: Any) -> None:
 
 
 def _is_indexed(loader: Any) -> bool:
+    """Whether each sample may be read by one replica alone; a person's own collate may look at the whole batch."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
+        and (loader.collate_fn is default_collate or loader.collate_fn.__module__.startswith("keras."))
     )
 
 

@@ -318,7 +318,7 @@ def get_replica_context() -> ReplicaContext | None:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Tensor:
-    """This replica's part of the mean over the global batch, in a loop of one's own.
+    """This replica's part of the mean over the global batch, in a loop or a step of one's own.
 
     >>> compute_average_loss(torch.tensor([1.0, 3.0]), global_batch_size=4)
     tensor(1.)
@@ -329,10 +329,12 @@ def compute_average_loss(
     step = current_step()
     known = step.rows.total if step is not None else len(losses)
     share = 0.0 if step is not None and step.rows.is_ghost else 1.0
-    return losses.sum() * share / (global_batch_size or known)
+    part = losses.sum() * share / (global_batch_size or known)
+    return part if step is None else step.part(part)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     """This replica's part of a loss that is the same on all of them."""
-    step = current_step()
-    return torch.as_tensor(regularization_loss) / (1 if step is None else step.hand.size)
+    step, loss = current_step(), torch.as_tensor(regularization_loss)
+    # In a step of fit gradients are weighed by rows, which are one whole.
+    return loss if step is None or not step.is_plain_sum else loss / step.hand.size
