@@ -64,7 +64,7 @@ def check(name: str, which: str) -> float:
                    f"{ratio('split', 'a deep network, tensor parallel on two', 'tensor parallel'):.2f} of the time"]),
         ("serve", [f"{check('serve', 'json_over_litserve'):.1f}", *(
             f"{name} {1 / ratio('serve', 'small network, 32 connections', f'{name.lower()} JSON'):.1f}"
-            for name in ("MLServer", "BentoML", "Ray Serve"))]),
+            for name in ("Triton", "MLServer", "BentoML", "Ray Serve"))]),
         ("tune", [f"{seconds('tune', '20 small trials', 'mh.tune'):.1f} s",
                   f"Ray Tune {seconds('tune', '20 small trials', 'ray tune'):.1f} s"]),
         ("plan_accuracy", [f"{100 * check('plan_accuracy', 'local_step_error'):.1f}%"]),
