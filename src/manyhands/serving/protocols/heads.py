@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Place:
+class Span:
     """Where an input's numbers lie in the bytes behind the text, and what they are."""
 
     name: str
@@ -52,13 +52,12 @@ class Head:
     """A text that was read and found good."""
 
     wanted: Wanted
-    places: Iterable[Place]
+    spans: Sequence[Span]
 
     def inputs(self, raw: memoryview) -> dict[str, Array]:
         """The arrays of a request, not copied."""
         return {
-            place.name: np.frombuffer(raw[place.start : place.stop], place.kind).reshape(place.shape)
-            for place in self.places
+            span.name: np.frombuffer(raw[span.start : span.stop], span.kind).reshape(span.shape) for span in self.spans
         }
 
 
@@ -77,14 +76,14 @@ class Heads:
         self, version: Version, text: bytes, order: Iterable[str], inputs: Mapping[str, Array], wanted: Wanted
     ) -> None:
         """Remembers a text, with inputs that all lie behind it in this order."""
-        if wanted.id is not None:
+        if wanted.id:
             # It will not come again.
             return
-        places, start = {}, 0
+        spans, start = {}, 0
         for name in order:
             array = inputs[name]
-            places[name] = Place(name, start, start + array.nbytes, array.dtype, array.shape)
+            spans[name] = Span(name, start, start + array.nbytes, array.dtype, array.shape)
             start += array.nbytes
         heads = self._heads.setdefault(version, {})
         if len(heads) < _MAX_HEADS:
-            heads[text, start] = Head(wanted, [places[name] for name in inputs])
+            heads[text, start] = Head(wanted, [spans[name] for name in inputs])
