@@ -684,7 +684,7 @@ def _start(
     if len(devices) == 1 and not apart and not isinstance(on, Team) and engine_for(on, _engine) is _engine:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
-        interruptible = _interruptible(lambda: line.hear({"stop": True}), view)
+        interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, Team):
@@ -963,6 +963,13 @@ def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
             signal.signal(number, handler)
     if signal.SIGTERM in asked:
         _hand_on(before[signal.SIGTERM])
+
+
+def _ask_to_stop(line: DirectLine, after_loss: AfterLoss) -> None:
+    """What runs here ends after its step; a script of a person's own that never looks is interrupted as by Python."""
+    line.hear({"stop": True})
+    if after_loss == "restart" and not line.listens:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

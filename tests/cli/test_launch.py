@@ -91,6 +91,12 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(start: Callable[...,
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+def test_a_sigterm_ends_a_script_on_one_device_at_once(invoke: Invoke) -> None:
+    Path("deaf.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\nprint('went on')\n")
+    result = invoke("launch", "deaf.py", "--on", "cpu")
+    assert (result.exit_code, result.stdout) == (143, "")
+
+
 def _loss(text: str) -> float:
     found = re.search(r"loss=([\d.]+)", text)
     assert found is not None, text

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.cluster import LocalEngine, World, conductor, resolve
 from manyhands.core import DeviceError, Event, SendError, WorkerFailed, event
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
@@ -152,6 +152,44 @@ def test_stop_is_heard_by_every_rank(engine: LocalEngine) -> None:
             job.stop()
 
     assert job.wait(heard, quiet) == [True, True]
+
+
+def _standing(world: World) -> None:
+    """Both listen, and each waits for what the other never sends."""
+    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    world.start_receive(torch.empty(1), 1 - world.rank, 0).wait()
+
+
+def _deaf(world: World) -> None:
+    world.line.report({"kind": "ready"})
+    time.sleep(100)
+
+
+def _slow(world: World) -> bool:
+    """Takes its time for a step, after which it looks."""
+    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    time.sleep(3 * HEED)
+    while not world.line.stopping:
+        time.sleep(0.01)
+    return True
+
+
+HEED = 0.5
+
+
+def test_a_script_that_is_asked_to_stop_and_cannot_is_ended(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conductor, "HEED_SECONDS", HEED)
+
+    def stopped(fn: Callable[[World], Any]) -> list[Any]:
+        job = engine.start(fn, resolve("cpu*2")[0], after_loss="restart", timeout=60)
+        return job.wait(lambda rank, entry: job.stop() if rank == 0 else None, quiet)
+
+    for fn in (_standing, _deaf):
+        with pytest.raises(KeyboardInterrupt):
+            stopped(fn)
+    assert stopped(_slow) == [True, True]
 
 
 def test_two_jobs_at_once_do_not_hear_of_each_other(engine: LocalEngine) -> None:

@@ -47,10 +47,9 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what a person can mend, 130 for Ctrl-C, what a script asked for, 1 for the rest."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return int(getattr(error, "exit_code", 2 if isinstance(error, UsageError) else 1))
+    """2 for what a person can mend, 130 for Ctrl-C, 143 for a SIGTERM, what a script asked for, 1 for the rest."""
+    usual = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UsageError) else 1
+    return int(getattr(error, "exit_code", usual))
 
 
 def tell(error: BaseException) -> None:

@@ -42,6 +42,8 @@ class Interrupts:
             self.exit_code = self.exit_code or self._heard_code()
             self._heard.close()
             self._said.close()
+            if isinstance(error, KeyboardInterrupt) and self.exit_code:
+                error.exit_code = self.exit_code  # type: ignore[attr-defined]
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = 128 + number

@@ -69,6 +69,9 @@ def launch(
     runs under plain Python as the only rank. Lines that a rank prints are marked with its number. With one device
     the script runs in this process, so a debugger works.
 
+    Ctrl-C or a SIGTERM ends a loop over [bold]hand.batches[/] after its step; a script that does not look, or whose
+    ranks stand in a collective, is ended after some seconds.
+
     When a rank or a host is lost, all ranks begin the script anew; hand.restore goes on from the last hand.save, an
     mh.fit with its run. Three times in a row without a new step end it with exit code 70.
 

@@ -16,7 +16,7 @@ from ..core import Event, NoProgress, WorkerFailed, event
 from .crew import Crew, Hearer, Process, turn
 from .devices import Device
 from .engine import AfterLoss, Job, OnEvent, OnOutput
-from .hangs import HangReport
+from .hangs import STEP, HangReport
 from .judgement import Judgement, Loss
 from .network import LOOPBACK, interface_of, listen, serve_store
 from .summons import Summons
@@ -25,6 +25,8 @@ from .zygote_handle import ZygoteHandle
 
 SETTLE_SECONDS = 5.0
 """After a loss, how long the others may take to say that they wait, or to be lost of the same cause."""
+HEED_SECONDS = 5.0
+"""How long a script that was asked to stop may go on without looking whether it was, or stand in one collective."""
 
 
 class Place(ABC):
@@ -134,6 +136,8 @@ class Member:
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
+    heeds: bool = False
+    """Whether it will end by itself, as far as is known: it looks whether it should, and stands nowhere."""
 
 
 def seated(members: list[Member], unit: int) -> tuple[list[Member], list[Member]]:
@@ -180,6 +184,8 @@ class Conductor(Job):
         self._committed = 0
         """The last step that some rank is known to have taken."""
         self._is_stopping = False
+        self._ends_at = 0.0
+        """When ranks that were asked to stop, and of which none heeds it, are ended."""
         self._hang: HangReport | None = None
         self._hung = -1
         """The number of the last collective that was reported to stand still."""
@@ -274,6 +280,8 @@ class Conductor(Job):
     def _hear_hang(self, member: Member, entry: Event) -> None:
         """A rank stands still, and all are asked where they are; or one has answered."""
         if entry["kind"] == "stack":
+            stands = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
+            member.heeds = entry["listens"] and not stands
             if self._hang is not None:
                 self._hang.answers[member.rank] = entry
         elif self._hang is None and entry["number"] > self._hung:
@@ -359,9 +367,28 @@ class Conductor(Job):
         if self._deadline is not None and now > self._deadline:
             self.kill()
 
+        self._require_heed(now)
+
     def stop(self) -> None:
         self._is_stopping = True
         self._tell({"stop": True})
+        self._await_heed()
+
+    def _await_heed(self) -> None:
+        """Asks where all are, to know after a while whether any will end by itself."""
+        self._ends_at = time.monotonic() + HEED_SECONDS
+        for member in self._members:
+            member.heeds = False
+        self._tell({"stacks": True})
+
+    def _require_heed(self, now: float) -> None:
+        """A script of a person's own may never look whether it should stop, or stand where it cannot."""
+        if not self._is_stopping or self._after_loss != "restart" or now < self._ends_at:
+            return
+        running = [member for member in self._members if member.is_running]
+        if running and not any(member.heeds for member in running):
+            raise KeyboardInterrupt
+        self._await_heed()
 
     def kill(self) -> None:
         for place in {id(member.place): member.place for member in (*self._members, *self._newcomers)}.values():

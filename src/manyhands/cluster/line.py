@@ -31,8 +31,9 @@ class Line(ABC):
     def __init__(self) -> None:
         self.asked: Callable[[], Event] | None = None
         """Says where this rank is, on another thread."""
-        self.stopping = False
-        """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
+        self.listens = False
+        """Whether the loop here looks if it should stop, as ours do after every step."""
+        self._stopping = False
         self.lost = ""
         """Who was lost, in words, once the controller knows."""
         self.taps: list[Callable[[Event], None]] = []
@@ -42,6 +43,16 @@ class Line(ABC):
         self._is_closed = False
         self._news = threading.Condition()
         self._on_lost: tuple[int, Callable[[], None]] = 0, lambda: None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
+        self.listens = True
+        return self._stopping
+
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        self._stopping = stopping
 
     def report(self, entry: Event) -> None:
         """Sends an event up."""
@@ -85,7 +96,7 @@ class Line(ABC):
         if message.get("stop"):
             self.stopping = True
         if message.get("stacks") and self.asked is not None:
-            self.send_up(self.asked())
+            self.send_up({**self.asked(), "listens": self.listens})
         with self._news:
             self._summons = message.get("summons", self._summons)
             self._is_closed = self._is_closed or bool(message.get("final"))
@@ -141,7 +152,7 @@ class SocketLine(Line):
 
     def hear(self, message: dict[str, Any]) -> None:
         super().hear(message)
-        if self.stopping:
+        if self._stopping:
             self.calls.put(None)
 
     def _listen(self) -> None:
