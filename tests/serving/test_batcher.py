@@ -40,7 +40,7 @@ class Desk:
 
     def compute(self, worker: int = 0) -> Batch:
         """A replica finishes its oldest batch: each row is answered with twice itself."""
-        view = self.workers[worker].views[0]
+        view = self.workers[worker].written()
         batch = self.workers[worker].take()
         self.batcher.answered(batch, {"y": 2 * view}, 0.001)
         view[:] = np.nan  # the memory is used again
@@ -52,6 +52,7 @@ class ScriptedWorker:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.views: list[np.ndarray] = []
+        self.writes: list[Callable[[], None]] = []
 
     @property
     def num_free(self) -> int:
@@ -65,10 +66,16 @@ class ScriptedWorker:
         assert self.num_free
         self.batches.append(batch)
         self.views.append(np.empty((batch.size, *batch.shapes[0]), np.float32))
-        batch.copy_to({"x": self.views[-1]})
+        self.writes.append(batch.writing({"x": self.views[-1]}))
+
+    def written(self) -> np.ndarray:
+        """The oldest batch; it is written late, as on a thread of its own."""
+        self.writes[0]()
+        return self.views[0]
 
     def take(self) -> Batch:
         self.views.pop(0)
+        self.writes.pop(0)
         return self.batches.pop(0)
 
 
@@ -149,7 +156,7 @@ def test_batches_are_padded_with_a_row_that_exists() -> None:
     desk = Desk(max_rows=8, sizes=(1, 4, 8))
     desk.submit([5, 6, 7])
     desk.turn()
-    assert desk.workers[0].views[0][:, 0].tolist() == [5, 6, 7, 7]
+    assert desk.workers[0].written()[:, 0].tolist() == [5, 6, 7, 7]
 
 
 def test_rows_of_another_shape_are_another_batch() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,34 @@ def test_memory_stays_flat(start: Start) -> None:
     before = here.memory_info().rss
     ask(300)
     assert here.memory_info().rss - before < 12 << 20
+
+
+class Sums(Predictor):
+    """Rows of a megabyte, answered with their sums."""
+
+    signature = Signature({"x": TensorSpec("float32", (None, 1 << 18))}, {"y": TensorSpec("float32", (None, 1))})
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": inputs["x"].sum(1, keepdim=True)}
+
+
+def test_large_batches_are_written_aside_whoever_leaves_meanwhile(start: Start) -> None:
+    server = start({"sums": Sums()}, batch=BatchSettings(max_rows=8))
+    rows = np.ones((1, 1 << 18), np.float32)
+    message = REQUEST.replace(b"\r\n\r\n", b"\r\nInference-Header-Content-Length: 0\r\n\r\n")
+
+    def leave() -> None:
+        """Asks all the time, and does not wait for answers."""
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", server.http)) as sock:
+                sock.sendall(message % (b"/v2/models/sums/infer", rows.nbytes, rows.tobytes()))
+
+    def ask(value: int) -> list[float]:
+        with Client(server.url, timeout=60) as client:
+            return [float(client("sums", rows * value)[0, 0]) for _ in range(10)]
+
+    with ThreadPoolExecutor(7) as pool:
+        leaving = pool.submit(leave)
+        assert list(pool.map(ask, range(6))) == [[float(value << 18)] * 10 for value in range(6)]
+        leaving.result()
+    assert any(thread.name.startswith("manyhands-slots") for thread in threading.enumerate())

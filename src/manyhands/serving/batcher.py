@@ -103,16 +103,24 @@ class Batch:
         """Whether nobody waits for it any more."""
         return all(part.ticket.over for part in self.parts)
 
-    def copy_to(self, views: Mapping[str, Array]) -> None:
-        """Writes the rows into a replica's memory: the only copy of a request's numbers."""
-        for name, view in views.items():
-            row = 0
-            for part in self.parts:
-                view[row : row + part.rows] = part.ticket.inputs[name][part.start : part.start + part.rows]
-                row += part.rows
-            if self.size > row:
-                # A row that exists is harmless for any network; zeros may not be.
-                view[row:] = view[row - 1]
+    def writing(self, views: Mapping[str, Array]) -> Callable[[], None]:
+        """What writes the rows into a replica's memory: the only copy of a request's numbers.
+
+        It may be called on another thread, where requests may end meanwhile: it holds their numbers itself.
+        """
+        rows = {
+            name: [part.ticket.inputs[name][part.start : part.start + part.rows] for part in self.parts]
+            for name in views
+        }
+
+        def write() -> None:
+            for name, view in views.items():
+                np.concatenate(rows[name], out=view[: self.rows])
+                if self.size > self.rows:
+                    # A row that exists is harmless for any network; zeros may not be.
+                    view[self.rows :] = view[self.rows - 1]
+
+        return write
 
 
 class Worker(Protocol):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -121,6 +121,12 @@ class Client:
     def rollback(self, model: str) -> Any:
         """Lets the version before the current one answer again."""
         return self._act(model, "rollback", {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Closes this thread's connections."""

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from ..cluster import Device, Engine, Job
 from ..core import Event, RunError
@@ -20,6 +21,8 @@ from .slots import NUM_SLOTS, Dims, Layout, Slots
 
 ENDING_SECONDS = 10.0
 """For a process that is not wanted any more."""
+ASIDE_BYTES = 1 << 20
+"""Of a batch that is written on a thread of its own."""
 STUCK_SECONDS = 30.0
 """That a batch is computed for nobody before its process is taken for stuck."""
 
@@ -39,6 +42,9 @@ class Replica:
         """When each of them was sent."""
         self._kill: Callable[[], None] = lambda: None
         self._free = list(range(NUM_SLOTS))
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="manyhands-slots")
+        """Writes large batches: the loop goes on reading requests meanwhile."""
+        self._sending = threading.Lock()
         layout = Layout(arrival.signature, max_rows)
         self._slots, fd = Slots.create(layout)
         try:
@@ -132,10 +138,18 @@ class Replica:
         slot = self._free.pop()
         self._batches[slot], self._asked[slot] = batch, time.monotonic()
         self.num_rows += batch.rows
-        batch.copy_to(self._slots.inputs(slot, batch.size, batch.shapes))
+        views = self._slots.inputs(slot, batch.size, batch.shapes)
+        write, message = batch.writing(views), JOB.pack(slot, batch.size) + self._dims_in.pack(batch.shapes)
+        if sum(view.nbytes for view in views.values()) < ASIDE_BYTES:
+            self._write(write, message)
+        else:
+            self._aside.submit(self._write, write, message)
+
+    def _write(self, write: Callable[[], None], message: bytes) -> None:
+        write()
         # Where the other side is gone, _hear finds out and the batch is computed elsewhere.
-        with contextlib.suppress(OSError):
-            self._socket.send(JOB.pack(slot, batch.size) + self._dims_in.pack(batch.shapes))
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.send(message)
 
     def end_if_stuck(self) -> None:
         """Kills a process that has long been computing what nobody waits for: it may never end, and others wait."""
@@ -147,7 +161,9 @@ class Replica:
         """Lets the process go: it ends by itself."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
+            with self._sending:
+                self._socket.close()
+        self._aside.shutdown(wait=False)
         if self._batcher is not None and self in self._batcher.workers:
             self._batcher.workers.remove(self)
 
