@@ -107,6 +107,44 @@ def a_callback_stops_in_mid_epoch(folder: Path) -> dict[str, Any]:
     return {"steps": int(model.optimizer.iterations.numpy())}
 
 
+class Failing(keras.callbacks.Callback):
+    """Raises where it is told to."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
+        super().__init__()
+        setattr(self, name, lambda *args, **logs: act(self.model))
+
+
+class OwnError(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def fail(model: Any) -> None:
+    raise OwnError("one", "another")
+
+
+@behaviour
+def failing_callbacks(folder: Path) -> dict[str, Any]:
+    """Whoever catches what a callback raises goes on, on all replicas."""
+    said, model = [], network()
+    for callback in (
+        Failing("set_params", fail),
+        Failing("on_epoch_end", fail),
+        Failing("on_train_batch_end", lambda model: model.no_such_attribute),
+        Failing("on_epoch_begin", lambda model: setattr(model, "head", layers.Dense(2))),
+        Failing("on_epoch_begin", lambda model: setattr(model, "file", (folder / "held").open("w"))),
+        # One that only looks: the others hear of it after the next step.
+        keras.callbacks.ModelCheckpoint(str(folder / "held" / "in_a_file.keras"), save_freq=2),
+    ):
+        try:
+            model.fit(INPUTS, TARGETS, batch_size=20, verbose=0, callbacks=[callback])
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    model.fit(INPUTS, TARGETS, verbose=0)
+    return {"said": said, "weights": weights(model), "steps": int(model.optimizer.iterations.numpy())}
+
+
 @behaviour
 def early_stopping_restores(folder: Path) -> dict[str, Any]:
     model = network(optimizer=keras.optimizers.SGD(5.0))

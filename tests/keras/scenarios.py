@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,49 @@ def texts_as_long_as_the_longest(folder: Path) -> dict[str, Any]:
     history = model.fit(data, epochs=2, verbose=0, callbacks=[Watching()] if strategy.hand.is_first else [])
     longest = DataLoader([(text, 2 * text) for text in texts[:9]], batch_size=9, collate_fn=padded)  # type: ignore[arg-type]
     return results(model, history, answers=model.predict(longest, verbose=0))
+
+
+class Steered(keras.Model):  # type: ignore[misc]
+    """A model whose steps depend on its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, kernel_regularizer="l2"), layers.Dense(2)
+        self.beta, self.config, self.scale = 1.0, types.SimpleNamespace(shift=0.0), torch.ones(())
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x)) * self.beta * self.scale + self.config.shift
+
+
+class Steering(keras.callbacks.Callback):  # type: ignore[misc]
+    """Changes whatever a callback may: numbers, flags, what hangs on a model or a layer, the way of the rate."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        model = self.model
+        model.beta, model.config.shift, model.scale = 1 / (1 + epoch), 0.1 * epoch, torch.tensor(1.0 + epoch)
+        model.hidden.trainable = epoch != 1
+        model.hidden.kernel_regularizer.l2 = 0.01 * epoch
+        model.optimizer.momentum = 0.5
+        if epoch == 2:
+            model.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.beta *= 0.99
+
+
+@scenario
+def a_callback_that_steers(folder: Path) -> dict[str, Any]:
+    """What it changes counts on all replicas; what callbacks know afterwards all know."""
+    with mhk.MirroredStrategy().scope():
+        model = Steered()
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    history = model.fit(INPUTS, TARGETS, batch_size=40, epochs=4, verbose=0, callbacks=[Steering()])
+    model.optimizer = keras.optimizers.SGD(1e-3)
+    stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=9.0, restore_best_weights=True)
+    slower = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9.0)
+    later = model.fit(INPUTS, TARGETS, batch_size=40, epochs=4, verbose=0, callbacks=[stop, slower])
+    history.history |= {f"later_{name}": values for name, values in later.history.items()}
+    return results(model, history, known=[stop.best_epoch, stop.stopped_epoch, stop.best, slower.best, *later.epoch])
 
 
 @scenario

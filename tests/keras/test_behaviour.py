@@ -80,6 +80,19 @@ def test_all_stop_together(every: dict[str, Facts]) -> None:
     assert [fact["said"].count("loss:") for fact in stopped] == [stopped[0]["epochs"], 0]
 
 
+def test_what_a_callback_raises_is_raised_on_all(every: dict[str, Facts]) -> None:
+    facts = every["failing_callbacks"]
+    first, second = (fact["said"] for fact in facts)
+    assert first == second
+    assert first[:2] == ["OwnError: one and another"] * 2
+    assert "no_such_attribute" in first[2]
+    assert "head, another Dense" in first[3]
+    assert "file, a TextIOWrapper that cannot be sent" in first[4]
+    assert "NotADirectoryError" in first[5]
+    assert len({fact["steps"] for fact in facts}) == 1
+    same(facts, "weights")
+
+
 def test_a_backup_is_taken_up_by_all(every: dict[str, Facts]) -> None:
     facts = every["backup_and_restore"]
     assert [fact["epochs"] for fact in facts] == [[2, 3, 4]] * 2

@@ -1,24 +1,34 @@
-"""Callbacks run once, on the first replica; what they change in the model all the others get from it."""
+"""Callbacks run once, on the first replica; what they change in the model, know and raise the others get from it."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
+from keras import tree
 from keras.callbacks import BackupAndRestore, CallbackList, ModelCheckpoint
 from keras.src.utils.python_utils import is_default
 
+from ..core import RunError
 from .boards import TensorBoard
+from .following import Changes, Look, plain_attributes
 from .runs import RunLog
 
 if TYPE_CHECKING:
     from .strategy import Strategy
 
-_BATCHES = {
-    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
-    "test": ("on_test_batch_begin", "on_test_batch_end"),
-    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+_PER_BATCH = {
+    "on_train_batch_begin": ("on_batch_begin", "on_train_batch_begin"),
+    "on_train_batch_end": ("on_batch_end", "on_train_batch_end"),
+    **{
+        f"on_{what}_batch_{when}": (f"on_{what}_batch_{when}",)
+        for what in ("test", "predict")
+        for when in ("begin", "end")
+    },
 }
+"""By what Keras calls for a batch the names under which a callback may answer."""
 
 _LOOKING = (BackupAndRestore, ModelCheckpoint, RunLog, TensorBoard)
 """What changes nothing after a batch, so that nobody has to ask whether it did."""
@@ -28,7 +38,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     """The callbacks of a fit, an evaluation or a prediction.
 
     On the first replica they see a model that is theirs alone: an evaluation in a callback happens there only. After
-    each call the others follow: weights, the optimizer's state, whether to stop, the epoch to begin with.
+    each call the others follow: weights, attributes, the optimizer's state, whether to stop, the epoch to begin with.
+    What a callback raises is raised on all. At the end the others' callbacks know what the first one's do.
     """
 
     def __init__(self, strategy: Strategy, model: Any, callbacks: Any, verbose: Any, **more: Any) -> None:
@@ -37,7 +48,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         changing = [each for each in given if type(each) not in _LOOKING]
         per_batch = {
             what: any(not is_default(getattr(each, name)) for each in changing for name in names)
-            for what, names in _BATCHES.items()
+            for what, names in _PER_BATCH.items()
         }
         saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
         is_first = strategy.hand.is_first
@@ -46,28 +57,57 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         if verbose == "auto" and not sys.stdout.isatty():
             # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
             verbose = 2
-        super().__init__(
-            list(given) if is_first else None,
-            add_progbar=is_first and verbose != 0,
-            verbose=verbose if is_first else 0,
-            model=model,
-            **more,
-        )
+        self._given, strategy.failure = tree.flatten(list(given)), None
+        try:
+            super().__init__(
+                list(given) if is_first else None,
+                add_progbar=is_first and verbose != 0,
+                verbose=verbose if is_first else 0,
+                model=model,
+                **more,
+            )
+        except Exception as error:
+            strategy.failure = error
+        met(strategy)
         # In another thread they could not be told from the steps that go on meanwhile.
         self._async_train = self._async_test = self._async_predict = False
 
-    def _once(self, name: str, *args: Any, follow: bool = True) -> None:
-        before = self._strategy.versions(self.model)
-        with self._strategy.alone():
-            getattr(CallbackList, name)(self, *args)
+    def _once(self, name: str, *args: Any) -> None:
+        hand, changes = self._strategy.hand, Changes()
+        follow = self._per_batch.get(name, True)
+        before = Look(self.model) if follow and hand.is_first and hand.size > 1 else None
+        try:
+            if self._strategy.failure is None:
+                with self._strategy.alone():
+                    getattr(CallbackList, name)(self, *args)
+                changes = before.changes() if before is not None else changes
+        except Exception as error:
+            # The others do not listen now: they hear of it when all meet next, after a step at the latest.
+            self._strategy.failure = error
         if follow:
-            self._strategy.follow_first(self.model, before)
+            met(self._strategy, changes).follow(hand, self.model)
+
+    def _end(self, name: str, logs: Any) -> None:
+        self._once(name, logs)
+        if self._in_begin_end_block_count == 0:
+            self._tell_what_they_know()
+
+    def _tell_what_they_know(self) -> None:
+        """Lets a script ask any replica's EarlyStopping for its best epoch, or history for its learning rates."""
+        # The first one may have been given callbacks that the others were not; a history all have.
+        groups = [self._given, [self._history] if self._history else []]
+        own = [[(type(each).__name__, plain_attributes(each)) for each in group] for group in groups]
+        told = self._strategy.hand.world.gather_objects(own if self._strategy.hand.is_first else None)[0]
+        for mine, known, theirs in zip(groups, own, told, strict=True):
+            if [name for name, _ in known] == [name for name, _ in theirs]:
+                for each, (_, values) in zip(mine, theirs, strict=True):
+                    vars(each).update(values)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._once("on_train_begin", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._once("on_train_end", logs)
+        self._end("on_train_end", logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._once("on_epoch_begin", epoch, logs)
@@ -80,30 +120,71 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._once("on_test_begin", logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        self._once("on_test_end", logs)
+        self._end("on_test_end", logs)
 
     def on_predict_begin(self, logs: Any = None) -> None:
         self._once("on_predict_begin", logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        self._once("on_predict_end", logs)
+        self._end("on_predict_end", logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._once("on_train_batch_begin", batch, logs, follow=self._per_batch["train"])
+        self._once("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._saves_in_between:
             self._strategy.share_memory(self.model)
-        self._once("on_train_batch_end", batch, logs, follow=self._per_batch["train"])
+        self._once("on_train_batch_end", batch, logs)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._once("on_test_batch_begin", batch, logs, follow=self._per_batch["test"])
+        self._once("on_test_batch_begin", batch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._once("on_test_batch_end", batch, logs, follow=self._per_batch["test"])
+        self._once("on_test_batch_end", batch, logs)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._once("on_predict_batch_begin", batch, logs, follow=self._per_batch["predict"])
+        self._once("on_predict_batch_begin", batch, logs)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._once("on_predict_batch_end", batch, logs, follow=self._per_batch["predict"])
+        self._once("on_predict_batch_end", batch, logs)
+
+
+def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
+    """What the first replica's callbacks have changed; or raises on all replicas what they have raised there."""
+    own, strategy.failure = strategy.failure, None
+    packed = None if own is None else _packed(own)
+    failure, told = strategy.hand.world.gather_objects((packed, changes or Changes()))[0]
+    if own is not None:
+        raise own
+    if failure is not None:
+        raise _unpacked(*failure)
+    return told  # type: ignore[no-any-return]
+
+
+def _packed(error: Exception) -> tuple[str, bytes | None]:
+    """What it says, and itself; of one that is made of other arguments than it says, what it consists of."""
+    for form in (error, (type(error), error.args, vars(error))):
+        with contextlib.suppress(Exception):
+            packed = pickle.dumps(form)
+            pickle.loads(packed)
+            return f"{type(error).__name__}: {error}", packed
+    return f"{type(error).__name__}: {error}", None
+
+
+def _unpacked(text: str, packed: bytes | None) -> Exception:
+    error: Exception = RunError(text)
+    if packed is not None:
+        with contextlib.suppress(Exception):
+            error = _made_again(pickle.loads(packed))
+    error.add_note("raised by a callback of the first replica")
+    return error
+
+
+def _made_again(form: Any) -> Exception:
+    if isinstance(form, Exception):
+        return form
+    kind, args, values = form
+    error: Exception = kind.__new__(kind)
+    error.args = args
+    vars(error).update(values)
+    return error

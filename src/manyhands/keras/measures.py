@@ -29,6 +29,8 @@ class Measures:
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
         self._mixed: list[Tensor] = []
         self._has_rows = self._has_first_row = False
+        self.has_failed = False
+        """Whether something had failed on some replica when they were joined."""
 
     def take(self, logs: Any, rows: Rows) -> None:
         """What a micro-batch has added; a borrowed row adds nothing."""
@@ -50,8 +52,11 @@ class Measures:
         """State of layers that this step has changed."""
         return [v for v in _own_state(self._model) if v._value._version != self._versions.get(id(v), -1)]
 
-    def joined(self, logs: Any) -> Any:
-        """Puts the sums over all replicas into the metrics; returns what the step has to tell, over all of them."""
+    def joined(self, logs: Any, *, has_failed: bool = False) -> Any:
+        """Puts the sums over all replicas into the metrics; returns what the step has to tell, over all of them.
+
+        Whether something has failed here rides along, and is known to all afterwards.
+        """
         metrics = self._counted()
         extra = sorted(path for path, value in self._logs.items() if value.dim() == 0)
         tensors = [self._added.get(id(v), torch.zeros_like(v.value, dtype=torch.float64)) for v in metrics]
@@ -60,8 +65,10 @@ class Measures:
                 torch.zeros_like(t) if v.aggregation == "only_first_replica" else t
                 for t, v in zip(tensors, metrics, strict=True)
             ]
-        present = torch.tensor(float(self._has_rows), dtype=torch.float64)
-        present, *sums = _summed(self._hand, [present, *tensors, *(self._logs[path] for path in extra), *self._mixed])
+        riders = torch.tensor([self._has_rows, has_failed], dtype=torch.float64)
+        riders, *sums = _summed(self._hand, [riders, *tensors, *(self._logs[path] for path in extra), *self._mixed])
+        present, failed = riders
+        self.has_failed = bool(failed)
         sums[: len(metrics)] = [
             total / present if variable.aggregation == "mean" else total
             for total, variable in zip(sums, metrics, strict=False)

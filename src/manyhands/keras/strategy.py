@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cluster import NullWorld
 from ..core import StrategyError, StrategySpec
 from ..training import Hand
+from .following import variables_of
 from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
 from .measures import Measures
 from .share import Share, last_share
@@ -144,6 +145,9 @@ class Strategy:
     update: Update | None = None
     """How an optimizer is applied in `fit`; None where every replica applies the sums."""
 
+    failure: Exception | None = None
+    """What a callback has raised here, until all replicas know of it."""
+
     @property
     def worker(self) -> int | None:
         """Which of those that take rows this is; None where it takes none."""
@@ -184,7 +188,7 @@ class Strategy:
 
     def mirror(self, model: Any) -> None:
         """Gives every replica the first one's weights and optimizer state."""
-        for variable in _state_of(model):
+        for variable in variables_of(model):
             self.hand.replicas.broadcast(variable._value.data)
 
     @contextlib.contextmanager
@@ -196,28 +200,6 @@ class Strategy:
                 yield
         finally:
             self._num_alone -= 1
-
-    def versions(self, model: Any) -> list[int]:
-        """How often each variable was changed, as torch counts it."""
-        return [variable._value._version for variable in _state_of(model)]
-
-    def follow_first(self, model: Any, before: list[int]) -> None:
-        """Gives every replica what the first one's callbacks have changed."""
-        if self.hand.size == 1:
-            return
-        now = self.versions(model)
-        known = [*before, *[-1] * (len(now) - len(before))]
-        own = {
-            "changed": [index for index, (old, new) in enumerate(zip(known, now, strict=True)) if old != new],
-            **{name: getattr(model, name, None) for name in _FLAGS},
-        }
-        told = self.hand.world.gather_objects(own if self.hand.is_first else None)[0]
-        for name in _FLAGS:
-            if getattr(model, name, None) != told[name]:
-                setattr(model, name, told[name])
-        state = _state_of(model)
-        for index in told["changed"]:
-            self.hand.replicas.broadcast(state[index]._value.data)
 
 
 _OURS = ("replicas", "accumulate", "precision", "recompute", "capture")
@@ -235,14 +217,6 @@ def _require_mirrored(spec: StrategySpec) -> None:
 
 _num_done: dict[str, int] = {}
 """How often each thing was done that one replica does for all."""
-_FLAGS = ("stop_training", "stop_evaluating", "stop_predicting", "_initial_epoch")
-
-
-def _state_of(model: Any) -> list[Any]:
-    """What must be equal on all replicas, in one order on all of them; what is not built yet is left out."""
-    optimizer = getattr(model, "optimizer", None)
-    found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    return [variable for variable in found if variable._value is not None]
 
 
 class ReplicaContext:

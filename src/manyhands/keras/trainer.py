@@ -16,7 +16,7 @@ from keras import ops, tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from ..training import Hand
-from .callbacks import OnceForAll
+from .callbacks import OnceForAll, met
 from .inputs import distributed, opened
 from .measures import Measures
 from .share import Share, hand_out, num_rows, take_share
@@ -208,7 +208,10 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: S
         with taking(Step(strategy.hand, rows, sums, update=strategy.update)):
             logs = plain([part])
         measures.take(logs, rows)
-    return measures.joined(logs)
+    joined = measures.joined(logs, has_failed=strategy.failure is not None)
+    if measures.has_failed:
+        met(strategy)
+    return joined
 
 
 def _predicted(hand: Hand, plain: Callable[..., Any], share: Share, own: Any) -> Any:

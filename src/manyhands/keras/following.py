@@ -1,0 +1,191 @@
+"""Following: what callbacks change in the first replica's model is seen by comparing, and given to the others.
+
+Variables are compared by torch's count of their changes. Attributes are those of the model, its layers, optimizer and
+losses, and of objects that hang on them: numbers, texts, flags, schedules, functions, arrays, whatever can be sent.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from keras import Variable, tree
+from keras.callbacks import Callback
+from keras.initializers import Initializer
+from keras.layers import Layer, TorchModuleWrapper
+from keras.losses import Loss
+from keras.metrics import Metric
+from keras.optimizers import Optimizer
+from torch import Tensor, nn
+
+from ..core import StrategyError
+from ..training import Hand
+
+Key = tuple[int, str, str]
+"""The number of an object of a model, the name of what hangs on it, if anything does, and that of the attribute."""
+_RATE = "_learning_rate"
+_OWN = {"history", "train_function", "test_function", "predict_function"}
+_OWN |= vars(Layer()).keys() - {"_trainable", "training", "activity_regularizer"}
+"""What every replica has for itself, and nobody sets."""
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_STATE = (nn.Module, Variable, Optimizer, Metric)
+_NO_HOLDERS = (nn.Module, Variable, Metric, Callback, Initializer, Tensor, type, FunctionType, MethodType, ModuleType)
+MARKED = 1 << 13
+"""Elements of an array that are compared."""
+
+
+def variables_of(model: Any) -> list[Any]:
+    """What must be equal on all replicas, in one order on all of them; what is not built yet is left out."""
+    optimizer = getattr(model, "optimizer", None)
+    found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    return [variable for variable in found if variable._value is not None]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What callbacks have done to a model, as it is sent."""
+
+    attributes: dict[Key, bytes] = field(default_factory=dict)
+    variables: list[int] = field(default_factory=list)
+
+    def follow(self, hand: Hand, model: Any) -> None:
+        """Makes the others' model the first one's."""
+        if not hand.is_first:
+            holders = _holders(model)
+            for (number, inner, name), packed in self.attributes.items():
+                holder = getattr(holders[number], inner) if inner else holders[number]
+                # A rate's own way of being set sees to the variable that it was.
+                setattr(holder, "learning_rate" if name == _RATE else name, _unpacked(packed, hand.device))
+        state = variables_of(model)
+        for index in self.variables:
+            hand.replicas.broadcast(state[index]._value.data)
+
+
+class Look:
+    """What a model is like at some moment."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, holders = model, _holders(model)
+        self._num_holders, self._versions = len(holders), _versions(model)
+        # What is held cannot give its id to another one.
+        self._values = dict(_attributes(holders))
+        self._marks = {key: _mark(value) for key, value in self._values.items()}
+
+    def changes(self) -> Changes:
+        """What was changed since."""
+        holders = _holders(self._model)
+        if len(holders) != self._num_holders:
+            raise _refused("a layer that was added or taken away")
+        now = _attributes(holders)
+        changed = {key: value for key, value in now if self._marks.get(key, _NOTHING) != _mark(value)}
+        counts = _versions(self._model)
+        return Changes(
+            {key: _packed(key, value) for key, value in changed.items()},
+            [index for index, (variable, count) in enumerate(counts.items()) if self._versions.get(variable) != count],
+        )
+
+
+_NOTHING = object()
+
+
+def plain_attributes(holder: Any) -> dict[str, Any]:
+    """Numbers, texts and flags of an object, and lists and dicts of them."""
+    return {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
+
+
+def _versions(model: Any) -> dict[int, int]:
+    return {id(variable): variable._value._version for variable in variables_of(model)}
+
+
+def _holders(model: Any) -> list[Any]:
+    """The objects whose attributes steer a step, in one order on all replicas."""
+    layers = model._flatten_layers()
+    wrapped = [each for layer in layers if isinstance(layer, TorchModuleWrapper) for each in layer.module.modules()]
+    losses = [each for each in tree.flatten(getattr(model, "loss", None)) if isinstance(each, Loss)]
+    optimizer = getattr(model, "optimizer", None)
+    return [*layers, *wrapped, *losses, *([] if optimizer is None else [optimizer]), *model.variables]
+
+
+def _attributes(holders: list[Any]) -> Iterator[tuple[Key, Any]]:
+    for number, holder in enumerate(holders):
+        if isinstance(holder, Variable):
+            yield (number, "", "trainable"), holder.trainable
+            continue
+        for name, value in _steering(holder):
+            yield (number, "", name), value
+            if hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS):
+                yield from (((number, name, inner), each) for inner, each in _steering(value))
+
+
+def _steering(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes that a person may set; of private ones, which are mostly Keras' own, the simple ones."""
+    # Where torch keeps layers that are attributes.
+    modules = getattr(holder, "_modules", {})
+    for name, value in [*vars(holder).items(), *modules.items()]:
+        is_simple = not name.startswith("_") or isinstance(value, _SCALARS) or name == _RATE
+        if is_simple and name not in _OWN:
+            yield name, value
+
+
+def _mark(value: Any) -> Any:
+    """What is equal as long as a value is."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, np.ndarray):
+        return id(value), zlib.crc32(value.flat[:MARKED].tobytes())
+    if isinstance(value, (list, tuple)):
+        return [_mark(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _mark(each) for key, each in value.items()}
+    return id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, [*value, *value.values()]))
+    return isinstance(value, _SCALARS)
+
+
+def _sent(value: Any) -> Any:
+    """A value as it travels: Keras' own kinds of lists and dicts know their layer, tensors their device."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, list):
+        return [_sent(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _sent(each) for key, each in value.items()}
+    return value
+
+
+def _packed(key: Key, value: Any) -> bytes:
+    name = ".".join(part for part in key[1:] if part)
+    for each in tree.flatten(value):
+        if isinstance(each, _STATE):
+            raise _refused(f"{name}, another {type(each).__name__}")
+    try:
+        return cloudpickle.dumps(_sent(value))  # type: ignore[no-any-return]
+    except Exception as error:
+        raise _refused(f"{name}, a {type(value).__name__} that cannot be sent") from error
+
+
+def _unpacked(packed: bytes, device: torch.device) -> Any:
+    value = cloudpickle.loads(packed)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _refused(what: str) -> StrategyError:
+    return StrategyError(
+        "callbacks run on the first replica, and what they change must be something that the others can be given",
+        got=what,
+        remedy="change weights, numbers, flags or schedules in a callback; do anything else between two calls of fit",
+    )
