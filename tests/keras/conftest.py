@@ -16,6 +16,7 @@ from manyhands import verbs
 from manyhands.cluster import LocalEngine
 from manyhands.training import Hand
 
+from . import loops  # noqa: F401  # more of both
 from .behaviours import BEHAVIOURS
 from .scenarios import SCENARIOS
 

@@ -20,8 +20,10 @@ from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.trainers.trainer import Trainer
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core import SettingsError, mix
+from ..core import SettingsError, StrategyError, mix
 from . import halves, losses, measures, statistics, trainer
 from .step import current_step, sum_gradients
 from .strategy import remember, remember_metric, strategy_of
@@ -58,6 +60,7 @@ def install() -> None:
         ("predict_on_batch", trainer.on_batch),
     ):
         setattr(TorchTrainer, name, over(getattr(TorchTrainer, name), strategy_of))
+    register_optimizer_step_pre_hook(_sum_for_torch)
     for kind in ("train", "test", "predict"):
         name = f"make_{kind}_function"
         setattr(TorchTrainer, name, trainer.make_function(getattr(TorchTrainer, name), strategy_of, kind))
@@ -105,6 +108,24 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
             return apply(self, sum_gradients(step.hand, added, variables), trainable_variables)
 
     return summing
+
+
+def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """So does PyTorch's own optimizer within a step."""
+    step = current_step()
+    if step is None:
+        return
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    values = [value for group in optimizer.param_groups for value in group["params"]]
+    added = None if has_closure else step.add_gradients(optimizer, [value.grad for value in values])
+    if added is None:
+        raise StrategyError(
+            "in a step PyTorch's optimizers get the gradients of a whole batch, which are there before they are called",
+            got="a closure" if has_closure else f"accumulate={step.strategy.spec.accumulate}",
+            remedy="call optimizer.step() after loss.backward()" if has_closure else "use one of Keras' optimizers",
+        )
+    for value, total in zip(values, sum_gradients(step.hand, added, values), strict=True):
+        value.grad = total
 
 
 def _own_seed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ..core import DataError
 from ..training import Hand
-from .share import Rows, Share, hand_out, num_rows
+from .share import Share, hand_out, num_rows, without_rows
+from .step import current_step
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -36,16 +37,33 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         self._adapter, self._strategy, self._micros = adapter, strategy, micros
 
     def __iter__(self) -> Iterator[Any]:
-        hand = self._strategy.hand
-        share_randomness(hand)
-        loader = self._adapter.get_torch_dataloader()
-        # Begun at once, as Keras' own are: what is drawn for an order must not depend on when it is first asked for.
-        return self._noting(_indexed(loader, self._share) if _is_indexed(loader) else self._cut(iter(loader)))
+        """A loop of a person's own: a replica for which a batch has no rows gets arrays without any, as in TensorFlow.
 
-    def _noting(self, batches: Iterator[tuple[Share, Any]]) -> Iterator[Any]:
-        for share, own in batches:
-            hand_out(share)
-            yield _moved(own, self._strategy.hand.device)
+        Who never takes rows computes with a borrowed one all the same.
+        """
+        return self._handed_out(self._strategy.worker is None)
+
+    def _handed_out(self, borrows: bool) -> Iterator[Any]:
+        # Begun at once, as Keras' own are: what is drawn for an order must not depend on when it is first asked for.
+        batches = self._begun()
+
+        def handed_out() -> Iterator[Any]:
+            for share, own in batches:
+                moved = _moved(own if borrows or not share.is_empty else without_rows(own), self._strategy.hand.device)
+                hand_out(share, moved)
+                step = current_step()
+                if step is not None and step.is_plain_sum:
+                    # Taken within the step, which is one of this batch from here on.
+                    step.rows = share.rows[0]
+                yield moved
+
+        return handed_out()
+
+    def _begun(self) -> Iterator[tuple[Share, Any]]:
+        """Every batch of this replica's, with borrowed rows where it has none."""
+        share_randomness(self._strategy.hand)
+        loader = self._adapter.get_torch_dataloader()
+        return _indexed(loader, self._share) if _is_indexed(loader) else self._cut(iter(loader))
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -62,8 +80,8 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             share = self._share(num_rows(batch))
             yield share, share.taken(batch)
 
-    def get_torch_dataloader(self) -> DistributedInput:
-        return self
+    def get_torch_dataloader(self) -> Iterator[Any]:
+        return self._handed_out(borrows=True)
 
     @property
     def num_batches(self) -> int | None:
@@ -145,7 +163,7 @@ class OwnInput(DistributedInput):
     def num_batches(self) -> int | None:
         return self._most
 
-    def __iter__(self) -> Iterator[Any]:
+    def _begun(self) -> Iterator[tuple[Share, Any]]:
         hand, last = self._strategy.hand, None
         batches = iter(self._adapter.get_torch_dataloader())
         while True:
@@ -160,9 +178,7 @@ class OwnInput(DistributedInput):
                 raise DataError(
                     "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
                 )
-            hand_out(Share((Rows(sum(every[: hand.rank]), every[hand.rank], sum(every)),)))
-            taken = own if count else tree.map_structure(lambda leaf: leaf[:1], last)
-            yield _moved(taken, hand.device)
+            yield Share.among(every, hand.rank), own if count else tree.map_structure(lambda leaf: leaf[:1], last)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -28,6 +28,9 @@ def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         step = current_step()
         if step is None or reduction in (None, "none"):
             return loss
+        if not values.numel():
+            # The mean of no rows is no number, and nothing in the whole.
+            loss = ops.sum(values)
         if reduction == "sum":
             return step.part(loss)
         if mask is None and (reduction != "mean_with_sample_weight" or sample_weight is None):

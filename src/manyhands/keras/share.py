@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from keras import tree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core import StrategyError
 
@@ -68,6 +71,20 @@ class Share:
         """This replica's of the batch's samples, with borrowed ones where a micro-batch has none for it."""
         return [sample for rows in self.rows for sample in ids[rows.start : rows.start + rows.size] or ids[:1]]
 
+    @classmethod
+    def among(cls, counts: list[int], rank: int) -> Share:
+        """The share of a replica where each has so many rows of its own.
+
+        >>> Share.among([3, 2], 1).rows
+        (Rows(start=3, size=2, total=5, last=True),)
+        """
+        return cls((Rows(sum(counts[:rank]), counts[rank], sum(counts)),))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row for this replica at all."""
+        return all(rows.is_ghost for rows in self.rows)
+
     def taken(self, batch: Any) -> Any:
         """This replica's rows of a whole batch."""
         return _mapped(lambda leaf: leaf[self.ids(list(range(self.total)))], batch)
@@ -89,21 +106,34 @@ def num_rows(batch: Any) -> int:
     return int(next(leaf for leaf in tree.flatten(batch) if leaf is not None).shape[0])
 
 
+def without_rows(batch: Any) -> Any:
+    """The same arrays with no rows."""
+    return _mapped(lambda leaf: leaf[:0], batch)
+
+
 def _mapped(cut: Callable[[Any], Any], batch: Any) -> Any:
     return tree.map_structure(lambda leaf: None if leaf is None else cut(leaf), batch)
 
 
 _handed_out: list[Share] = []
+_shares: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By array of a batch the share that it belongs to, for as long as the array is there."""
 
 
-def hand_out(share: Share) -> None:
-    """Notes which rows this process was given last; what is computed next is computed of them."""
+def hand_out(share: Share, own: Any = None) -> None:
+    """Notes of which share a batch is, and that what a step of Keras computes next is computed of it."""
     _handed_out[:] = [share]
+    for leaf in _arrays(own):
+        _shares[leaf] = share
 
 
-def last_share() -> Share | None:
-    """The share that was handed out last."""
-    return _handed_out[0] if _handed_out else None
+def known_share(values: Any) -> Share | None:
+    """The share of which some of these arrays are; None where none of them was handed out as they are."""
+    return next((_shares[leaf] for leaf in _arrays(values) if leaf in _shares), None)
+
+
+def _arrays(values: Any) -> list[Any]:
+    return [leaf for leaf in tree.flatten(values) if isinstance(leaf, (torch.Tensor, np.ndarray))]
 
 
 def take_share(own: Any) -> Share:

@@ -28,21 +28,39 @@ def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
 
 
 def _of_all(step: Step, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
-    share = 0.0 if step.rows.is_ghost else 1.0
-    if mask is None:
+    if step.rows.is_ghost:
+        # There may be no rows at all, whose mean is no number.
+        sums, slack = inputs.double().sum(axes).expand(3, -1) * 0.0, 0.0 if mask is None else backend.epsilon()
+    elif mask is None:
         var, mean = (moment.double() for moment in torch.var_mean(inputs, axes, correction=0))
-        count = torch.full_like(mean, share * inputs.numel() / mean.numel())
+        count = torch.full_like(mean, inputs.numel() / mean.numel())
         sums, slack = torch.stack([mean, var + mean.square(), torch.ones_like(mean)]) * count, 0.0
     else:
         counted = torch.broadcast_to(mask.bool().unsqueeze(-1), inputs.shape).double()
         wide = inputs.double() * counted
-        sums = share * torch.stack([each.sum(axes) for each in (wide, wide.square(), counted)])
+        sums = torch.stack([each.sum(axes) for each in (wide, wide.square(), counted)])
         slack = backend.epsilon()
     total, squares, number = _sum(sums, step)
     mean = total / (number + slack)
     # Of all rows, whatever the divisor: the squares of what each is away from this mean.
     var = (squares - 2 * mean * total + number * mean.square()) / (number + slack)
     return mean.to(inputs.dtype), var.clamp(min=0).to(inputs.dtype)
+
+
+def scaled(values: Tensor, factor: float) -> Tensor:
+    """The same values, whose gradients count by a factor."""
+    return values if factor == 1.0 else _Scaled.apply(values, factor)  # type: ignore[no-untyped-call]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
 
 
 def _sum(*args: Any) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from ..core import mix
 from ..training import Hand
 from .share import Rows
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
 
 BUCKET = 1 << 23
 """Elements of gradients that travel together; one bucket is filled while the one before is under way."""
@@ -47,7 +50,7 @@ Update = Callable[[Any, Callable[..., Any], Sequence[Tensor | None], Sequence[An
 class Step:
     """A micro-batch that is being computed."""
 
-    hand: Hand
+    strategy: Strategy
     rows: Rows
     sums: Sums
     is_plain_sum: bool = False
@@ -59,9 +62,21 @@ class Step:
     """How an optimizer is applied over the replicas; None where each of them applies the sums."""
 
     @property
+    def hand(self) -> Hand:
+        """What the strategy stands on."""
+        return self.strategy.hand
+
+    @property
     def weight(self) -> float:
         """What a gradient of this replica's counts by."""
-        return 1.0 if self.is_plain_sum or self.is_weighed else self.rows.weight
+        if self.is_plain_sum:
+            return 0.0 if self.strategy.worker is None else 1.0
+        return 1.0 if self.is_weighed else self.rows.weight
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether what is computed is of a row of others', which must not count."""
+        return self.strategy.worker is None or (self.rows.is_ghost and not self.is_plain_sum)
 
     def part(self, contribution: Tensor) -> Tensor:
         """A loss of which this is the part in the whole, as backward must start from it here."""

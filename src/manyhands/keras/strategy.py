@@ -20,7 +20,8 @@ from ..training import Hand
 from .following import variables_of
 from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
 from .measures import Measures
-from .share import Share, last_share
+from .share import Share, known_share
+from .statistics import scaled
 from .step import Step, Sums, Update, apart, current_step, taking
 
 
@@ -89,12 +90,12 @@ class Strategy:
         `compute_average_loss` makes one of values per sample. Metrics that were made in the scope count the rows of
         all replicas.
         """
-        share = self._share_of(args)
+        step = Step(self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], Sums(), is_plain_sum=True)
         metrics = [metric for known in self._metrics if (metric := known()) is not None]
         measures = Measures(metrics, self.hand)
-        with taking(Step(self.hand, share.rows[0], Sums(), is_plain_sum=True)):
+        with taking(step):
             result = fn(*args, **(kwargs or {}))
-        measures.take({}, share.rows[0])
+        measures.take({}, step.rows)
         measures.joined({})
         return result
 
@@ -104,15 +105,28 @@ class Strategy:
         return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
 
     def _reduced(self, op: ReduceOp, value: Tensor, axis: int | None) -> Tensor:
-        if axis is None:
-            return self.hand.sum(value) if op is ReduceOp.SUM else self.hand.mean(value)
-        total = self.hand.sum(value.sum(axis))
-        return total if op is ReduceOp.SUM else total / self.hand.sum(float(value.shape[axis]))
+        own, count = (value, 1.0) if axis is None else (value.sum(axis), float(value.shape[axis]))
+        if self._is_borrowed:
+            own, count = torch.zeros_like(own), 0.0
+        total = self.hand.sum(own)
+        return total if op is ReduceOp.SUM else total / self.hand.sum(count)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
-        """The values of all replicas, one after another along an axis."""
-        moved = torch.as_tensor(value).movedim(axis, 0).contiguous()
-        return self.hand.gather(moved).movedim(0, axis)
+        """The values of all replicas, one after another along an axis; in a step gradients flow back to them."""
+        rows = torch.as_tensor(value).movedim(axis, 0).contiguous()
+        if self._is_borrowed:
+            rows = rows[:0]
+        step = current_step()
+        # Replicas' gradients are weighed when an optimizer gets them, by whose rows they are; here others' come in.
+        weight = 1.0 if step is None else step.weight
+        gathered = self.hand.gather(scaled(rows, 1.0 / weight if weight else 0.0))
+        return scaled(gathered, weight).movedim(0, axis)
+
+    @property
+    def _is_borrowed(self) -> bool:
+        """Whether what this process holds is of no replica: a server's, or of a row that a step has borrowed."""
+        step = current_step()
+        return self.worker is None if step is None else step.is_borrowed
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """What the replicas of this process hold: one."""
@@ -165,13 +179,16 @@ class Strategy:
         """Gives every replica what the optimizer remembers, where not all of them apply it."""
 
     def _share_of(self, args: Sequence[Any]) -> Share:
-        """The share of the batch that the loop has taken last; even parts where the rows did not come from us."""
-        share = last_share()
+        """The share that these arrays were handed out as; of others, what each replica has of them."""
+        share = known_share(args)
         if share is not None:
             return share
-        arrays = [leaf for leaf in tree.flatten(list(args)) if getattr(leaf, "shape", ())]
-        rows = int(arrays[0].shape[0]) if arrays else 1
-        return self.share(rows * self.num_replicas_in_sync)
+        arrays = [leaf for leaf in tree.flatten(args) if getattr(leaf, "shape", ())]
+        if not arrays:
+            return self.share(self.num_replicas_in_sync)
+        own = 0 if self.worker is None else int(arrays[0].shape[0])
+        counts = self.hand.replicas.all_gather(torch.tensor([own], device=self.hand.device))
+        return Share.among(counts.flatten().tolist(), self.hand.rank)
 
     def once(self, name: str, act: Callable[[], Any]) -> Any:
         """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.
@@ -224,8 +241,8 @@ class ReplicaContext:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.replica_id_in_sync_group = strategy.hand.rank
-        self.num_replicas_in_sync = strategy.hand.size
+        self.replica_id_in_sync_group = strategy.hand.rank if strategy.worker is None else strategy.worker
+        self.num_replicas_in_sync = strategy.num_replicas_in_sync
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """The sum or mean over the replicas, on all of them."""
@@ -265,17 +282,20 @@ def strategy_of(model: Any) -> Strategy | None:
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the innermost scope; one replica where there is none.
+    """The strategy of the step that is computed, else of the innermost scope; one replica where there is none.
 
     >>> get_strategy().num_replicas_in_sync
     1
     """
+    step = current_step()
+    if step is not None:
+        return step.strategy
     return _scopes[-1] if _scopes else Strategy(Hand(NullWorld(), StrategySpec()))
 
 
 def has_strategy() -> bool:
-    """Whether this is inside a scope."""
-    return bool(_scopes)
+    """Whether this is inside a scope, or a step."""
+    return bool(_scopes) or current_step() is not None
 
 
 def in_cross_replica_context() -> bool:
@@ -286,7 +306,7 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """This replica, inside `strategy.run`; None outside."""
     step = current_step()
-    return None if step is None else ReplicaContext(get_strategy() if _scopes else Strategy(step.hand))
+    return None if step is None else ReplicaContext(step.strategy)
 
 
 def compute_average_loss(
@@ -311,4 +331,4 @@ def scale_regularization_loss(regularization_loss: Any) -> Tensor:
     """This replica's part of a loss that is the same on all of them."""
     step, loss = current_step(), torch.as_tensor(regularization_loss)
     # In a step of fit gradients are weighed by rows, which are one whole.
-    return loss if step is None or not step.is_plain_sum else loss / step.hand.size
+    return loss if step is None or not step.is_plain_sum else loss / step.strategy.num_replicas_in_sync

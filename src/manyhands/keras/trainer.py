@@ -15,7 +15,6 @@ import torch
 from keras import ops, tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
-from ..training import Hand
 from .callbacks import OnceForAll, met
 from .inputs import distributed, opened
 from .measures import Measures
@@ -191,7 +190,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
         share = take_share(data[0])
         with _narrow(strategy):
             if kind == "predict":
-                return _predicted(strategy.hand, plain, share, data[0])
+                return _predicted(strategy, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
         if kind == "train" and model.optimizer is not None:
             # A variable, or a tensor where the optimizer accumulates; on any device.
@@ -205,7 +204,7 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: S
     """One step on this replica's rows, micro-batch by micro-batch."""
     measures, sums, logs = Measures(model.metrics, strategy.hand, model), Sums(), None
     for rows, part in share.micros(own):
-        with taking(Step(strategy.hand, rows, sums, update=strategy.update)):
+        with taking(Step(strategy, rows, sums, update=strategy.update)):
             logs = plain([part])
         measures.take(logs, rows)
     joined = measures.joined(logs, has_failed=strategy.failure is not None)
@@ -214,11 +213,12 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: S
     return joined
 
 
-def _predicted(hand: Hand, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+def _predicted(strategy: Strategy, plain: Callable[..., Any], share: Share, own: Any) -> Any:
     """The answers to all rows."""
     (rows,) = share.rows
-    outputs = plain([own])
-    return tree.map_structure(lambda output: hand.gather(output[: rows.size].contiguous()), outputs)
+    with taking(Step(strategy, rows, Sums())):
+        outputs = plain([own])
+    return tree.map_structure(lambda output: strategy.hand.gather(output[: rows.size].contiguous()), outputs)
 
 
 def _narrow(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
