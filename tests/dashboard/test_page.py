@@ -161,9 +161,16 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     expect(page.locator("h1")).to_contain_text("running")
     page.evaluate("window.same = true")
     assert data_of(page, "Loss") == [[1, 2], [4.0, 3.0]]
+    # What a reader opened or moved stays as it was.
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.get_by_text("What was asked for").click()
+    scrolled = "document.querySelector('.scroll[aria-label=\"What happened\"]').scrollLeft"
+    page.evaluate(f"{scrolled} = 20")
     run.steps({3: 2.5, 4: 1.25})
     expect(page.locator(".facts").first).to_contain_text("1.25")
     assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
+    expect(page.locator("details[open]", has_text="What was asked for")).to_be_visible()
+    assert page.evaluate(scrolled) == 20
     run.say("end", step=4, stopped=False, seconds={})
     expect(page.locator("h1")).to_contain_text("finished")
     assert page.evaluate("window.same") is True
@@ -225,13 +232,13 @@ EVIL_JOURNAL = "".join(
 def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], tmp_path: Path) -> None:
     task = small_task()
 
-    def make(lr: float = 0.1) -> mh.Task:
+    def make(lr: float = 0.1, kind: str = "a") -> mh.Task:
         return task.replace(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr))
 
     options: dict[str, Any] = {"on": "cpu", "progress": False}
     study = mh.tune(
         make,
-        {"lr": mh.loguniform(1e-3, 1e-1)},
+        {"lr": mh.loguniform(1e-3, 1e-1), "kind": mh.choice("a", "b")},
         trials=5,
         epochs=1,
         name="first",
@@ -266,11 +273,28 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
     assert best.get_attribute("data-trial") == str(study.best.number)
     rates, values = data_of(page, "valid_loss by lr")
     assert dict(zip(rates, values, strict=True)) == {trial.params["lr"]: trial.value for trial in study.trials}
-    expect(page.get_by_role("region", name="Trials").last.locator("tr.chosen")).to_contain_text(str(study.best.number))
+    kinds, values = data_of(page, "valid_loss by kind")
+    assert sorted(zip(kinds, values, strict=True)) == sorted(
+        ("ab".index(trial.params["kind"]), trial.value) for trial in study.trials
+    )
+    row = page.get_by_role("region", name="Trials").last.locator("tr.chosen")
+    expect(row).to_contain_text(str(study.best.number))
+    expect(row.locator("td").nth(5)).to_have_text("1")  # epochs
+    expect(page.locator("h1 .state")).to_have_text("finished")
     assert page.evaluate(NAMELESS) == []
+    page.set_viewport_size({"width": 390, "height": 844})
+    small = "[...document.querySelectorAll('svg text')].filter((e) => e.getBoundingClientRect().height < 9).length"
+    assert page.evaluate(small) == 0
+    for number, title in enumerate(titles, 1):
+        page.keyboard.press(str(number))
+        expect(page.locator("main h1")).to_have_text(title)
+        until(page, "document.documentElement.scrollWidth <= innerWidth")
     page.keyboard.press("4")
     expect(page.locator("main")).to_contain_text("mean")
     expect(page.get_by_role("region", name="Members").last.locator("tbody tr")).to_have_count(2)
+    page.goto(f"{page.url.partition('#')[0]}#/study?id=nobody")
+    page.get_by_role("link", name="What there is").click()
+    expect(page.get_by_role("link", name="studies/first")).to_be_visible()
 
 
 def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> None:
@@ -290,6 +314,11 @@ def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> N
     assert page.evaluate("document.activeElement.textContent") == "runs/apple"
     for box in page.get_by_role("checkbox", name="Compare runs/").all():
         box.check()
+    # However one goes there and back, what was ticked comes along.
+    page.keyboard.press("2")
+    expect(page.get_by_role("button", name="Leave out")).to_have_count(2)
+    page.keyboard.press("1")
+    expect(page.get_by_role("checkbox", name="Compare runs/", checked=True)).to_have_count(2)
     page.get_by_role("link", name="Compare 2 runs").click()
     steps, *curves = data_of(page, "loss")
     assert steps == [1, 2]
@@ -301,6 +330,10 @@ def test_keys_filter_and_compare(show: Callable[..., Page], tmp_path: Path) -> N
     expect(page.locator("section.card").first.locator("output").first).to_have_text("2" if curves[0][0] == 2 else "1")
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Leave out runs/apple").click()
+    expect(page.get_by_role("button", name="Leave out")).to_have_count(1)
+    assert data_of(page, "loss") == [[1, 2], [2.0, 0.25]]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -340,6 +373,7 @@ def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) ->
         assert page.evaluate(NAMELESS) == []
         page.get_by_role("link", name="logs/first").click()
         expect(page.locator("h1")).to_contain_text("serving")
+        expect(page.get_by_role("region", name="Versions").locator("tbody")).to_have_text("adder1available")
         ports = [server.grpc, *(url.rpartition(":")[2] for url in (server.url, server.manage_url))]
         log = tmp_path / "logs" / "router"
         with mh.route("127.0.0.1:{}/{}/{}".format(*ports), http=0, grpc=0, manage=0, log=str(log)) as router:
@@ -350,4 +384,5 @@ def test_a_running_server_is_shown(show: Callable[..., Page], tmp_path: Path) ->
             data_of(routed, "Answers a second, by server")
             routed.get_by_role("link", name="logs/router").click()
             expect(routed.get_by_role("region", name="What happened")).to_contain_text("backend up")
+            assert max(filter(None, data_of(page, "Requests a second")[1])) >= 1
     expect(page.locator("h1")).to_contain_text("stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.core import event, keep_event
 from manyhands.dashboard.library import Library
 from manyhands.dashboard.log import NUM_BUCKETS, Log
 from manyhands.dashboard.metrics import Look, Metrics
-from manyhands.dashboard.run import SILENT_SECONDS, Run
+from manyhands.dashboard.run import Run
 from manyhands.dashboard.series import MOST, Series
+from manyhands.dashboard.source import SILENT_SECONDS
 from manyhands.dashboard.study import Study
 from manyhands.dashboard.tail import Tail
 
@@ -266,10 +269,13 @@ def test_measured_points_stand_on_a_plans_curve(tmp_path: Path) -> None:
     )
     plan = mh.plan(task, "4 hosts x 8 A100, 100Gb/s")
     plan.log(tmp_path / "plans" / "first")
-    run = Written(tmp_path / "runs" / "first", task=plan.name)
-    run.start()
-    run.steps({1: 1.0, 2: 1.0})
-    run.waits(0, compute=0.25, save=5.0)
+    run = Written(tmp_path / "runs" / "first", task=plan.name, devices=["cuda:0", "cuda:1"])
+    other = Written(tmp_path / "runs" / "on-cpu", task=plan.name)  # which says nothing about GPUs
+    for one in (run, other):
+        one.start()
+        one.steps({1: 1.0, 2: 1.0})
+        one.waits(0, compute=0.25, save=5.0)
+        one.close()
     library = Library([tmp_path / "plans", tmp_path / "runs"])
     read_all(library)
     (found,) = library.plans()
@@ -277,7 +283,6 @@ def test_measured_points_stand_on_a_plans_curve(tmp_path: Path) -> None:
     (point,) = found["points"]
     assert point["devices"] == 2
     assert point["speedup"] == pytest.approx(plan.alone / 0.125)
-    run.close()
 
 
 def test_requests_of_a_servers_log_are_counted_in_stretches(tmp_path: Path) -> None:
@@ -295,12 +300,78 @@ def test_requests_of_a_servers_log_are_counted_in_stretches(tmp_path: Path) -> N
     log = library.sources["logs/first"]
     assert isinstance(log, Log)
     told = log.detail()
-    assert told["is_up"]
+    assert told["state"] == "interrupted"  # it did not say that it ended, and no program is there
     assert told["versions"] == {"m": {"2": "available"}}
     assert len(told["requests"]["x"]) <= NUM_BUCKETS
     assert set(told["requests"]["rate"]) == {5.0}
     assert set(told["requests"]["refused"]) == {2.5}
     assert told["requests"]["p99"][0] == pytest.approx(0.004, rel=0.25)
+
+
+def test_a_server_that_starts_again_begins_anew_and_a_pause_is_no_load(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "first"
+    shares = [{"model": "m", "version": 1, "weight": 3.0}, {"model": "m", "version": 2, "weight": 1.0}]
+    for number in (1, 2):
+        keep_event(folder, event("starting"))
+        keep_event(folder, event("version_available", model="m", version=number))
+        keep_event(folder, event("serving", host="another", devices=["cpu"]))
+        keep_event(folder, event("split", model="m", shares=shares[:number]))
+    lines = [{"t": t, "status": 200, "ms": 4.0} for t in (100.5, 101.5, 200.5)]
+    (folder / "access.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    library = Library([tmp_path / "logs"])
+    read_all(library)
+    told = library.sources["logs/first"].detail()
+    assert told["versions"] == {"m": {"2": "available"}}
+    assert told["splits"] == {"m": "75% m 1, 25% m 2"}
+    assert told["news"][-1]["text"] == "split: model m, shares 75% m 1, 25% m 2"
+    assert told["state"] == "serving"  # nobody can see from here whether another host's program is there
+    x, rate = told["requests"]["x"], told["requests"]["rate"]
+    assert list(zip(x, rate, strict=True))[:6] == [(100, 1), (101, 1), (102, 0), (199, 0), (200, 1), (201, 0)]
+    assert rate[-1] == 0
+    keep_event(folder, event("split", model="m", shares=[]))
+    keep_event(folder, event("stopped"))
+    read_all(library)
+    told = library.sources["logs/first"].detail()
+    assert (told["state"], told["splits"], told["requests"]["x"][-1]) == ("stopped", {}, 200)
+    assert [place["host"] for place in library.cluster()] == ["another"]
+
+
+def test_a_study_whose_program_is_gone_was_interrupted(tmp_path: Path) -> None:
+    journal = tmp_path / "studies" / "first" / "journal.log"
+    journal.parent.mkdir(parents=True)
+    journal.write_text('{"op_code": 4, "study_id": 0, "state": 0, "distributions": {}, "given": {"lr": 0.1}}\n')
+    library = Library([tmp_path / "studies"])
+    read_all(library)
+    assert library.sources["studies/first"].detail()["state"] == "running"
+    os.utime(journal, (1.0, 1.0))
+    with journal.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        read_all(library)
+        assert library.sources["studies/first"].detail()["state"] == "running"
+    stamp = library.stamp
+    read_all(library)
+    told = library.overview(stamp)["studies"][0]
+    assert told["state"] == "interrupted"
+    assert (told["counts"]["running"], told["counts"]["interrupted"]) == (0, 1)
+    (trial,) = library.sources["studies/first"].detail()["trials"]
+    assert trial["state"] == "interrupted"
+
+
+def test_of_a_run_that_has_ended_all_steps_count(tmp_path: Path) -> None:
+    run = Written(tmp_path / "runs" / "first", spec={"staleness": None})
+    run.start()
+    run.steps({1: 1.0, 2: 0.5})
+    run.waits(0, compute=1.0)
+    library = Library([tmp_path / "runs"])
+    read_all(library)
+    assert library.overview()["runs"][0]["steps_per_second"] == 2.0
+    run.say("end", step=2, stopped=False, seconds={})
+    run.close()
+    read_all(library)
+    told = library.overview()["runs"][0]
+    assert told["steps_per_second"] == pytest.approx(2 / 3)
+    assert told["strategy"] == "staleness=none"
+    assert [place["host"] for place in library.cluster()] == ["host1", "host1"]
 
 
 def test_two_looks_at_metrics_make_rates() -> None:

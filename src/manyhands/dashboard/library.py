@@ -117,10 +117,10 @@ class Library:
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
                 found += [{**about, "cut": source.cut is not None, **place} for place in source.placed()]
             elif isinstance(source, Log) and source.serving:
-                state = "serving" if source.is_up else "stopped"
-                about = {"id": source.id, "name": source.path.name, "state": state, "changed": source.changed}
+                about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
+                host = source.serving.get("host", "this host")
                 found += [
-                    {**about, "host": "this host", "device": device, "rank": None, "memory": None}
+                    {**about, "host": host, "device": device, "rank": None, "memory": None}
                     for device in source.serving.get("devices", [])
                 ]
         return found
@@ -177,12 +177,14 @@ class Library:
                     source = self.sources[name] = kind(name, path)
                     changed.append(source)
                 source.signature = _signature(path)
-                if isinstance(source, Run) and not source.end:
-                    source.is_held = _inode(path / ".lock") in held
+                if isinstance(source, Run) and source.end:
+                    continue
+                source.is_held = _inode(path / source.lock) in held
+                if isinstance(source, Run):
                     source.trial_state = self._trial_state(name)
-                    if self._states.get(name) != source.state:
-                        self._states[name] = source.state
-                        changed.append(source)
+                if self._states.get(name) != source.state:
+                    self._states[name] = source.state
+                    changed.append(source)
             if gone:
                 self.stamp += 1
         self._note(changed)
@@ -267,6 +269,8 @@ def _locked_files() -> set[int]:
 
 
 def _is_of(run: Run, plan: dict[str, Any]) -> bool:
-    """Whether a run took the steps that a plan is of."""
+    """Whether a run took the steps that a plan is of, on devices of its kind: a CPU says nothing about GPUs."""
     record = run.record
-    return bool(record.get("task") == plan["task"] and record.get("batch_size") == plan["batch_size"])
+    on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
+    is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan["batch_size"]
+    return bool(is_alike and on_cpu == (" CPU" in plan["cluster"]))

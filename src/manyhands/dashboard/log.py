@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
+import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ ACCESS = "access.jsonl"
 NUM_NEWS = 1000
 NUM_BUCKETS = 600
 """Stretches of time that requests are counted by; with more, two neighbours become one."""
+LATE_SECONDS = 1.5
+"""A server writes down what it answered every second: what is younger is not all there."""
 FIRST, RATIO, NUM_BOUNDS = 1e-5, 1.25, 80
 """Latencies are counted between bounds that are a quarter apart, from 10 microseconds on."""
 SERVING = (
-    "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed", "version_loading", "version_failed",
-    "version_available", "version_ended", "replica_lost", "replica_failed", "replica_replaced",
-    "routing", "backend_up", "backend_down",
+    "starting", "serving", "stopping", "stopped", "split", "rolled_back", "watch_failed",
+    "version_loading", "version_failed", "version_available", "version_ended",
+    "replica_lost", "replica_failed", "replica_replaced", "routing", "backend_up", "backend_down",
 )  # fmt: skip
 FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down")
 
@@ -58,14 +63,14 @@ class Bucket:
 class Log(Source):
     """A folder with an event log, written by `serve --log`, `plan --log` or `profile --log`."""
 
-    kind = "log"
+    kind, lock = "log", ACCESS
 
     def __init__(self, name: str, path: Path) -> None:
         self.plans: list[dict[str, Any]] = []
         self.profiles: list[dict[str, Any]] = []
         self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
         self.versions: dict[str, dict[str, str]] = {}
-        self.splits: dict[str, Any] = {}
+        self.splits: dict[str, str] = {}
         self.serving: dict[str, Any] = {}
         self.is_up = False
         self.buckets: dict[int, Bucket] = {}
@@ -82,8 +87,20 @@ class Log(Source):
     def on_profiled(self, entry: dict[str, Any]) -> None:
         self.profiles.append(entry)
 
+    @property
+    def state(self) -> str:
+        """serving, stopped, or interrupted: a server that was killed does not say so."""
+        if not self.is_up:
+            return "stopped"
+        here = socket.gethostname()
+        is_here = self.serving.get("host", here) == here
+        return "interrupted" if is_here and not self.is_alive else "serving"
+
+    def on_starting(self, entry: dict[str, Any]) -> None:
+        self.versions, self.splits = {}, {}  # a server forgets them with its process
+
     def on_serving(self, entry: dict[str, Any]) -> None:
-        self.serving, self.is_up, self.versions = entry, True, {}
+        self.serving, self.is_up = entry, True
 
     # A router's log is one of a server whose devices are other servers.
     on_routing = on_serving
@@ -92,7 +109,9 @@ class Log(Source):
         self.is_up = False
 
     def on_split(self, entry: dict[str, Any]) -> None:
-        self.splits[entry["model"]] = entry["shares"]
+        self.splits.pop(entry["model"], None)
+        if entry["shares"]:
+            self.splits[entry["model"]] = _shared_out(entry["shares"])
 
     def take(self, entry: dict[str, Any]) -> None:
         super().take(entry)
@@ -101,8 +120,8 @@ class Log(Source):
             return
         if kind.startswith("version_"):
             self.versions.setdefault(entry["model"], {})[str(entry["version"])] = kind.removeprefix("version_")
-        told = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("v", "t", "kind"))
-        text = f"{kind.replace('_', ' ')} {told}".strip()
+        told = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
+        text = f"{kind.replace('_', ' ')}: {', '.join(told)}" if told else kind
         self.news.append({"t": entry["t"], "kind": kind, "text": text, "fault": kind in FAULTS})
 
     def take_access(self, line: dict[str, Any]) -> None:
@@ -124,6 +143,19 @@ class Log(Source):
             wide.setdefault(at, Bucket(at)).join(bucket)
         self.buckets = wide
 
+    def _over_time(self) -> list[Bucket]:
+        """Stretches in order: zeros where nobody asked, and without the one that still goes on."""
+        known = self.buckets
+        if known and self.state == "serving":
+            last = int(time.time() - LATE_SECONDS) // self.width * self.width - self.width
+            known = {last: Bucket(last), **{at: bucket for at, bucket in known.items() if at <= last}}
+        found: list[Bucket] = []
+        for at in sorted(known):
+            if found and at - found[-1].t > self.width:
+                found += [Bucket(quiet) for quiet in sorted({found[-1].t + self.width, at - self.width})]
+            found.append(known[at])
+        return found
+
     def summary(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -131,13 +163,13 @@ class Log(Source):
             "plans": len(self.plans),
             "profiles": len(self.profiles),
             "serves": bool(self.serving),
-            "is_up": self.is_up,
+            "state": self.state,
             "changed": self.changed,
             "pending": self.pending,
         }
 
     def detail(self) -> dict[str, Any]:
-        buckets = [self.buckets[at] for at in sorted(self.buckets)]
+        buckets = self._over_time()
         requests = {
             "x": [bucket.t for bucket in buckets],
             "rate": [bucket.num / self.width for bucket in buckets],
@@ -147,3 +179,23 @@ class Log(Source):
         }
         about = {"serving": self.serving, "versions": self.versions, "splits": self.splits, "news": list(self.news)}
         return {**self.summary(), **about, "requests": requests, "profiled": self.profiles}
+
+
+def _words(key: str, value: Any) -> str:
+    """What an event says, as a person would."""
+    if key == "shares":
+        return _shared_out(value) or "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _shared_out(shares: Sequence[dict[str, Any]]) -> str:
+    """A split in words.
+
+    >>> _shared_out([{"model": "m", "version": 1, "weight": 9.0}, {"model": "m", "version": 2, "weight": 1.0}])
+    '90% m 1, 10% m 2'
+    """
+    total = sum(share["weight"] for share in shares) or 1.0
+    names = (
+        " ".join(str(share[key]) for key in ("model", "version") if share.get(key) is not None) for share in shares
+    )
+    return ", ".join(f"{100 * share['weight'] / total:.3g}% {name}" for share, name in zip(shares, names, strict=True))

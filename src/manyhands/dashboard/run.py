@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from pathlib import Path
 from statistics import median
@@ -12,8 +11,6 @@ from .series import Series
 from .source import Source, read_json
 
 RECORD = "run.json"
-SILENT_SECONDS = 60.0
-"""A run that said nothing for so long, and did not end, was interrupted, unless a program still holds its lock."""
 NUM_NEWS = 1000
 """Lines of the time line that are kept."""
 NUM_SAMPLES = 64
@@ -63,7 +60,7 @@ class Rank:
 class Run(Source):
     """A folder that `fit` wrote."""
 
-    kind = "run"
+    kind, lock = "run", ".lock"
 
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name, path)
@@ -86,12 +83,10 @@ class Run(Source):
         self.plan: dict[str, Any] | None = None
         self.servers: dict[str, Any] = {}
         """What happened between workers and parameter servers, in numbers."""
-        self.is_held = False
-        """Whether a program holds its lock."""
         self.trial_state = ""
         """What its study says of it, where it is a trial that has ended."""
         self._timed_from: tuple[float, int] | None = None
-        self._began_at = 0
+        self._began_at, self._began_when = 0, 0.0
 
     def refresh(self) -> bool:
         # The record is there before the first event, and is written again at the end under parameter servers.
@@ -105,7 +100,15 @@ class Run(Source):
         """running, finished, stopped, failed or interrupted."""
         if self.end or self.trial_state:
             return str(self.end.get("state") or self.trial_state)
-        return "running" if self.is_held or time.time() - self.changed < SILENT_SECONDS else "interrupted"
+        return "running" if self.is_alive else "interrupted"
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Lately; of a run that has ended over all of its steps, because its last look may be of a moment."""
+        lasted = self.end.get("t", self._began_when) - self._began_when
+        if lasted > 0 and self.step > self._began_at:
+            return float((self.step - self._began_at) / lasted)
+        return self.speed.last if len(self.speed) else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -121,7 +124,7 @@ class Run(Source):
 
     def on_start(self, entry: dict[str, Any]) -> None:
         self.total, self.parameters, self.end = entry["total"], entry["parameters"], {}
-        self._timed_from, self._began_at = (entry["t"], entry["step"]), entry["step"]
+        self._began_when, self._began_at = self._timed_from = entry["t"], entry["step"]
         self._tell(entry, "resumed" if entry["step"] else "started")
         if entry["step"]:
             self._forget_after(entry["step"])
@@ -216,7 +219,7 @@ class Run(Source):
     def summary(self) -> dict[str, Any]:
         first = next(iter(self.losses.values()), None)
         batch_size = self.record.get("batch_size")
-        speed = self.speed.last if len(self.speed) else None
+        speed = self.steps_per_second
         return {
             "id": self.id,
             "name": self.path.name,
@@ -264,12 +267,14 @@ class Run(Source):
         """Which rank is where, for the page of the cluster."""
         devices = self.record.get("devices", [])
         found = []
+        # Devices are named without a host where there is one host only, and some rank may have told which.
+        known = next((rank.host for rank in self.ranks.values() if rank.host), "this host")
         for number in sorted({*self.ranks, *range(len(devices))}):
             rank = self.ranks.get(number, Rank())
             named = str(devices[number]) if number < len(devices) else rank.device
             host, _, device = named.rpartition("/")
             memory = rank.memory.last if len(rank.memory) else None
-            place = {"host": host or rank.host or "this host", "device": device or rank.device}
+            place = {"host": host or rank.host or known, "device": device or rank.device}
             found.append({**place, "rank": number, "memory": memory, "slow": rank.is_slow})
         return found
 
@@ -308,4 +313,4 @@ def _said(entry: dict[str, Any]) -> str:
 
 def _text(spec: dict[str, Any]) -> str:
     """A strategy as a person writes it."""
-    return ",".join(f"{name}={value}" for name, value in spec.items()) or "single"
+    return ",".join(f"{name}={'none' if value is None else value}" for name, value in spec.items()) or "single"

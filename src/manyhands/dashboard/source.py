@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from ..core import EVENTS
 from .tail import Tail
 
+SILENT_SECONDS = 60.0
+"""Who said nothing for so long, and did not end, was interrupted, unless a program still holds its lock."""
 PARTS = b'"kind": "parts"'
 """Each replica's part of every loss, which `replay` needs and no page shows."""
 
@@ -18,6 +21,8 @@ class Source(ABC):
     """One folder. `refresh` reads a slice of what is new; `summary` is its line in a list, `detail` its page."""
 
     kind: str
+    lock: str
+    """The file on which whoever writes the folder holds a lock."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.id, self.path = name, path
@@ -29,6 +34,8 @@ class Source(ABC):
         """When its files changed last, and their sizes."""
         self.has_read: tuple[tuple[int, int], ...] = ()
         """What the signature was at the last look."""
+        self.is_held = False
+        """Whether a program holds its lock."""
         self._tails = self._open()
 
     @property
@@ -40,6 +47,16 @@ class Source(ABC):
     def was_replaced(self) -> bool:
         """Whether another file has taken the place of one: all of it has to be read anew."""
         return any(tail.was_replaced for tail, _ in self._tails)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody still writes it, as far as can be seen from here."""
+        return self.is_held or time.time() - self.changed < SILENT_SECONDS
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """How it is doing, in a word."""
 
     def refresh(self) -> bool:
         """Reads what is new, a slice of it; whether there was something."""

@@ -20,7 +20,7 @@ MOST_TRIALS = 2000
 class Study(Source):
     """A folder that `tune` or `ensemble` wrote, in the format of Optuna's journal."""
 
-    kind = "study"
+    kind, lock = "study", JOURNAL
 
     def __init__(self, name: str, path: Path) -> None:
         self.about: dict[str, Any] = {}
@@ -36,12 +36,25 @@ class Study(Source):
         return [(Tail(self.path / JOURNAL), self.take_line), (Tail(self.path / EVENTS), self.take)]
 
     @property
+    def state(self) -> str:
+        """running, interrupted or finished."""
+        if not self.counts[STATES[0]]:
+            return "finished"
+        return STATES[0] if self.is_alive else "interrupted"
+
+    @property
     def objectives(self) -> list[list[str]]:
         """Names and modes, "min" or "max"."""
         return list(self.about.get("objectives", []))
 
     def on_team(self, entry: dict[str, Any]) -> None:
         self.team = {name: value for name, value in entry.items() if name not in ("v", "kind")}
+
+    def refresh(self) -> bool:
+        # Lines of a journal do not say when they were written.
+        seen = super().refresh()
+        self.changed = max((changed for changed, _ in self.signature), default=0) / 1e9
+        return seen
 
     def take_line(self, line: dict[str, Any]) -> None:
         """Takes a line of the journal."""
@@ -86,16 +99,20 @@ class Study(Source):
 
     def summary(self) -> dict[str, Any]:
         best = None if self.best is None else self.trials[self.best]
+        counts = self.counts
+        if self.state == "interrupted":
+            counts = {**counts, STATES[0]: 0, "interrupted": counts[STATES[0]]}
         return {
             "id": self.id,
             "name": self.path.name,
-            "counts": self.counts,
+            "state": self.state,
+            "counts": counts,
             "objectives": self.objectives,
             "search": self.about.get("search", ""),
             "stop": self.about.get("stop"),
             "best": best,
             "is_team": self.team is not None or list(self.about.get("space", {})) == ["seed"],
-            "changed": _changed(self.path / JOURNAL),
+            "changed": self.changed,
             "pending": self.pending,
         }
 
@@ -106,11 +123,6 @@ class Study(Source):
             chosen = {trial["number"] for trial in (*by_cost[: MOST_TRIALS // 2], *trials[-MOST_TRIALS // 2 :])}
             trials = [trial for trial in trials if trial["number"] in chosen]
         about = {"about": self.about, "ranges": self.ranges, "team": self.team, "num_trials": len(self.trials)}
+        if self.state == "interrupted":
+            trials = [{**trial, "state": "interrupted"} if trial["state"] == STATES[0] else trial for trial in trials]
         return {**self.summary(), **about, "trials": trials}
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

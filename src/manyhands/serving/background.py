@@ -27,6 +27,8 @@ from .security import Tls, is_loopback
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
 KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
+FLUSH_SECONDS = 1.0
+"""How far the access log may be behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +153,17 @@ class Background(ABC):
         gc.collect()
         gc.freeze()
         keep_memory()
+        flushing = asyncio.create_task(self._flush_log())
         try:
             await self.serve(self._stopping, lambda: started.set_result(None))
         finally:
+            flushing.cancel()
             gc.unfreeze()
+
+    async def _flush_log(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            self._log.flush()
 
     def _say(self, kind: str, **values: Any) -> None:
         entry = event(kind, **values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +22,9 @@ class Logs:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
         self._access = (folder / "access.jsonl").open("ab", buffering=1 << 16) if folder is not None else None
         self._failed = False
+        if self._access is not None:
+            with contextlib.suppress(OSError):  # whoever reads the logs sees by this lock that the server is there
+                fcntl.flock(self._access, fcntl.LOCK_SH)
 
     def event(self, entry: dict[str, Any]) -> None:
         """Writes an event."""
@@ -42,14 +46,27 @@ class Logs:
         try:
             self._access.write(line)
         except OSError as error:
-            if not self._failed:
-                self._failed = True
-                warnings.warn(f"requests are not logged, {self._access.name} cannot be written: {error}", stacklevel=2)
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Writes what was gathered, so that whoever reads the log is not far behind."""
+        if self._access is None:
+            return
+        try:
+            self._access.flush()
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
-        """Writes what was gathered."""
+        """Writes the rest."""
         if self._events is not None:
             self._events.close()
         if self._access is not None:
             with contextlib.suppress(OSError):
                 self._access.close()
+
+    def _fail(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            name = getattr(self._access, "name", "")
+            warnings.warn(f"requests are not logged, {name} cannot be written: {error}", stacklevel=3)

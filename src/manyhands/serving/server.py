@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cluster import Device, Engine
+from ..cluster import Device, Engine, this_host
 from ..core import Predictor, SettingsError
 from ..store import versions
 from .app import App
@@ -142,10 +142,12 @@ class Server(Background):
         )
         try:
             await self._listen(public, remote, private)
+            self._say("starting")
             await catalogue.start()
             desk.is_ready = True
             devices = list(map(str, self._devices))
-            self._say("serving", http=self.http, grpc=self.grpc, manage=self.manage, devices=devices)
+            ports = {"http": self.http, "grpc": self.grpc, "manage": self.manage}
+            self._say("serving", host=this_host(), **ports, devices=devices)
             is_up()
             await stopping.wait()
             self._say("stopping")

@@ -18,8 +18,8 @@ const INNER = { run: "runs", study: "studies", log: "serving" };
 const VIEWS = { ...PAGES, run, study, log };
 const PAUSE = 700;
 
-// Everything that the lists show, by kind and id.
-export const store = { stamp: 0, pending: 0, run: new Map(), study: new Map(), log: new Map() };
+// Everything that the lists show, by kind and id, and the runs that are ticked to be compared.
+export const store = { stamp: 0, pending: 0, run: new Map(), study: new Map(), log: new Map(), chosen: new Set() };
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 let view = null;

@@ -1,16 +1,18 @@
 // Charts on a canvas (uPlot), with a legend that the keyboard reaches, and the numbers as a table for who cannot see them.
-import { fill, h, number } from "./dom.js";
+import { bytes, fill, h, moment, number, plural } from "./dom.js";
 
 const COLOURS = 8;
 const HEIGHT = 220;
 const live = new Set();
+const DOUBLES = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// A chart of curves by name: {x: [...], mean: [...], low?, high?}; `points` draws dots without lines.
+// A chart of curves by name: {x: [...], mean: [...], low?, high?}; `points` draws dots without lines, `ring` rings that
+// go around them. Where x has no numbers, `names` are what its places are called.
 export class Chart {
-  constructor(title, { x = "step", time = false, format = number, log = false, logX = false, doublings = false, height = HEIGHT } = {}) {
-    Object.assign(this, { title, x, time, format, log, logX, doublings, height });
+  constructor(title, { x = "step", time = false, format = number, log = false, logX = false, doublings = false, names = null, height = HEIGHT } = {}) {
+    Object.assign(this, { title, x, time, format, log, logX, doublings, names, height });
     this.curves = {};
     this.hidden = new Set();
     this.zoomed = false;
@@ -50,7 +52,8 @@ export class Chart {
       const colour = css(`--c${place % COLOURS}`);
       const curve = this.curves[name];
       const dots = curve.points === true;
-      series.push({ label: name, stroke: colour, width: dots ? 0 : 1.75, dash: curve.dash ? [5, 4] : undefined, spanGaps: !dots, show: !this.hidden.has(name), paths: dots ? () => null : undefined, points: dots ? { show: true, size: 8, fill: colour } : { show: curve.x.length < 40, size: 5 } });
+      const dot = curve.ring ? { show: true, size: 15, width: 2.5, fill: "transparent" } : { show: true, size: 8, fill: colour };
+      series.push({ label: name, stroke: colour, width: dots ? 0 : 1.75, dash: curve.dash ? [5, 4] : undefined, spanGaps: !dots, show: !this.hidden.has(name), paths: dots ? () => null : undefined, points: dots ? dot : { show: curve.x.length < 40, size: 5 } });
       if (curve.low) {
         const at = series.length;
         for (const edge of ["high", "low"]) series.push({ label: `${name} ${edge}`, stroke: "transparent", width: 0, spanGaps: true, show: !this.hidden.has(name), points: { show: false } });
@@ -60,8 +63,8 @@ export class Chart {
     this.plot = new uPlot(
       {
         width: this.canvas.clientWidth || 480, height: this.height, series, bands,
-        scales: { x: this.doublings ? { time: false, distr: 3, log: 2 } : { time: this.time, distr: this.logX ? 3 : 1, range: this.#dotted() ? (_, low, high) => this.#margin(low, high) : undefined }, y: scale },
-        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, values: this.doublings ? (_, splits) => splits.map((v) => (v === null ? "" : number(v))) : undefined }, { ...axis, size: 62, values: (_, splits) => splits.map((v) => (v === null ? "" : this.format(v, 3))) }],
+        scales: { x: this.doublings ? { time: false, distr: 3, log: 2 } : { time: this.time, distr: this.logX ? 3 : 1, range: (_, low, high) => this.#range(low, high) }, y: scale },
+        axes: [{ ...axis, label: this.time ? undefined : this.x, labelSize: 16, size: 30, labelFont: axis.font, ...this.#steps() }, { ...axis, size: (_, words) => 16 + 6.5 * Math.max(4, ...(words ?? []).map((one) => one.length)), incrs: this.format === bytes ? DOUBLES : undefined, values: (_, splits) => told(splits, this.format) }],
         legend: { show: false }, cursor: { points: { size: 6 }, drag: { x: true, y: false } },
         hooks: { setCursor: [(plot) => this.#values(plot.cursor.idx)], setSelect: [(plot) => { if (plot.select.width > 0) this.zoomed = true; }] },
       },
@@ -85,13 +88,18 @@ export class Chart {
     return Object.values(curves).map((curve) => Boolean(curve.low)).join();
   }
 
-  #dotted() {
-    return Object.values(this.curves).some((curve) => curve.points);
+  // What is written along x.
+  #steps() {
+    if (this.names) return { splits: () => this.names.map((_, place) => place), values: () => this.names };
+    return this.time ? {} : { values: (_, splits) => told(splits, short) };
   }
 
-  // Dots at the edge of a chart would be cut.
-  #margin(low, high) {
-    if (this.logX) return [low / (high / low || 2) ** 0.04, high * (high / low || 2) ** 0.04];
+  // Dots at the edge of a chart would be cut, and a single moment has no width.
+  #range(low, high) {
+    if (this.names) return [-0.5, this.names.length - 0.5];
+    if (!Object.values(this.curves).some((curve) => curve.points)) return low === high ? [low - 1, high + 1] : [low, high];
+    const ratio = high / low > 1 ? high / low : 2;
+    if (this.logX) return [rounded(low / ratio ** 0.04), high * ratio ** 0.04];
     const room = 0.04 * (high - low || Math.abs(high) || 1);
     return [low - room, high + room];
   }
@@ -112,19 +120,19 @@ export class Chart {
     this.#values(null);
   }
 
-  // The values at the cursor, or the last ones.
+  // The values at the cursor, or the last ones; of dots there is no last one.
   #values(place) {
     const outputs = this.legend.querySelectorAll("output");
     Object.values(this.curves).forEach((curve, at) => {
-      let shown = curve.mean.findLastIndex((one) => one !== null);
+      let shown = curve.points ? -1 : curve.mean.findLastIndex((one) => one !== null);
       if (place !== null && place !== undefined && this.plot) shown = nearest(curve.x, this.plot.data[0][place]);
-      if (outputs[at]) outputs[at].textContent = shown >= 0 ? this.format(curve.mean[shown]) : "";
+      if (outputs[at]) outputs[at].textContent = shown >= 0 && curve.mean[shown] !== null ? this.format(curve.mean[shown]) : "";
     });
     if (place !== null && place !== undefined) this.at = place;
   }
 
   #describe() {
-    const parts = Object.entries(this.curves).slice(0, 8).map(([name, curve]) => `${name} ${this.format(curve.mean.findLast((one) => one !== null))}`);
+    const parts = Object.entries(this.curves).slice(0, 8).map(([name, curve]) => `${name} ${curve.points ? plural(curve.mean.filter((one) => one !== null).length, "point") : this.format(curve.mean.findLast((one) => one !== null))}`);
     this.figure.setAttribute("aria-label", `${this.title}: ${parts.join(", ") || "nothing yet"}`);
   }
 
@@ -133,11 +141,11 @@ export class Chart {
     const rows = [];
     for (const [name, curve] of Object.entries(this.curves)) {
       const every = Math.max(1, Math.ceil(curve.x.length / 50));
-      for (let place = curve.x.length - 1; place >= 0; place -= every) rows.push([name, curve.x[place], curve.mean[place]]);
+      for (let place = curve.x.length - 1; place >= 0; place -= every) if (curve.mean[place] !== null) rows.push([name, curve.x[place], curve.mean[place]]);
     }
-    const head = h("tr", {}, ["curve", this.x, "value"].map((text) => h("th", { scope: "col" }, text)));
-    const body = rows.map((row) => h("tr", {}, h("td", {}, row[0]), h("td", { class: "num" }, number(row[1], 8)), h("td", { class: "num" }, this.format(row[2], 6))));
-    fill(this.numbers, h("summary", { "data-key": "numbers" }, "Numbers"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body))));
+    const head = h("tr", {}, ["curve", this.time ? "when" : this.x, "value"].map((text) => h("th", { scope: "col" }, text)));
+    const body = rows.map((row) => h("tr", {}, h("td", {}, row[0]), h("td", { class: "num" }, this.names?.[row[1]] ?? (this.time ? moment(row[1]) : number(row[1], 8))), h("td", { class: "num" }, this.format(row[2], 6))));
+    fill(this.numbers, h("summary", { "data-key": "numbers" }, "Numbers"), h("div", { class: "scroll", role: "region", "aria-label": `Numbers of ${this.title}`, tabindex: "0" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body))));
   }
 
   #key(event) {
@@ -159,6 +167,25 @@ export class Chart {
     const width = this.canvas.clientWidth;
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
   }
+}
+
+// Numbers beside an axis, with as many digits as it takes to tell them apart.
+function told(splits, format) {
+  for (let digits = 3; ; digits++) {
+    const words = splits.map((one) => (one === null ? "" : format(one, digits)));
+    const written = words.filter(Boolean);
+    if (digits === 8 || new Set(written).size === written.length) return words;
+  }
+}
+
+// The next number below that has one digit.
+function rounded(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return Math.floor(value / unit) * unit;
+}
+
+function short(value, digits) {
+  return Math.abs(value) < 1e5 ? number(value, digits) : value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits });
 }
 
 function nearest(xs, x) {

@@ -20,10 +20,14 @@ function filled(element, attributes, children) {
   return element;
 }
 
-// Replaces what an element holds; the focus stays on the element with the same data-key, and so does scrolling.
+// Replaces what an element holds, as a reader left it: focus and open details by data-key, tables scrolled as they were.
 export function fill(host, ...children) {
   const key = host.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const opened = [...host.querySelectorAll("details[open] > summary[data-key]")].map((one) => one.dataset.key);
+  const scrolled = [...host.querySelectorAll(".scroll[aria-label]")].filter((one) => one.scrollLeft).map((one) => [one.getAttribute("aria-label"), one.scrollLeft]);
   host.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  for (const one of opened) host.querySelector(`summary[data-key="${CSS.escape(one)}"]`)?.parentElement.setAttribute("open", "");
+  for (const [label, left] of scrolled) host.querySelector(`.scroll[aria-label="${CSS.escape(label)}"]`)?.scrollTo({ left, behavior: "instant" });
   if (key !== undefined) host.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
 }
 
@@ -36,20 +40,25 @@ export function number(value, digits = 4) {
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 12 });
 }
 
-export function bytes(value) {
+export function bytes(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(1, value)) / 10)));
-  return `${number(value / 1024 ** power, 3)} ${units[power]}`;
+  return `${number(value / 1024 ** power, digits)} ${units[power]}`;
 }
 
-export function seconds(value) {
+export function seconds(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  if (value < 1e-3) return `${number(value * 1e6, 3)} µs`;
-  if (value < 1) return `${number(value * 1e3, 3)} ms`;
-  if (value < 120) return `${number(value, 3)} s`;
-  if (value < 7200) return `${number(value / 60, 3)} min`;
-  return `${number(value / 3600, 3)} h`;
+  if (value === 0) return "0 s";
+  if (value < 1e-3) return `${number(value * 1e6, digits)} µs`;
+  if (value < 1) return `${number(value * 1e3, digits)} ms`;
+  if (value < 120) return `${number(value, digits)} s`;
+  if (value < 7200) return `${number(value / 60, digits)} min`;
+  return `${number(value / 3600, digits)} h`;
+}
+
+export function plural(count, noun) {
+  return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 export function moment(t) {
@@ -66,9 +75,13 @@ export function value(one) {
   return typeof one === "object" ? JSON.stringify(one) : String(one);
 }
 
-export function link(page, ids, ...children) {
+export function address(page, ids = []) {
   const query = [ids].flat().map((id) => `id=${encodeURIComponent(id)}`).join("&");
-  const href = query ? `#/${page}?${query}` : `#/${page}`;
+  return query ? `#/${page}?${query}` : `#/${page}`;
+}
+
+export function link(page, ids, ...children) {
+  const href = address(page, ids);
   return h("a", { href, "data-key": href }, ...children);
 }
 
@@ -77,14 +90,14 @@ export function facts(entries) {
   return h("dl", { class: "facts" }, shown.map(([name, what]) => h("div", {}, h("dt", {}, name), h("dd", {}, what))));
 }
 
-// A table: columns are [title, cell(row), {num, wide}]; titles that can be sorted by have a key.
+// A table: columns are [title, cell(row), {num, wide, narrow}]; titles that can be sorted by have a key.
 export function table(label, columns, rows, { row = () => ({}), sort, onsort } = {}) {
   const heads = columns.map(([title, , how = {}]) => {
     const order = sort && sort[0] === how.key ? (sort[1] > 0 ? "ascending" : "descending") : null;
     const inner = how.key && onsort ? h("button", { type: "button", "data-key": `sort ${how.key}`, onclick: () => onsort(how.key) }, title, order === "ascending" ? " ▲" : order ? " ▼" : "") : title;
     return h("th", { scope: "col", class: how.num ? "num" : null, "aria-sort": order }, inner);
   });
-  const body = rows.map((one) => h("tr", row(one), columns.map(([, cell, how = {}]) => h("td", { class: how.num ? "num" : how.wide ? "wide" : null }, cell(one)))));
+  const body = rows.map((one) => h("tr", row(one), columns.map(([, cell, how = {}]) => h("td", { class: ["num", "wide", "narrow"].find((name) => how[name]) }, cell(one)))));
   return h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, h("table", {}, h("caption", { class: "skip" }, label), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)));
 }
 
@@ -94,6 +107,11 @@ export function state(text) {
 
 export function empty(...text) {
   return h("p", { class: "empty" }, ...text);
+}
+
+// What a page of one thing shows where there is no such thing.
+export function missing(noun, id, page) {
+  return [h("h1", {}, id || "Nothing"), empty(`There is no ${noun} of this name in the folders that are shown. `, link(page, [], "What there is"))];
 }
 
 export async function get(path, query = {}) {

@@ -1,51 +1,44 @@
 // Drawings that are no curves: stacked bars, a time line, parallel coordinates, a network in pieces.
-import { bytes, h, moment, number, s, seconds, value } from "./dom.js";
+import { bytes, h, moment, number, plural, s, seconds, value } from "./dom.js";
 
 const MEANING = { compute: 2, forward: 2, recorded: 2, backward: 5, sync: 4, communication: 4, input: 6, copy: 1, optimizer: 0, save: 3, validation: 1, idle: 7 };
-const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 // A bar for every row, cut into parts: rows are [name, {part: amount}].
 export function bars(label, rows, { format = seconds, names = null } = {}) {
   const parts = names ?? [...new Set(rows.flatMap(([, amounts]) => Object.keys(amounts)))];
   const total = Math.max(1e-12, ...rows.map(([, amounts]) => parts.reduce((sum, part) => sum + (amounts[part] ?? 0), 0)));
-  const [left, width, line] = [90, 560, 24];
   const colour = (part, place) => `s${MEANING[part] ?? place % 8}`;
-  const drawn = rows.flatMap(([name, amounts], row) => {
-    let x = left;
-    const y = row * line;
+  const drawn = rows.map(([name, amounts]) => {
     const boxes = parts.map((part, place) => {
-      const size = (width * (amounts[part] ?? 0)) / total;
-      const box = s("rect", { x, y: y + 3, width: Math.max(0, size), height: line - 6, class: colour(part, place) }, s("title", {}, `${name}, ${part}: ${format(amounts[part] ?? 0)}`));
-      x += size;
+      const box = h("i", { class: colour(part, place), title: `${name}, ${part}: ${format(amounts[part] ?? 0)}` });
+      box.style.width = `${(100 * (amounts[part] ?? 0)) / total}%`;
       return box;
     });
-    return [s("text", { x: left - 6, y: y + 16, "text-anchor": "end" }, name), ...boxes];
+    return h("div", { class: "bar" }, h("span", {}, name), h("div", {}, boxes));
   });
   const said = rows.map(([name, amounts]) => `${name}: ${parts.filter((part) => amounts[part]).map((part) => `${part} ${format(amounts[part])}`).join(", ")}`).join("; ");
   const key = h("div", { class: "key" }, parts.map((part, place) => h("span", {}, h("i", { class: colour(part, place) }), part)));
-  const height = Math.max(line, rows.length * line);
-  return h("figure", {}, key, s("svg", { viewBox: `0 0 ${left + width} ${height}`, width: left + width, role: "img", "aria-label": `${label}. ${said}` }, drawn));
+  return h("figure", {}, key, h("div", { role: "img", "aria-label": `${label}. ${said}` }, drawn));
 }
 
-// Moments on a line: marks are {t, text, kind: "fault" | "good" | "plain"}, ticks are plain times.
+// Moments on a line: marks are {t, text, kind: "fault" | "good" | "plain"}, ticks are plain times. Places are shares of
+// the width, so that it can be read in any window.
 export function timeline(label, marks, ticks, from, to) {
-  const [width, height] = [1000, 64];
   const span = Math.max(1e-6, to - from);
-  const at = (t) => 10 + ((width - 20) * (t - from)) / span;
+  const at = (t) => `${2 + (96 * (t - from)) / span}%`;
   const drawn = marks.map((mark) => {
-    const [x, y] = [at(mark.t), mark.kind === "fault" ? 14 : 26];
     const title = s("title", {}, `${moment(mark.t)} ${mark.text}`);
-    if (mark.kind === "fault") return s("path", { d: `M${x} ${y - 7}l7 7l-7 7l-7 -7z`, class: "mark fault" }, title);
-    return s("circle", { cx: x, cy: y, r: mark.kind === "good" ? 6 : 3.5, class: `mark ${mark.kind}` }, title);
+    if (mark.kind === "fault") return s("svg", { x: at(mark.t), y: 14, overflow: "visible" }, s("path", { d: "M0 -7l7 7l-7 7l-7 -7z", class: "mark fault" }, title));
+    return s("circle", { cx: at(mark.t), cy: 26, r: mark.kind === "good" ? 6 : 3.5, class: `mark ${mark.kind}` }, title);
   });
   const faults = marks.filter((mark) => mark.kind === "fault").length;
   const said = `${label}: ${marks.length} events, ${faults} of them faults, ${ticks.length} checkpoints`;
-  return h("figure", {}, s("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": said },
-    s("line", { x1: 10, x2: width - 10, y1: 36, y2: 36, class: "axis" }),
+  return h("figure", {}, s("svg", { class: "timeline", role: "img", "aria-label": said },
+    s("line", { x1: "2%", x2: "98%", y1: 36, y2: 36, class: "axis" }),
     ticks.map((t) => s("line", { x1: at(t), x2: at(t), y1: 36, y2: 46, class: "tick" }, s("title", {}, `${moment(t)} checkpoint`))),
     drawn,
-    s("text", { x: 10, y: 60, class: "soft" }, moment(from)),
-    s("text", { x: width - 10, y: 60, class: "soft", "text-anchor": "end" }, `${moment(to)} (${seconds(to - from)})`)));
+    s("text", { x: "2%", y: 60, class: "soft" }, moment(from)),
+    s("text", { x: "98%", y: 60, class: "soft", "text-anchor": "end" }, `${moment(to)} (${seconds(to - from)})`)));
 }
 
 // One line for every trial through an axis for every parameter: axes are {name, log, choices}.
@@ -62,12 +55,17 @@ export function parallel(label, axes, trials, best, cost) {
     way.style.stroke = trial.number === best ? "var(--c1)" : `color-mix(in srgb, var(--c0) ${100 - 10 * Math.max(0, shade(trial))}%, var(--line))`;
     return way;
   });
-  const drawnAxes = axes.flatMap((axis, place) => [
-    s("line", { x1: x(place), x2: x(place), y1: top, y2: height - bottom, class: "axis" }),
+  const lines = axes.map((_, place) => s("line", { x1: x(place), x2: x(place), y1: top, y2: height - bottom, class: "axis" }));
+  const words = axes.flatMap((axis, place) => [
     s("text", { x: x(place), y: 14, "text-anchor": "middle" }, axis.name),
-    ...scales[place].ticks.map(([text, part]) => s("text", { x: x(place) + 4, y: top + (height - top - bottom) * (1 - part) + 4, class: "soft" }, text)),
+    ...scales[place].ticks.map(([text, part]) => s("text", { x: x(place) + 4, y: top + (height - top - bottom) * (1 - part) + 4, class: "over" }, text)),
   ]);
-  return h("figure", {}, s("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": `${label}: ${trials.length} trials over ${axes.map((axis) => axis.name).join(", ")}${best === null ? "" : `; the best is trial ${best}`}` }, drawnAxes, ways));
+  return wide(label, s("svg", { width, height, role: "img", "aria-label": `${label}: ${plural(trials.length, "trial")} over ${axes.map((axis) => axis.name).join(", ")}${best === null ? "" : `; the best is trial ${best}`}` }, lines, ways, words));
+}
+
+// A drawing of one size: in a narrow window it is moved, by the keyboard too, because smaller it could not be read.
+function wide(label, drawing) {
+  return h("figure", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, drawing);
 }
 
 // Where a value lies on an axis, from 0 to 1, and what is written beside it.
@@ -103,7 +101,7 @@ export function pieces(cut) {
     const [fromX, toX] = [x1 + width * 0.6, x2 + width * 0.3];
     return [
       s("path", { class: "edge", "marker-end": "url(#tip)", d: `M${fromX} ${fromY}C${fromX} ${(fromY + toY) / 2} ${toX} ${(fromY + toY) / 2} ${toX} ${toY}` }),
-      s("text", { x: (fromX + toX) / 2 + 6, y: (fromY + toY) / 2 + 4, class: "soft" }, bytes(arrow.num_bytes)),
+      s("text", { x: (fromX + toX) / 2, y: (fromY + toY) / 2 + 4, class: "over", "text-anchor": "middle" }, bytes(arrow.num_bytes)),
     ];
   });
   const boxes = cut.boxes.map((box, place) => {
@@ -115,5 +113,5 @@ export function pieces(cut) {
   const named = ranks.map((rank, row) => s("text", { x: 4, y: 16 + row * (height + gap) + height / 2 }, cut.boxes.find((box) => box.rank === rank).device.slice(0, 16)));
   const said = cut.boxes.map((box) => `${box.parts.join(", ") || "between modules"} on ${box.device}`).join("; ");
   const tip = s("defs", {}, s("marker", { id: "tip", markerWidth: 8, markerHeight: 8, refX: 7, refY: 3, orient: "auto" }, s("path", { d: "M0,0 L7,3 L0,6 z", class: "tip" })));
-  return h("figure", { class: "scroll" }, s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `The network in pieces: ${said}` }, tip, boxes, arrows, named));
+  return wide("The network in pieces", s("svg", { width: all[0], height: all[1], role: "img", "aria-label": `The network in pieces: ${said}` }, tip, boxes, arrows, named));
 }

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ...cluster import this_host
 from ...core import RequestRefused, SettingsError
 from ..app import App
 from ..background import Background, ListenSettings
@@ -80,7 +81,8 @@ class Router(Background):
             await self._open(fleet)
             await fleet.start()
             backends = [str(address) for address in fleet.backends]
-            self._say("routing", http=self.http, grpc=self.grpc, manage=self.manage, backends=backends)
+            ports = {"http": self.http, "grpc": self.grpc, "manage": self.manage}
+            self._say("routing", host=this_host(), **ports, backends=backends)
             is_up()
             await stopping.wait()
             self._say("stopping")

@@ -16,7 +16,7 @@ export function open(host) {
     const running = all.filter((one) => past.checked || one.state === "running" || one.state === "serving");
     const byHost = grouped(running);
     const cards = [...byHost].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, entries]) => h("section", { class: "card", "aria-label": `Host ${name}` }, h("h2", {}, name), h("div", { class: "devices" }, devices(entries))));
-    fill(hosts, cards.length ? cards : empty("Nothing runs now."));
+    fill(hosts, cards.length ? cards : empty("Nothing runs now. Tick the box above for what has ended; whatever ", h("code", {}, "manyhands fit FILE.py"), " starts appears here."));
     const cut = [...new Map(all.filter((one) => one.cut).sort((a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed).map((one) => [one.id, one])).values()].slice(0, MOST_DRAWN);
     const runs = (await Promise.all(cut.map((one) => get("run", { id: one.id })))).filter((run) => run?.cut);
     fill(drawn, runs.map((run) => h("section", {}, h("h2", {}, link("run", run.id, run.id), " in pieces ", state(run.state)), pieces(run.cut))));

@@ -1,12 +1,15 @@
 // Some runs side by side: their curves in one chart, and what was asked for where it differs.
 import { Charts } from "../charts.js";
-import { empty, fill, get, h, link, number, state, table, value } from "../dom.js";
+import { address, empty, fill, get, h, link, number, state, table, value } from "../dom.js";
 
 export const title = "Compare";
 const MOST = 8;
 
 export function open(host, given, store) {
-  const ids = given.slice(0, MOST);
+  // Runs that were ticked come along however one gets here, and those of an address are ticked.
+  if (given.length) store.chosen = new Set(given);
+  else if (store.chosen.size) history.replaceState(null, "", address("compare", [...store.chosen]));
+  const ids = [...store.chosen].slice(0, MOST);
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
   const differences = h("section", { "aria-label": "Differences" });
@@ -16,7 +19,7 @@ export function open(host, given, store) {
   async function update() {
     chooser();
     if (!ids.length) return;
-    const runs = (await Promise.all(ids.map((id) => get("run", { id })))).filter(Boolean);
+    const runs = (await Promise.all(ids.filter((id) => store.run.has(id)).map((id) => get("run", { id })))).filter(Boolean);
     const groups = {};
     for (const kind of ["losses", "metrics", "speed", "logged"]) {
       for (const name of new Set(runs.flatMap((run) => Object.keys(run.series[kind])))) {
@@ -25,13 +28,21 @@ export function open(host, given, store) {
       }
     }
     charts.update(groups);
-    fill(differences, h("h2", {}, "What differs"), table("Differences", [["", ([name]) => name], ...runs.map((run) => [link("run", run.id, run.id), ([, cells]) => cells[run.id], { wide: true }])], rows(runs)));
+    fill(differences, h("h2", {}, "What differs"), table("Differences", [["what", ([name]) => name], ...runs.map((run) => [link("run", run.id, run.id), ([, cells]) => cells[run.id], { wide: true }])], rows(runs)));
   }
 
   function chooser() {
+    if (pick.contains(document.activeElement)) return;
     const rest = [...store.run.values()].filter((run) => !ids.includes(run.id)).sort((a, b) => b.began - a.began);
-    const select = h("select", { "aria-label": "Add a run", "data-key": "add", onchange: (event) => { location.hash = `#/compare?${[...ids, event.target.value].map((id) => `id=${encodeURIComponent(id)}`).join("&")}`; } }, h("option", { value: "" }, "add a run …"), rest.slice(0, 500).map((run) => h("option", { value: run.id }, run.id)));
-    if (!pick.contains(document.activeElement)) fill(pick, h("div", { class: "tools" }, ids.length < MOST && rest.length ? select : null), ids.length ? null : empty("Choose runs here, or tick them in the list of runs."));
+    const select = h("select", { "aria-label": "Add a run", onchange: (event) => choose([...ids, event.target.value]) }, h("option", { value: "" }, "add a run …"), rest.slice(0, 500).map((run) => h("option", { value: run.id }, run.id)));
+    const chosen = ids.map((id) => h("li", {}, link("run", id, id), " ", h("button", { type: "button", "aria-label": `Leave out ${id}`, onclick: () => choose(ids.filter((one) => one !== id)) }, "×")));
+    const more = store.chosen.size - ids.length;
+    fill(pick, h("div", { class: "tools" }, h("ul", { class: "runs" }, chosen), ids.length < MOST && rest.length ? select : null, more > 0 ? h("span", { class: "soft" }, `The first ${MOST} of ${store.chosen.size} that are ticked are compared.`) : null), ids.length ? null : empty(rest.length ? "Choose runs here, or tick them in the " : "There are no runs yet: see the ", link("runs", [], "list of runs"), "."));
+  }
+
+  function choose(next) {
+    store.chosen = new Set(next);
+    location.hash = address("compare", next);
   }
 
   return { title, update };

@@ -1,11 +1,11 @@
 // The log of one server: requests, latency, versions, splits, what happened.
 import { Charts } from "../charts.js";
-import { empty, facts, fill, get, h, moment, number, seconds, state, table } from "../dom.js";
+import { facts, fill, get, h, missing, moment, seconds, state, table } from "../dom.js";
 import { timeline } from "../drawings.js";
 
 export const title = "Server";
 
-export function open(host, [id]) {
+export function open(host, [id], store) {
   const head = h("div");
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
@@ -13,23 +13,27 @@ export function open(host, [id]) {
   host.append(head, grid, below);
 
   async function update() {
-    const log = await get("log", { id });
+    const log = store.log.has(id) ? await get("log", { id }) : null;
     if (!log) {
-      fill(head, empty(`There is no log ${id}.`));
+      fill(head, missing("log", id, "serving"));
       return;
     }
-    fill(head, h("h1", {}, log.id, state(log.is_up ? "serving" : "stopped")), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["HTTP", number(log.serving.http)], ["gRPC", number(log.serving.grpc)], ["since", moment(log.serving.t)]]));
+    fill(head, h("h1", {}, log.id, state(log.state)), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["host", log.serving.host], ["HTTP", port(log.serving.http)], ["gRPC", port(log.serving.grpc)], ["since", moment(log.serving.t)]]));
     const { x, rate, refused, p50, p99 } = log.requests;
-    charts.update({ "Requests a second": { curves: x.length ? { answered: { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
+    charts.update({ "Requests a second": { curves: x.length ? { "all requests": { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
     const versions = Object.entries(log.versions).flatMap(([model, all]) => Object.entries(all).map(([version, how]) => ({ model, version, how })));
-    const splits = Object.entries(log.splits).map(([model, shares]) => ({ model, shares: JSON.stringify(shares) }));
+    const splits = Object.entries(log.splits);
     const marks = log.news.map((one) => ({ t: one.t, text: one.text, kind: one.fault ? "fault" : ["version_available", "serving", "routing", "backend_up"].includes(one.kind) ? "good" : "plain" }));
     fill(below,
-      log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["", (one) => one.how]], versions)],
-      splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", (one) => one.model], ["shares", (one) => one.shares, { wide: true }]], splits)] : null,
+      log.serving.backends ? null : [h("h2", {}, "Versions"), table("Versions", [["model", (one) => one.model], ["version", (one) => one.version, { num: true }], ["state", (one) => one.how]], versions)],
+      splits.length ? [h("h2", {}, "Splits"), table("Splits", [["name", ([name]) => name], ["shares", ([, shares]) => shares, { wide: true }]], splits)] : null,
       h("h2", {}, "Time line"), marks.length ? timeline("Time line", marks, [], marks[0].t, Math.max(log.changed, marks.at(-1).t)) : null,
-      table("What happened", [["when", (one) => moment(one.t)], ["", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
+      table("What happened", [["when", (one) => moment(one.t)], ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.text), { wide: true }]], [...log.news].reverse().slice(0, 200)));
   }
 
   return { title: id ?? title, update };
+}
+
+function port(one) {
+  return one === undefined ? null : String(one);
 }

@@ -1,6 +1,6 @@
 // Plans: speed against devices, with what was measured on the curve, and every way of splitting.
 import { Chart } from "../charts.js";
-import { bytes, empty, facts, fill, get, h, link, moment, number, seconds, table } from "../dom.js";
+import { bytes, empty, facts, fill, get, h, link, moment, number, plural, seconds, table } from "../dom.js";
 
 export const title = "Plans";
 
@@ -25,7 +25,7 @@ export function open(host, [from]) {
     chosen = key(plan);
     const select = h("select", { "aria-label": "Which plan", "data-key": "plan", onchange: (event) => { chosen = event.target.value; update(); } }, plans.map((one) => h("option", { value: key(one), selected: one === plan }, `${one.task} on ${one.cluster}, ${moment(one.t)} (${one.from})`)));
     if (!pick.contains(document.activeElement)) fill(pick, select);
-    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", `${number(plan.curve.saturates)} device${plan.curve.saturates === 1 ? "" : "s"}`], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
+    fill(head, facts([["task", plan.task], ["cluster", plan.cluster], ["batch", number(plan.batch_size)], ["pick", plan.best], ["saturates at", plural(plan.curve.saturates, "device")], ["because of", plan.curve.reason], ["times may be off by", `${Math.round(100 * plan.band)}%`]]), plan.notes.map((note) => h("p", { class: "soft" }, note)));
     chart.update(curves(plan));
     fill(below, measured(plan), remedies(plan), h("h2", {}, "Ways of splitting"), options(plan));
   }
@@ -42,7 +42,7 @@ function curves(plan) {
     return { x: sorted.map((one) => one.devices), mean: sorted.map((one) => one.speedup), points: true };
   };
   const at = devices.reduce((best, count, place) => (Math.abs(Math.log(count / plan.curve.saturates)) < Math.abs(Math.log(devices[best] / plan.curve.saturates)) ? place : best), 0);
-  const found = { predicted: { x: devices, mean: speedup }, perfect: { x: devices, mean: devices, dash: true }, saturation: { x: [plan.curve.saturates], mean: [speedup[at]], points: true } };
+  const found = { predicted: { x: devices, mean: speedup }, perfect: { x: devices, mean: devices, dash: true }, saturation: { x: [plan.curve.saturates], mean: [speedup[at]], points: true, ring: true } };
   const [tried, runs] = [plan.points.filter((one) => one.what.startsWith("tried")), plan.points.filter((one) => !one.what.startsWith("tried"))];
   if (tried.length) found["tried by the planner"] = dots(tried);
   if (runs.length) found["measured by runs"] = dots(runs);
@@ -52,13 +52,13 @@ function curves(plan) {
 function measured(plan) {
   if (!plan.points.length) return null;
   const name = (point) => (point.what.startsWith("run ") ? link("run", point.what.slice(4), point.what) : point.what);
-  return [h("h2", {}, "Measured"), table("Measured", [["devices", (one) => number(one.devices), { num: true }], ["speed-up over one", (one) => number(one.speedup, 3), { num: true }], ["", name]], plan.points)];
+  return [h("h2", {}, "Measured"), table("Measured", [["devices", (one) => number(one.devices), { num: true }], ["speed-up over one", (one) => number(one.speedup, 3), { num: true }], ["by", name]], plan.points)];
 }
 
 function remedies(plan) {
   const found = plan.curve.remedies;
   if (!found.length) return null;
-  return [h("h2", {}, "What would move that point"), table("Remedies", [["", (one) => one.text, { wide: true }], ["speed here", (one) => `${number(one.gain, 3)}×`, { num: true }], ["saturates at", (one) => number(one.saturates), { num: true }], ["", (one) => (one.is_lossy ? "changes the mathematics" : "")]], found)];
+  return [h("h2", {}, "What would move that point"), table("Remedies", [["what", (one) => one.text, { wide: true }], ["speed here", (one) => `${number(one.gain, 3)}×`, { num: true }], ["saturates at", (one) => number(one.saturates), { num: true }], ["note", (one) => (one.is_lossy ? "changes the mathematics" : "")]], found)];
 }
 
 function options(plan) {
@@ -70,7 +70,7 @@ function options(plan) {
     ["memory", (one) => bytes(one.memory), { num: true }],
     ["samples/s", (one) => number(one.samples_per_second, 3), { num: true }],
     ["efficiency", (one) => `${Math.round(100 * one.efficiency)}%`, { num: true }],
-    ["", (one) => (one.fits ? one.refused : "does not fit"), { wide: true }],
+    ["note", (one) => (one.fits ? one.refused : "does not fit"), { wide: true }],
   ];
   return table("Ways of splitting", columns, plan.options.slice(0, 40), { row: (one) => ({ class: one.strategy === plan.best ? "chosen" : null }) });
 }

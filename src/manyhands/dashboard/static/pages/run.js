@@ -1,13 +1,13 @@
 // One run: curves, ranks, time line, the network in pieces.
 import { Charts } from "../charts.js";
-import { bytes, empty, facts, fill, get, h, link, moment, number, seconds, state, table, value } from "../dom.js";
+import { bytes, facts, fill, get, h, link, missing, moment, number, seconds, state, table, value } from "../dom.js";
 import { bars, pieces, timeline } from "../drawings.js";
 
 export const title = "Run";
 const WAITS = ["compute", "input", "sync", "optimizer", "save", "validation"];
 const MOST_NEWS = 200;
 
-export function open(host, [id]) {
+export function open(host, [id], store) {
   const head = h("div");
   const grid = h("div", { class: "grid" });
   const charts = new Charts(grid);
@@ -27,15 +27,15 @@ export function open(host, [id]) {
       ["when", (one) => moment(one.t)],
       ["step", (one) => number(one.step), { num: true }],
       ["what", (one) => h("span", { class: one.fault ? "fault" : null }, one.kind)],
-      ["", (one) => one.text, { wide: true }],
+      ["in words", (one) => one.text, { wide: true }],
     ];
     fill(news, shown.length ? table("What happened", columns, shown) : h("p", { class: "soft" }, "Nothing to tell."));
   }
 
   async function update() {
-    const found = await get("run", { id });
+    const found = store.run.has(id) ? await get("run", { id }) : null;
     if (!found) {
-      fill(head, empty(`There is no run ${id}.`));
+      fill(head, missing("run", id, "runs"));
       return;
     }
     run = found;
@@ -54,7 +54,7 @@ export function open(host, [id]) {
       "Memory, by rank": { curves: run.series.memory, format: bytes, time: true },
     });
     drawLine();
-    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(Object.entries(run.servers).map(([name, one]) => [name.replaceAll("_", " "), value(one)]))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", {}, JSON.stringify(run.record, null, 2))));
+    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(exchanged(run.servers))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", {}, JSON.stringify(run.record, null, 2))));
   }
 
   function drawLine() {
@@ -101,6 +101,17 @@ function breakdown(run) {
   ].filter(Boolean);
 }
 
+// What happened between workers and parameter servers: how old values were, and what each server did.
+function exchanged(servers) {
+  const words = {
+    staleness: (found) => Object.entries(found).map(([age, count]) => `${number(count)} × ${age}`).join(", "),
+    bytes: (found) => found.map((one) => bytes(one)).join(", "),
+    ledger: (found) => found.map((one) => number(one)).join(", "),
+  };
+  const names = { staleness: "updates × steps behind", bytes: "bytes by server", ledger: "updates by server" };
+  return Object.entries(servers).map(([name, one]) => [names[name] ?? name.replaceAll("_", " "), (words[name] ?? value)(one)]);
+}
+
 function rankTable(run) {
   const columns = [
     ["rank", ([name]) => name, { num: true }],
@@ -110,7 +121,7 @@ function rankTable(run) {
     ["memory", ([, rank]) => bytes(rank.memory), { num: true }],
     ...(Object.values(run.ranks).some((rank) => rank.peak) ? [["at the most", ([, rank]) => bytes(rank.peak), { num: true }]] : []),
     ...(Object.values(run.ranks).some((rank) => rank.held.parameters) ? ["parameters", "optimizer"].map((what) => [what, ([, rank]) => bytes(rank.held[what]), { num: true }]) : []),
-    ["", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "slow: all wait for it") : "")],
+    ["note", ([, rank]) => (rank.slow ? h("span", { class: "fault" }, "slow: all wait for it") : "")],
   ];
   return table("Ranks", columns, Object.entries(run.ranks));
 }

@@ -6,7 +6,6 @@ const MOST = 500;
 
 export function open(host, _, store) {
   let sort = ["began", -1];
-  const chosen = new Set();
   const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "Filter runs by name, state, task or strategy", oninput: () => update() });
   const trials = h("input", { type: "checkbox", id: "with-trials", onchange: () => update() });
   const comparing = h("span");
@@ -20,12 +19,13 @@ export function open(host, _, store) {
   }
 
   function choose(id, checked) {
-    if (checked) chosen.add(id);
-    else chosen.delete(id);
+    if (checked) store.chosen.add(id);
+    else store.chosen.delete(id);
     compare();
   }
 
   function compare() {
+    const { chosen } = store;
     fill(comparing, chosen.size > 1 ? link("compare", [...chosen], `Compare ${chosen.size} runs`) : null);
   }
 
@@ -44,7 +44,7 @@ export function open(host, _, store) {
     count.textContent = found.length === all.length ? `${all.length} runs` : `${found.length} of ${all.length} runs`;
     const metrics = [...new Set(all.flatMap((run) => Object.keys(run.metrics)))].slice(0, 3);
     const columns = [
-      ["", (run) => h("input", { type: "checkbox", "aria-label": `Compare ${run.id}`, "data-key": `choose ${run.id}`, checked: chosen.has(run.id), onchange: (event) => choose(run.id, event.target.checked) })],
+      ["compare", (run) => h("input", { type: "checkbox", "aria-label": `Compare ${run.id}`, "data-key": `choose ${run.id}`, checked: store.chosen.has(run.id), onchange: (event) => choose(run.id, event.target.checked) })],
       ["run", (run) => link("run", run.id, run.id), { key: "id" }],
       ["state", (run) => state(run.state), { key: "state" }],
       ["step", (run) => progress(run), { key: "step" }],
@@ -52,7 +52,7 @@ export function open(host, _, store) {
       ...metrics.map((name) => [name, (run) => number(run.metrics[name]), { key: name, num: true }]),
       ["steps/s", (run) => number(run.steps_per_second, 3), { key: "steps_per_second", num: true }],
       ["samples/s", (run) => number(run.samples_per_second, 3), { key: "samples_per_second", num: true }],
-      ["strategy", (run) => run.strategy, { key: "strategy" }],
+      ["strategy", (run) => run.strategy, { key: "strategy", narrow: true }],
       ["devices", (run) => String(run.devices.length), { num: true }],
       ["faults", (run) => (run.faults ? h("span", { class: "fault" }, String(run.faults)) : "0"), { key: "faults", num: true }],
       ["began", (run) => moment(run.began), { key: "began" }],

@@ -18,7 +18,7 @@ export function open(host, _, store) {
       ["server", (one) => one.url],
       ["model", (one) => one.model],
       ["version", (one) => one.version, { num: true }],
-      ["", (one) => (one.available ? "serves" : "not available")],
+      ["state", (one) => (one.available ? "serves" : "not available")],
       ["requests/s", (one) => number(one.series.rate.at(-1), 3), { num: true }],
       ["p50", (one) => seconds(one.series.p50.findLast((each) => each !== null)), { num: true }],
       ["p99", (one) => seconds(one.series.p99.findLast((each) => each !== null)), { num: true }],
@@ -30,7 +30,7 @@ export function open(host, _, store) {
     const behind = [
       ["router", (one) => one.url],
       ["server", (one) => one.backend],
-      ["", (one) => state(one.up ? "serving" : "lost")],
+      ["state", (one) => state(one.up ? "serving" : "lost")],
       ["answers/s", (one) => number(one.series.rate.at(-1), 3), { num: true }],
       ["under way", (one) => number(one.busy), { num: true }],
       ["answered", (one) => number(one.answered), { num: true }],
@@ -43,7 +43,7 @@ export function open(host, _, store) {
     const routed = backends.length ? { "Answers a second, by server": { curves: shared, time: true } } : {};
     charts.update({ ...routed, "Requests a second": { curves: curves((series) => ({ x: series.x, mean: series.rate })), time: true }, Latency: { curves: both, time: true, format: seconds } });
     const logs = [...store.log.values()].filter((log) => log.serves).sort((a, b) => b.changed - a.changed);
-    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.is_up ? "serving" : "stopped")], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("Nothing is served. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
+    fill(list, logs.length ? [h("h2", {}, "Logs of servers"), table("Logs of servers", [["log", (log) => link("log", log.id, log.id)], ["state", (log) => state(log.state)], ["changed", (log) => moment(log.changed)]], logs)] : servers.length ? null : empty("Nothing is served. ", h("code", {}, "manyhands dashboard --server http://127.0.0.1:8501"), " shows a running server; ", h("code", {}, "manyhands serve models/ --log logs/first"), " keeps a log."));
   }
 
   return { title, update };

@@ -1,5 +1,5 @@
 // All studies.
-import { empty, fill, h, link, moment, number, table, value } from "../dom.js";
+import { empty, fill, h, link, moment, number, state, table, value } from "../dom.js";
 
 export const title = "Studies";
 
@@ -11,8 +11,9 @@ export function open(host, _, store) {
     const found = [...store.study.values()].filter((study) => !study.is_team).sort((a, b) => b.changed - a.changed);
     const columns = [
       ["study", (study) => link("study", study.id, study.id)],
+      ["state", (study) => state(study.state)],
       ["trials", (study) => number(Object.values(study.counts).reduce((a, b) => a + b, 0)), { num: true }],
-      ...["running", "finished", "stopped", "failed"].map((name) => [name, (study) => number(study.counts[name]), { num: true }]),
+      ...[...new Set(found.flatMap((study) => Object.keys(study.counts)))].map((name) => [name, (study) => number(study.counts[name] ?? 0), { num: true }]),
       ["best", (study) => best(study), { wide: true }],
       ["search", (study) => [study.search, study.stop].filter(Boolean).join(", ")],
       ["changed", (study) => moment(study.changed)],

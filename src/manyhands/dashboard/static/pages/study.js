@@ -1,6 +1,6 @@
 // One study: its course, parallel coordinates, slices, curves of its trials, and the trials.
 import { Charts } from "../charts.js";
-import { empty, facts, fill, get, h, link, number, seconds, state, table, value } from "../dom.js";
+import { facts, fill, get, h, link, missing, number, seconds, state, table, value } from "../dom.js";
 import { parallel } from "../drawings.js";
 
 export const title = "Study";
@@ -16,41 +16,45 @@ export function open(host, [id], store) {
   const slices = h("div", { class: "grid" });
   const sliceCharts = new Charts(slices);
   const trials = h("section", { "aria-label": "Trials" });
-  host.append(head, grid, ways, h("h2", {}, "Slices"), slices, trials);
+  const sliced = h("section", { "aria-label": "Slices", hidden: true }, h("h2", {}, "Slices"), slices);
+  host.append(head, grid, ways, sliced, trials);
 
   async function update() {
-    study = await get("study", { id });
+    study = store.study.has(id) ? await get("study", { id }) : null;
     if (!study) {
-      fill(head, empty(`There is no study ${id}.`));
+      fill(head, missing("study", id, "studies"));
       return;
     }
     const [[name = "value", mode = "min"] = []] = study.objectives;
     const sign = mode === "max" ? -1 : 1;
     const done = study.trials.filter((trial) => Number.isFinite(reached(trial)));
     const finished = done.filter((trial) => trial.state === "finished");
-    fill(head, h("h1", {}, study.id, study.counts.running ? state("running") : null), facts([
+    const fronts = study.objectives.length > 1 ? front(finished, study.objectives) : [];
+    fill(head, h("h1", {}, study.id, state(study.state)), facts([
       ["objective", study.objectives.map(([one, how]) => `${one} (${how})`).join(", ")],
       ["trials", number(study.num_trials)],
       ...Object.entries(study.counts).map(([one, count]) => [one, number(count)]),
-      ["best", study.best ? number(study.best.values[0]) : null],
+      [study.objectives.length > 1 ? `best ${name}` : "best", study.best ? number(study.best.values[0]) : null],
       ["best trial", study.best ? `${study.best.number}: ${Object.entries(study.best.params).map(([key, one]) => `${key} ${value(one)}`).join(", ")}` : null],
+      ["beaten by none in all objectives", fronts.map((trial) => trial.number).join(", ")],
       ["search", study.search], ["stops", study.stop], ["epochs", value(study.about.epochs)],
     ]));
     charts.update({ Course: { curves: course(finished, name, sign), x: "trial" }, "Trials by epoch": { curves: reports(study.trials, sign), x: "epoch" } });
-    drawWays(done, name, sign);
-    sliceCharts.update(Object.fromEntries(numeric(study).map((param) => [`${name} by ${param}`, { curves: scatters(done, name, param), x: param, logX: Boolean(study.ranges[param].attributes.log) }])));
-    list(name);
+    drawWays(done, sign);
+    sliced.hidden = !done.length;
+    if (done.length) sliceCharts.update(Object.fromEntries(Object.entries(study.ranges).map(([param, range]) => [`${name} by ${param}`, slice(done, name, param, range.attributes)])));
+    list(fronts);
   }
 
-  function drawWays(done, name, sign) {
-    const axes = [...Object.entries(study.ranges).map(([param, range]) => ({ name: param, of: (trial) => trial.params[param], log: range.attributes.log, low: range.attributes.low, high: range.attributes.high, choices: range.attributes.choices })), { name, of: reached }];
+  function drawWays(done, sign) {
+    const axes = [...Object.entries(study.ranges).map(([param, range]) => ({ name: param, of: (trial) => trial.params[param], log: range.attributes.log, low: range.attributes.low, high: range.attributes.high, choices: range.attributes.choices })), ...study.objectives.map(([name], place) => ({ name, of: (trial) => reached(trial, place) }))];
     const shown = done.slice(-MOST_WAYS);
-    fill(ways, h("h2", {}, "Parallel coordinates"), shown.length ? h("div", { class: "card" }, parallel("Parallel coordinates", axes, shown, study.best?.number ?? null, (trial) => sign * reached(trial))) : h("p", { class: "soft" }, "No trial has come to its end yet."));
+    fill(ways, h("h2", {}, "Parallel coordinates"), shown.length ? h("div", { class: "card" }, parallel("Parallel coordinates", axes, shown, study.best?.number ?? null, (trial) => sign * reached(trial))) : h("p", { class: "soft" }, "No trial has a value yet."));
   }
 
-  function list(name) {
+  function list(fronts) {
     const params = Object.keys(study.ranges);
-    const of = { number: (trial) => trial.number, state: (trial) => trial.state, value: (trial) => reached(trial) ?? null, seconds: (trial) => trial.seconds, ...Object.fromEntries(params.map((one) => [`params ${one}`, (trial) => trial.params[one]])) };
+    const of = { number: (trial) => trial.number, state: (trial) => trial.state, seconds: (trial) => trial.seconds, ...Object.fromEntries(study.objectives.map(([name], place) => [`value ${name}`, (trial) => reached(trial, place) ?? null])), ...Object.fromEntries(params.map((one) => [`params ${one}`, (trial) => trial.params[one]])) };
     const sorted = [...study.trials].sort((a, b) => {
       const [x, y] = [of[sort[0]](a), of[sort[0]](b)];
       if (x === null || y === null) return (x === null) - (y === null);
@@ -59,18 +63,24 @@ export function open(host, [id], store) {
     const columns = [
       ["trial", (trial) => run(trial), { key: "number", num: true }],
       ["state", (trial) => state(trial.state), { key: "state" }],
-      [name, (trial) => number(reached(trial)), { key: "value", num: true }],
+      ...study.objectives.map(([name], place) => [name, (trial) => number(reached(trial, place)), { key: `value ${name}`, num: true }]),
       ...params.map((one) => [one, (trial) => value(trial.params[one]), { key: `params ${one}`, num: true }]),
-      ["epochs", (trial) => number(Math.max(0, ...trial.reports.map(([epoch]) => epoch))), { num: true }],
+      ["epochs", (trial) => number(epochs(trial)), { num: true }],
       ["time", (trial) => seconds(trial.seconds), { key: "seconds", num: true }],
       ["worker", (trial) => value(trial.worker), { num: true }],
       ["why", (trial) => trial.reason, { wide: true }],
     ];
     const onsort = (key) => {
       sort = [key, sort[0] === key ? -sort[1] : 1];
-      list(name);
+      list(fronts);
     };
-    fill(trials, h("h2", {}, "Trials"), table("Trials", columns, sorted.slice(0, MOST_ROWS), { sort, onsort, row: (trial) => ({ class: trial.number === study.best?.number ? "chosen" : null }) }), sorted.length > MOST_ROWS ? h("p", { class: "soft" }, `${MOST_ROWS} of ${study.num_trials} are shown.`) : null);
+    const best = new Set(fronts.length ? fronts.map((trial) => trial.number) : [study.best?.number]);
+    fill(trials, h("h2", {}, "Trials"), table("Trials", columns, sorted.slice(0, MOST_ROWS), { sort, onsort, row: (trial) => ({ class: best.has(trial.number) ? "chosen" : null }) }), sorted.length > MOST_ROWS ? h("p", { class: "soft" }, `${MOST_ROWS} of ${study.num_trials} are shown.`) : null);
+  }
+
+  // Who comes to the end without being judged on the way has taken all epochs.
+  function epochs(trial) {
+    return trial.reports.at(-1)?.[0] ?? (trial.state === "finished" ? study.about.epochs : null);
   }
 
   function run(trial) {
@@ -82,8 +92,16 @@ export function open(host, [id], store) {
 }
 
 // What a trial has come to: its value, or that of its last report where it was stopped before its end.
-function reached(trial) {
-  return trial.values[0] ?? trial.reports.at(-1)?.[1];
+function reached(trial, place = 0) {
+  return trial.values[place] ?? (place ? undefined : trial.reports.at(-1)?.[1]);
+}
+
+// Trials that no other one beats in all objectives.
+function front(trials, objectives) {
+  const costs = (trial) => objectives.map(([, mode], place) => (mode === "max" ? -1 : 1) * trial.values[place]);
+  const all = trials.filter((trial) => trial.feasible).map((trial) => [trial, costs(trial)]);
+  const beats = (a, b) => a.every((one, place) => one <= b[place]) && a.some((one, place) => one < b[place]);
+  return all.filter(([, mine]) => !all.some(([, other]) => beats(other, mine))).map(([trial]) => trial);
 }
 
 function course(finished, name, sign) {
@@ -101,15 +119,14 @@ function reports(trials, sign) {
   return Object.fromEntries(judged.map((trial) => [`trial ${trial.number}`, { x: trial.reports.map(([epoch]) => epoch), mean: trial.reports.map(([, one]) => one) }]));
 }
 
-function numeric(study) {
-  return Object.entries(study.ranges).filter(([, range]) => !range.attributes.choices || range.attributes.choices.every((one) => typeof one === "number")).map(([name]) => name);
-}
-
 // One dot for every trial, all over one list of x, because several trials may share a value.
-function scatters(done, name, param) {
-  const sorted = [...done].sort((a, b) => a.params[param] - b.params[param]);
-  const x = sorted.map((trial) => trial.params[param]);
+function slice(done, name, param, { log, choices }) {
+  const names = choices?.some((one) => typeof one !== "number") ? choices.map(value) : null;
+  const at = (trial) => (names ? names.indexOf(value(trial.params[param])) : trial.params[param]);
+  const sorted = [...done].sort((a, b) => at(a) - at(b));
+  const x = sorted.map(at);
   const only = (keep) => ({ x, mean: sorted.map((trial) => (keep(trial) ? reached(trial) : null)), points: true });
   const [finished, stopped] = [only((trial) => trial.state === "finished"), only((trial) => trial.state !== "finished")];
-  return { [name]: finished, ...(stopped.mean.some((one) => one !== null) ? { "stopped early": stopped } : {}) };
+  const curves = { [name]: finished, ...(stopped.mean.some((one) => one !== null) ? { "stopped early": stopped } : {}) };
+  return { curves, x: param, logX: Boolean(log), names };
 }

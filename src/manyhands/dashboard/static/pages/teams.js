@@ -16,13 +16,13 @@ export function open(host, [id], store) {
     const found = [...store.study.values()].filter((study) => study.is_team).sort((a, b) => b.changed - a.changed);
     const shown = id ?? found[0]?.id;
     fill(list, found.length ? h("ul", {}, found.map((study) => h("li", {}, link("teams", study.id, study.id), study.id === shown ? " (shown)" : ""))) : empty("No ensembles yet. ", h("code", {}, "mh.ensemble(task, members=10)"), " trains one under studies/."));
-    const study = shown ? await get("study", { id: shown }) : null;
+    const study = store.study.has(shown) ? await get("study", { id: shown }) : null;
     if (!study) return;
     const team = study.team;
-    fill(head, h("h2", {}, study.id, " ", study.counts.running ? state("running") : ""), facts([
+    fill(head, h("h2", {}, study.id, " ", state(study.state)), facts([
       ["members", team ? String(team.members.length) : number(study.num_trials)],
       ["combined by", team?.combine],
-      ["in one program", team ? (team.stacked ? "stacked" : "one after another") : null],
+      ["computed", team ? (team.stacked ? "all in one program" : "one after another") : null],
       ["accuracy of the team", team?.calibration ? number(team.calibration.accuracy) : null],
       ["calibration error", team?.calibration ? number(team.calibration.error) : null],
     ]));
