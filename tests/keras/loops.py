@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
 from manyhands.cluster import current_world
+from manyhands.core import ManyhandsError
 
+from .behaviours import behaviour, network
 from .scenarios import INPUTS, TARGETS, results, scenario
 
 DATA = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(TARGETS))
@@ -133,3 +137,81 @@ def a_step_that_asks_for_its_strategy(folder: Path) -> dict[str, Any]:
         model.compile()
     batches = ((INPUTS[start:stop], TARGETS[start:stop]) for start, stop in ((0, 1), (1, 26), (26, 60), (60, 101)))
     return results(model, model.fit(batches, steps_per_epoch=4, verbose=0))
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except ManyhandsError as error:
+        return str(error)
+    return ""
+
+
+class Looks(keras.callbacks.Callback):  # type: ignore[misc]
+    """Evaluates a distributed dataset on the first replica alone, and tries what all would have to do."""
+
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        super().__init__()
+        self.loop, self.file = loop, folder / "looked.txt"
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        loss = self.model.evaluate(self.loop.batches(25), verbose=0)
+        refused = said(lambda: self.loop.strategy.reduce("SUM", 1.0))
+        self.file.write_text(f"{loss:.9g} {refused}")
+
+
+@behaviour
+def a_callback_looks_at_a_distributed_dataset(folder: Path) -> dict[str, Any]:
+    loop = Loop(mhk.MirroredStrategy())
+    model = network(strategy=loop.strategy)
+    model.fit(loop.batches(25), epochs=1, verbose=0, callbacks=[Looks(loop, folder)])
+    return {"loss": model.evaluate(loop.batches(25), verbose=0), "text": (folder / "looked.txt").read_text()}
+
+
+@behaviour
+def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
+    """Each by its name, what is said about it."""
+    strategy = mhk.MirroredStrategy()
+    loop, model = Loop(strategy), network(strategy=strategy)
+    batches = loop.batches(25)
+    x, y = next(iter(batches))
+    keras.utils.set_random_seed(strategy.hand.rank)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        apart = keras.Sequential([keras.Input((8,)), layers.Dense(2)])
+        apart.compile(optimizer="sgd", loss="mse")
+        apart.fit(INPUTS, TARGETS, verbose=0)
+
+    def learn_apart() -> None:
+        apart.optimizer.apply([torch.ones_like(w.value) for w in apart.trainable_weights], apart.trainable_weights)
+
+    return {
+        "applied outside": said(lambda: loop.step(x, y)),
+        "weights beside": said(lambda: model.fit(batches, class_weight={0: 1.0}, verbose=0)),
+        "targets beside": said(lambda: model.evaluate(batches, TARGETS, verbose=0)),
+        "accumulated": said(lambda: mhk.MirroredStrategy(accumulate=2).run(loop.step, (x, y))),
+        "rows for another model": said(lambda: apart.fit(batches, verbose=0)),
+        "other weights": said(lambda: strategy.run(learn_apart)),
+        "not together": said(
+            lambda: model.evaluate(batches, verbose=0) if strategy.hand.is_first else model.predict(INPUTS, verbose=0)
+        ),
+        "warned": [str(each.message) for each in warned if "scope" in str(each.message)],
+    }
+
+
+@behaviour
+def options_of_a_strategy(folder: Path) -> dict[str, Any]:
+    """Its precision counts in loops of one's own, its micro-batches for a distributed dataset as well."""
+    sizes: list[int] = []
+
+    def squares(y: Any, predicted: Any) -> Any:
+        sizes.append(len(y))
+        return keras.ops.mean(keras.ops.square(y - predicted), axis=-1)
+
+    strategy = mhk.MirroredStrategy(accumulate=2)
+    model = network(strategy=strategy, loss=squares)
+    data = strategy.experimental_distribute_dataset(DataLoader(DATA, batch_size=80))
+    model.fit(data, epochs=1, verbose=0)
+    model.train_on_batch(*next(iter(strategy.experimental_distribute_dataset(DataLoader(DATA, batch_size=50)))))
+    narrow = mhk.MirroredStrategy(precision="bf16").run(lambda: str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
+    return {"sizes": sizes, "narrow": narrow}

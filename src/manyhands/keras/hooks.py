@@ -5,6 +5,7 @@ Each of them does what it always did for models of no strategy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core import SettingsError, StrategyError, mix
 from . import halves, losses, measures, statistics, trainer
 from .step import current_step, sum_gradients
-from .strategy import remember, remember_metric, strategy_of
+from .strategy import home_of, remember, remember_metric, require_step, strategy_of
 
 _ONCE = ("save", "save_weights", "export", "summary")
 
@@ -42,6 +43,7 @@ def install() -> None:
         (BatchNormalization, "_moments", statistics.over_replicas),
         (keras_loss, "reduce_weighted_values", losses.over_replicas),
         (keras_random, "torch_seed_generator", _own_seed),
+        (BaseOptimizer, "__init__", _remembering),
         (BaseOptimizer, "apply", _summing),
         (LossScaleOptimizer, "apply", _summing),
         (LossScaleOptimizer, "scale_loss", halves.weighing),
@@ -59,7 +61,7 @@ def install() -> None:
         ("test_on_batch", trainer.on_batch),
         ("predict_on_batch", trainer.on_batch),
     ):
-        setattr(TorchTrainer, name, over(getattr(TorchTrainer, name), strategy_of))
+        setattr(TorchTrainer, name, _at_home(over(getattr(TorchTrainer, name), strategy_of)))
     register_optimizer_step_pre_hook(_sum_for_torch)
     for kind in ("train", "test", "predict"):
         name = f"make_{kind}_function"
@@ -74,6 +76,18 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         remember(self)
         return result
+
+    return wrapped
+
+
+def _at_home(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model computes where its strategy is."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        home = home_of(self)
+        with contextlib.nullcontext() if home is None else home.at_home():
+            return original(self, *args, **kwargs)
 
     return wrapped
 
@@ -95,9 +109,14 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def summing(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         step = current_step()
+        given = None if trainable_variables is None else list(trainable_variables)
+        variables = (self._trainable_variables or []) if given is None else given
+        if step is None:
+            require_step(self, variables)
         if step is None or step.is_applying:
-            return original(self, grads, trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+            return original(self, grads, given)
+        if step.is_plain_sum:
+            step.strategy.require_equal(self, variables)
         added = step.add_gradients(self, list(grads))
         if added is None:
             return None
@@ -117,6 +136,8 @@ def _sum_for_torch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         return
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     values = [value for group in optimizer.param_groups for value in group["params"]]
+    if step.is_plain_sum:
+        step.strategy.require_equal(optimizer, values)
     added = None if has_closure else step.add_gradients(optimizer, [value.grad for value in values])
     if added is None:
         raise StrategyError(

@@ -21,7 +21,7 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
-from ..core import DataError
+from ..core import DataError, StrategyError
 from ..training import Hand
 from .share import Share, hand_out, num_rows, without_rows
 from .step import current_step
@@ -60,8 +60,9 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return handed_out()
 
     def _begun(self) -> Iterator[tuple[Share, Any]]:
-        """Every batch of this replica's, with borrowed rows where it has none."""
-        share_randomness(self._strategy.hand)
+        """Every batch of this replica's, with borrowed rows where it has none; alone it takes whole ones."""
+        if not self._strategy.is_alone:
+            share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
         return _indexed(loader, self._share) if _is_indexed(loader) else self._cut(iter(loader))
 
@@ -71,17 +72,36 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return int(self.num_batches)
 
     def _share(self, total: int) -> Share:
+        if self._strategy.is_alone:
+            return Share.of(total, rank=0, size=1)
         return self._strategy.share(total, self._micros)
 
     def _cut(self, batches: Any) -> Iterator[tuple[Share, Any]]:
         for number, batch in enumerate(batches):
-            if number == 0:
+            if number == 0 and not self._strategy.is_alone:
                 _require_same(self._strategy.hand, batch)
             share = self._share(num_rows(batch))
             yield share, share.taken(batch)
 
     def get_torch_dataloader(self) -> Iterator[Any]:
         return self._handed_out(borrows=True)
+
+    def of(self, strategy: Strategy, micros: int) -> DistributedInput:
+        """The same for a model's strategy, in micro-batches."""
+        self.require_replicas_of(strategy)
+        return DistributedInput(self._adapter, self._strategy, micros)
+
+    def require_replicas_of(self, strategy: Strategy | None) -> None:
+        """Refuses to give some of the rows to a model that takes them for all."""
+        own = self._strategy
+        if own.is_alone or own.hand.size == 1:
+            return
+        if strategy is None or (strategy.worker, strategy.hand.size) != (own.worker, own.hand.size):
+            raise DataError(
+                "a distributed dataset gives each replica its rows, so all of them must train one model",
+                got="a model that was made outside of the strategy's scope",
+                remedy="make and compile it in `with strategy.scope():`, or pass the dataset that was distributed",
+            )
 
     @property
     def num_batches(self) -> int | None:
@@ -106,13 +126,26 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         self._adapter.on_epoch_end()
 
 
-def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1, **kwargs: Any) -> Any:
+def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
     """What Keras would make of an input, cut for the replicas; None stays None."""
-    if x is None or isinstance(x, DistributedInput):
-        return x
+    if x is None:
+        return None
+    if isinstance(x, DistributedInput):
+        return x.of(strategy, micros)
     if isinstance(x, DatasetCreator):
         return strategy.distribute_datasets_from_function(x.dataset_fn)
-    return DistributedInput(data_adapters.get_data_adapter(x, *args, **kwargs), strategy, micros)
+    return DistributedInput(data_adapters.get_data_adapter(x, *args), strategy, micros)
+
+
+def require_by_itself(x: Any, **beside: Any) -> None:
+    """Refuses what Keras refuses beside a dataset, and would drop beside one of ours."""
+    given = [name for name, value in beside.items() if value is not None]
+    if given and isinstance(x, (DistributedInput, DatasetCreator)):
+        raise DataError(
+            "a distributed dataset has its targets and weights in its batches, as (x, y) or (x, y, sample_weight)",
+            got=" and ".join(given),
+            remedy="put it into the dataset before it is distributed",
+        )
 
 
 @dataclass(frozen=True)
@@ -148,6 +181,8 @@ class DatasetCreator:
 
 def opened(x: Any) -> Any:
     """What a single replica reads of an input."""
+    if isinstance(x, DistributedInput):
+        x.require_replicas_of(None)
     return x.dataset_fn(InputContext(1, 0, 1)) if isinstance(x, DatasetCreator) else x
 
 
@@ -159,12 +194,17 @@ class OwnInput(DistributedInput):
         counts = strategy.hand.world.gather_objects(adapter.num_batches)
         self._most = None if None in counts else max(counts)
 
+    def of(self, strategy: Strategy, micros: int) -> DistributedInput:
+        self.require_replicas_of(strategy)
+        return self
+
     @property
     def num_batches(self) -> int | None:
         return self._most
 
     def _begun(self) -> Iterator[tuple[Share, Any]]:
         hand, last = self._strategy.hand, None
+        self._strategy.require_all("iterate over batches that each replica makes for itself")
         batches = iter(self._adapter.get_torch_dataloader())
         while True:
             own = next(batches, None)
@@ -186,16 +226,34 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return tree.map_structure(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def share_randomness(hand: Hand) -> None:
+def share_randomness(hand: Hand, doing: str) -> None:
     """Lets all replicas draw the first one's numbers: for first weights, orders and whatever decides on data."""
     if hand.size == 1:
         return
     own = (random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy())
-    python, numpy, state = hand.world.gather_objects(own if hand.is_first else None)[0]
+    python, numpy, state = brought_by_all(hand, doing, own if hand.is_first else None)[0]
     random.setstate(python)
     np.random.set_state(numpy)
     torch.default_generator.set_state(torch.from_numpy(state.copy()))
     _seed_tensorflow(zlib.crc32(state.tobytes()))
+
+
+def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
+    """What each replica brings to something that all of them must do at once."""
+    told = hand.world.gather_objects((doing, value))
+    every = [_doing(each) for each in told]
+    if len(set(every)) > 1:
+        raise StrategyError(
+            "all replicas must do the same, each with its rows",
+            got=", ".join(f"replica {rank}: {what}" for rank, what in enumerate(every)),
+            remedy="let every replica come here; keep `if strategy.hand.is_first:` for what prints or writes",
+        )
+    return [each[1] for each in told]
+
+
+def _doing(told: Any) -> str:
+    is_ours = isinstance(told, tuple) and len(told) == 2 and isinstance(told[0], str)
+    return told[0] if is_ours else "something else"
 
 
 def _seed_tensorflow(seed: int) -> None:

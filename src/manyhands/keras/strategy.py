@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from zlib import crc32
 
 import keras
 import torch
 from keras import tree
+from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
 from ..cluster import NullWorld
 from ..core import StrategyError, StrategySpec
 from ..training import Hand
 from .following import variables_of
-from .inputs import DistributedInput, InputContext, OwnInput, distributed, share_randomness
+from .inputs import DistributedInput, InputContext, OwnInput, brought_by_all, distributed, share_randomness
 from .measures import Measures
 from .share import Share, known_share
 from .statistics import scaled
@@ -49,9 +52,13 @@ class Strategy:
         """How it is split, as far as Keras lets it be."""
         _require_mirrored(self.spec)
         self._num_alone = 0
+        self._compared: WeakSet[Any] = WeakSet()
+        """Optimizers whose variables were found to be equal on all replicas."""
         self._metrics: list[ReferenceType[Any]] = []
         """Metrics that were made in a scope, in their order, which is the same on all replicas."""
-        share_randomness(hand)
+        share_randomness(hand, "make a strategy")
+        if hand.size > 1:
+            _made[:] = [self]
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -62,18 +69,33 @@ class Strategy:
     def is_active(self) -> bool:
         """Whether there is something to join: several replicas, several micro-batches, another precision."""
         changes = self.spec.accumulate > 1 or self.spec.precision != "fp32"
-        return not self._num_alone and (self.hand.size > 1 or changes)
+        return not self.is_alone and (self.hand.size > 1 or changes)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this replica does something by itself, as callbacks do on the first one."""
+        return self._num_alone > 0 and self.hand.size > 1
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Models that are made or compiled inside are trained by this strategy; first weights are equal on all."""
-        share_randomness(self.hand)
+        if not self.is_alone:
+            share_randomness(self.hand, "enter strategy.scope()")
         _scopes.append(self)
         try:
-            with keras.RematScope() if self.spec.recompute else contextlib.nullcontext():
+            with self.at_home(), keras.RematScope() if self.spec.recompute else contextlib.nullcontext():
                 yield self
         finally:
             _scopes.pop()
+
+    @contextlib.contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Lets Keras compute on this strategy's device: a program may have another one for another device."""
+        before, keras_torch.DEFAULT_DEVICE = keras_torch.DEFAULT_DEVICE, str(self.hand.device)
+        try:
+            yield
+        finally:
+            keras_torch.DEFAULT_DEVICE = before
 
     # -- loops of one's own ---------------------------------------------------------------------------------------
 
@@ -90,10 +112,17 @@ class Strategy:
         `compute_average_loss` makes one of values per sample. Metrics that were made in the scope count the rows of
         all replicas.
         """
+        self._require_together("strategy.run")
+        if self.spec.accumulate > 1:
+            raise StrategyError(
+                "strategy.run takes a step of all its rows: a loop of one's own accumulates by itself",
+                got=f"accumulate={self.spec.accumulate}",
+                remedy="leave it out; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
+            )
         step = Step(self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], Sums(), is_plain_sum=True)
         metrics = [metric for known in self._metrics if (metric := known()) is not None]
         measures = Measures(metrics, self.hand)
-        with taking(step):
+        with self.at_home(), self.narrow(), taking(step):
             result = fn(*args, **(kwargs or {}))
         measures.take({}, step.rows)
         measures.joined({})
@@ -101,6 +130,7 @@ class Strategy:
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The sum or mean of what the replicas hold; with an axis over that axis of all of them too."""
+        self._require_together("strategy.reduce")
         op = ReduceOp(reduce_op if isinstance(reduce_op, ReduceOp) else str(reduce_op).rpartition(".")[2].upper())
         return tree.map_structure(lambda leaf: self._reduced(op, torch.as_tensor(leaf), axis), value)
 
@@ -113,6 +143,7 @@ class Strategy:
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
         """The values of all replicas, one after another along an axis; in a step gradients flow back to them."""
+        self._require_together("strategy.gather")
         rows = torch.as_tensor(value).movedim(axis, 0).contiguous()
         if self._is_borrowed:
             rows = rows[:0]
@@ -152,9 +183,44 @@ class Strategy:
 
     def barrier(self) -> None:
         """Returns when every replica has come here."""
+        self._require_together("strategy.barrier")
         self.hand.barrier()
 
+    def _require_together(self, what: str) -> None:
+        if self.is_alone:
+            raise StrategyError(
+                f"all replicas take part in {what}",
+                got="a callback, which runs on the first replica alone",
+                remedy="call the model there, or model.evaluate on all rows; or do it between two calls of fit",
+            )
+
     # -- what training needs --------------------------------------------------------------------------------------
+
+    def narrow(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision that was asked for: `--strategy mirrored,precision=bf16`."""
+        if self.spec.precision != "bf16":
+            return contextlib.nullcontext()
+        return torch.autocast(self.hand.device.type, dtype=torch.bfloat16)
+
+    def require_all(self, doing: str) -> None:
+        """Refuses what only some replicas do, where each would wait for the others for ever."""
+        self._require_together(doing)
+        if self.hand.size > 1:
+            brought_by_all(self.hand, doing)
+
+    def require_equal(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Refuses weights that differ between replicas before their first step: sums would keep them apart."""
+        if optimizer in self._compared or self.hand.size == 1:
+            return
+        self._compared.add(optimizer)
+        every = self.hand.world.gather_objects([_digest(variable) for variable in variables])
+        for variable, digests in zip(variables, zip(*every, strict=True), strict=True):
+            if len(set(digests)) > 1:
+                raise StrategyError(
+                    "weights must be the same on all replicas before they learn together",
+                    got=f"{getattr(variable, 'path', 'a parameter')} that differs",
+                    remedy="make the model in `with strategy.scope():`, or load its weights on every replica",
+                )
 
     update: Update | None = None
     """How an optimizer is applied in `fit`; None where every replica applies the sums."""
@@ -236,6 +302,12 @@ _num_done: dict[str, int] = {}
 """How often each thing was done that one replica does for all."""
 
 
+def _digest(variable: Any) -> int:
+    """Tells the beginnings of two variables apart."""
+    value = getattr(variable, "value", variable).detach().reshape(-1)[:4096]
+    return crc32(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
 class ReplicaContext:
     """What code inside `strategy.run` may ask."""
 
@@ -254,14 +326,49 @@ class ReplicaContext:
 
 
 _scopes: list[Strategy] = []
+_made: list[Strategy] = []
+"""The strategy of several replicas that was made last."""
 _strategies: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
-"""By model the strategy in whose scope it was made."""
+"""By model, and by optimizer, the strategy in whose scope it was made."""
 
 
-def remember(model: Any) -> None:
-    """A model that is made or compiled in a scope is its strategy's."""
-    if _scopes:
-        _strategies[model] = _scopes[-1]
+def remember(owner: Any) -> None:
+    """A model that is made or compiled in a scope is its strategy's, and so is an optimizer."""
+    if not _scopes:
+        return
+    _strategies[owner] = _scopes[-1]
+    device = _scopes[-1].hand.device
+    # One that was made before the strategy is where Keras was then.
+    for variable in getattr(getattr(owner, "optimizer", None), "variables", ()):
+        if variable._value is not None and variable._value.device != device:
+            variable._value.data = variable._value.data.to(device)
+
+
+def require_step(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuses an update outside of a step, which every replica would take from its own rows alone."""
+    ids = {id(variable) for variable in variables}
+    for owner, strategy in list(_strategies.items()):
+        if strategy.hand.size == 1 or strategy.is_alone:
+            continue
+        if owner is optimizer or any(id(variable) in ids for variable in owner.variables):
+            raise StrategyError(
+                "gradients are summed over the replicas in a step",
+                got="an optimizer that is applied outside of strategy.run",
+                remedy="put what computes and applies them into a function, and call strategy.run(function, args)",
+            )
+
+
+def warn_of_no_scope(model: Any) -> None:
+    """Says that replicas learn apart, where a model was made outside of the strategy that there is."""
+    strategy = _made[0] if _made else None
+    if strategy is None or home_of(model) is not None or strategy.is_alone:
+        return
+    if strategy.hand.is_first:
+        warnings.warn(
+            f"{model.name} was made outside of strategy.scope(), so each of the {strategy.hand.size} replicas trains "
+            "its own copy on all rows; make and compile it in `with strategy.scope():`",
+            stacklevel=4,
+        )
 
 
 def remember_metric(metric: Any) -> None:

@@ -6,20 +6,19 @@ join what the replicas computed. A model of no strategy, or of one replica, runs
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from keras import ops, tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from .callbacks import OnceForAll, met
-from .inputs import distributed, opened
+from .inputs import distributed, opened, require_by_itself
 from .measures import Measures
-from .share import Share, hand_out, num_rows, take_share
+from .share import Share, hand_out, known_share, num_rows, take_share
 from .step import Step, Sums, taking
+from .strategy import warn_of_no_scope
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -50,8 +49,10 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
     ) -> Any:
+        require_by_itself(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         strategy = strategy_of(self)
         if strategy is None:
+            warn_of_no_scope(self)
             return original(
                 self, opened(x), y, batch_size, epochs, verbose, callbacks, validation_split, opened(validation_data),
                 shuffle, class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
@@ -61,6 +62,7 @@ def fit(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[..., 
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
+        strategy.require_all("fit")
         strategy.mirror(self)
         trained_on = distributed(
             strategy, x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight,
@@ -106,10 +108,12 @@ def evaluate(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
+        require_by_itself(x, y=y, sample_weight=sample_weight)
         strategy = strategy_of(self)
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
-            x = opened(x)
+            x = opened(x) if strategy is None else x
             return original(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict, **kwargs)
+        strategy.require_all("evaluate")
         strategy.mirror(self)
         held = distributed(strategy, x, y, sample_weight, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
@@ -133,6 +137,7 @@ def predict(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[.
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, opened(x), batch_size, verbose, steps, callbacks)
+        strategy.require_all("predict")
         strategy.mirror(self)
         held = distributed(strategy, x, None, None, batch_size, steps)
         once = OnceForAll(strategy, self, callbacks, verbose, epochs=1, steps=steps or held.num_batches)
@@ -149,10 +154,13 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, x, *args, **kwargs)
+        strategy.require_all(original.__name__)
         strategy.mirror(self)
-        share = strategy.share(num_rows(x))
+        known = known_share(x)
+        share = known or strategy.share(num_rows(x))
         hand_out(share)
-        cut = functools.partial(_own_rows, share)
+        # What a distributed dataset has given is cut already.
+        cut = functools.partial(_own_rows, share if known is None else None)
         told = original(self, cut(x), *map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
         strategy.share_memory(self)
         return told
@@ -160,9 +168,9 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
     return on_batch
 
 
-def _own_rows(share: Share, value: Any) -> Any:
+def _own_rows(share: Share | None, value: Any) -> Any:
     has_rows = all(getattr(leaf, "shape", ()) for leaf in tree.flatten(value) if leaf is not None)
-    return share.taken(value) if has_rows and tree.flatten(value) else value
+    return share.taken(value) if share is not None and has_rows and tree.flatten(value) else value
 
 
 def make_function(original: Callable[..., Any], strategy_of: StrategyOf, kind: str) -> Callable[..., Any]:
@@ -188,7 +196,7 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
         if strategy is None:
             return plain(data)
         share = take_share(data[0])
-        with _narrow(strategy):
+        with strategy.narrow():
             if kind == "predict":
                 return _predicted(strategy, plain, share, data[0])
             logs = _stepped(model, strategy, plain, share, data[0])
@@ -219,10 +227,3 @@ def _predicted(strategy: Strategy, plain: Callable[..., Any], share: Share, own:
     with taking(Step(strategy, rows, Sums())):
         outputs = plain([own])
     return tree.map_structure(lambda output: strategy.hand.gather(output[: rows.size].contiguous()), outputs)
-
-
-def _narrow(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-    """The precision that was asked for: `--strategy mirrored,precision=bf16`."""
-    if strategy.spec.precision != "bf16":
-        return contextlib.nullcontext()
-    return torch.autocast(strategy.hand.device.type, dtype=torch.bfloat16)
