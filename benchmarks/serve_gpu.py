@@ -116,7 +116,7 @@ def main() -> None:
     if not asked.cpu:
         torch.cuda.init()
     report = Report("serve_gpu", asked.quick or asked.cpu)
-    seconds, rounds = (0.5, 1) if asked.cpu else (2.0, 3) if asked.quick else (5.0, 3)
+    seconds, rounds = (0.5, 1) if asked.cpu else (2.0, 3) if asked.quick else (5.0, 5)
     shares = []
     for work in works(small=asked.cpu):
         shares.append(add(report, work, device, seconds, rounds))

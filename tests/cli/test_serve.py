@@ -54,7 +54,8 @@ def test_serve_manage_and_end(
         assert done.exit_code == 0, done.output
         return dict(json.loads(done.stdout))
 
-    assert models("label", "digits", "stable=1") == {"labels": {"stable": 1}}
+    assert models("label", "digits", "stable=1", "old=1") == {"labels": {"stable": 1, "old": 1}}
+    assert models("label", "digits", "old=") == {"labels": {"stable": 1}}
     assert models("split", "digits", "1=1")["shares"] == [{"model": "digits", "version": 1, "weight": 1.0}]
     assert client("digits", rows)[0, 0] == 1
     assert models("split", "digits") == {"shares": []}

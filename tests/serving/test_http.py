@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import weakref
@@ -116,6 +117,44 @@ def test_chunks_and_compression() -> None:
 def test_what_is_too_much_or_no_http_gets_its_status(message: bytes, wanted: int) -> None:
     answer, listener = serve(lambda port: say(port, message), body=100, head=4000)
     assert status(answer) == wanted
+    assert not listener.connections
+
+
+def test_a_client_that_sends_on_hears_why_it_was_refused() -> None:
+    """Its answer would be lost with the connection, if that ended before all was sent."""
+
+    async def talk(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /x HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (32 << 20))
+        for _ in range(32):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    answer, listener = serve(talk, body=100)
+    assert status(answer) == 413
+    assert b"a body may have 100 bytes, but got 33554432" in answer
+    assert not listener.connections
+
+
+def test_a_client_that_never_stops_is_cut_off() -> None:
+    async def talk(port: int) -> int:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /x HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(bytes(1000))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                sent += 1
+        writer.close()
+        return sent
+
+    sent, listener = serve(talk, body=100, receive=0.3)
+    assert sent > 3
     assert not listener.connections
 
 

@@ -27,6 +27,7 @@ from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettin
 from manyhands.serving.protocols import tensorflow_grpc
 from manyhands.serving.routing.backend import Address, Backend, Lost
 from manyhands.serving.routing.fleet import READY, Fleet
+from manyhands.serving.routing.management import RouterManagement
 from manyhands.testing import Hosts
 
 from .conftest import Start, publish
@@ -105,7 +106,9 @@ def test_both_protocols_go_through_and_both_servers_work(
     assert called == [(path, 200, True), (path, 404, False)]
 
 
-def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, tmp_path: Path) -> None:
+def test_one_call_changes_all_or_none(
+    start: Start, route: Route, adder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         publish(adder, tmp_path / name / "adder", 1)
     publish(adder, tmp_path / "a" / "adder", 2)
@@ -136,6 +139,20 @@ def test_one_call_changes_all_or_none(start: Start, route: Route, adder: Path, t
         for server in servers:
             assert server.state()["models"][0]["labels"] == {"stable": 2}
             assert server.state()["splits"]["adder"][0]["version"] == 1
+        # Nor is it one where somebody is lost on the way: a new label is taken away again, everywhere.
+        tell = RouterManagement._tell
+
+        async def lose(self: Any, backend: Backend, model: str, act: str, value: dict[str, Any]) -> dict[str, Any]:
+            if value["version"] == 1 and backend.address == Address.parse(address(servers[1])):
+                raise RequestRefused("UNAVAILABLE", "lost")
+            return await tell(self, backend, model, act, value)
+
+        monkeypatch.setattr(RouterManagement, "_tell", lose)
+        with pytest.raises(RequestRefused, match="lost"):
+            client.label("adder", "fresh", 1)
+        assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{"stable": 2}]
+        client.label("adder", "stable", None)
+        assert [server.state()["models"][0]["labels"] for server in servers] == 2 * [{}]
         gone = httpx.post(f"{router.manage_url}/manage/backends", json={"remove": address(servers[1])})
         assert len(gone.json()["backends"]) == 1
         for mistake in ({"remove": "nobody:1"}, {"add": "a b"}):

@@ -65,8 +65,9 @@ def models(
 ) -> None:
     """Look at the models of a running server, or of all behind a router, and change what they answer with.
 
-    A label names a version for clients; a split shares requests out by weight, between versions or between models;
-    rollback lets the version before answer again. A token is taken from MANYHANDS_TOKEN.
+    A label names a version for clients (label digits stable= takes it away); a split shares requests out by weight,
+    between versions or between models; rollback lets the version before answer again. A token is
+    taken from MANYHANDS_TOKEN.
     """
     from ..serving import Client
 
@@ -116,7 +117,7 @@ def _unload(words: list[str]) -> Ask:
 def _label(words: list[str]) -> Ask:
     model, *rest = _need(words, "label digits stable=2")
     pairs = [word.partition("=") for word in rest]
-    labels = {label: _number(version) for label, _, version in pairs}
+    labels = {label: _number(version) if version or not equals else None for label, equals, version in pairs}
 
     def ask(client: Client) -> Any:
         answer: Any = {}

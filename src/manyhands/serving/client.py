@@ -110,8 +110,8 @@ class Client:
         """Ends a model's versions."""
         return self._act(model, "unload", {})
 
-    def label(self, model: str, label: str, version: int) -> Any:
-        """Points a label at a version."""
+    def label(self, model: str, label: str, version: int | None) -> Any:
+        """Points a label at a version; at None, takes it away."""
         return self._act(model, "label", {"label": label, "version": version})
 
     def split(self, model: str, shares: Sequence[Mapping[str, Any]]) -> Any:

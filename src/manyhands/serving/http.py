@@ -183,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
         self._whole: memoryview | None = None
         """A body that is read past the parser."""
         self._refusal: tuple[int, str] | None = None
-        """What is said after the answers that are still to come, because what follows them cannot be read."""
+        """What is said after the answers that are still to come; what follows them cannot be read, and is not."""
         self._num_body = self._num_waiting = self._num_held = 0
 
     @property
@@ -396,4 +396,13 @@ class Connection(asyncio.BufferedProtocol):
             body = b'{"error":"%b"}' % reason.replace('"', "'").encode()
             extra = b"Connection: close\r\n" + (b"Retry-After: 1\r\n" if status == 503 else b"")
             self._transport.write(_head(status, JSON, len(body), extra) + body)
+            self._linger()
+
+    def _linger(self) -> None:
+        """Reads on and forgets it: a client that is still sending would lose its answer with the connection."""
+        self._refusal, self._whole, self._is_reading = self._refusal or (0, ""), None, False
+        if self in self._listener.connections and self._transport.can_write_eof():
+            self._transport.write_eof()
+            asyncio.get_running_loop().call_later(self._limits.receive, self._transport.close)
+        else:
             self._transport.close()

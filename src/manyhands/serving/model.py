@@ -90,10 +90,13 @@ class Model:
         self._current, self.taken_over = fit[-1], time.monotonic()
         return True
 
-    def set_label(self, label: str, version: int) -> None:
-        """Points a label at a version that is loaded."""
-        self.require(version)
-        self.labels[label] = version
+    def set_label(self, label: str, version: int | None) -> None:
+        """Points a label at a version that is loaded; at None, takes it away."""
+        if version is None:
+            self.labels.pop(label, None)
+        else:
+            self.require(version)
+            self.labels[label] = version
 
     def require(self, version: int | None) -> None:
         """Refuses what cannot be answered with at once: labels and splits keep a version, and load none."""

@@ -90,8 +90,10 @@ class Management(RestProtocol):
 
     async def _label(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         label, version = value.get("label"), _number(value.get("version"))
-        if not isinstance(label, str) or not LABEL.fullmatch(label) or version is None:
-            raise RequestRefused("INVALID_ARGUMENT", 'a label is set by {"label": "stable", "version": 3}')
+        if not isinstance(label, str) or not LABEL.fullmatch(label) or "version" not in value:
+            raise RequestRefused(
+                "INVALID_ARGUMENT", 'a label is set by {"label": "stable", "version": 3}, and taken away by null'
+            )
         self.desk.catalogue.model(name).set_label(label, version)
         return {"labels": self.desk.catalogue.model(name).labels}
 

@@ -111,7 +111,7 @@ class RouterManagement(RestHandler):
         if not backends:
             raise RequestRefused("UNAVAILABLE", "no backend is ready", 1.0)
         before = await asyncio.gather(*(self._state_of(backend) for backend in backends))
-        if act == "label":
+        if act == "label" and value.get("version") is not None:
             for backend, state in zip(backends, before, strict=True):
                 require_version(backend, state, model, value.get("version"))
         answers = await asyncio.gather(
@@ -138,8 +138,8 @@ class RouterManagement(RestHandler):
         for backend, state in zip(backends, before, strict=True):
             labels: dict[str, int] = next((each["labels"] for each in state["models"] if each["name"] == model), {})
             old: dict[str, Any]
-            if act == "label" and str(value.get("label")) in labels:
-                old = {"label": value["label"], "version": labels[str(value["label"])]}
+            if act == "label":
+                old = {"label": value.get("label"), "version": labels.get(str(value.get("label")))}
             elif act == "split":
                 old = {"shares": state["splits"].get(model, [])}
             else:
