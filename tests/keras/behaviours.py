@@ -6,6 +6,7 @@ import contextlib
 import io
 import runpy
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -218,16 +219,43 @@ def each_reads_its_own(folder: Path) -> dict[str, Any]:
 
 
 @behaviour
-def orders_that_differ_are_refused(folder: Path) -> dict[str, Any]:
-    """As an order is that every replica draws for itself, outside of the generators that are shared."""
-    strategy = mhk.MirroredStrategy()
+def inputs_that_differ_are_refused(folder: Path) -> dict[str, Any]:
+    """As an order is, or data, that every replica draws for itself, outside of the generators that are shared."""
+    strategy, said = mhk.MirroredStrategy(), []
     model = network(strategy=strategy)
     inputs = INPUTS[::-1].copy() if strategy.hand.rank else INPUTS
-    try:
-        model.fit(((inputs[at : at + 8], TARGETS[at : at + 8]) for at in (0, 8)), verbose=0)
-    except DataError as error:
-        return {"said": str(error)}
-    return {"said": ""}
+    tensors = TensorDataset(torch.from_numpy(inputs), torch.from_numpy(TARGETS))
+    fewer = TensorDataset(torch.zeros(9 - strategy.hand.rank, 8), torch.zeros(9 - strategy.hand.rank, 2))
+    for given in (
+        [((inputs[at : at + 8], TARGETS[at : at + 8]) for at in (0, 8))],
+        [inputs, TARGETS],
+        [DataLoader(tensors, batch_size=8)],
+        [DataLoader(fewer, batch_size=8)],
+    ):
+        try:
+            model.fit(*given, verbose=0)
+        except DataError as error:
+            said.append(str(error))
+    return {"said": said}
+
+
+@behaviour
+def files_are_written_once(folder: Path) -> dict[str, Any]:
+    """Also after the first replica has written one by itself; a file is there when its writing returns."""
+    strategy = mhk.MirroredStrategy()
+    model, rank = network(strategy=strategy), strategy.hand.rank
+    if strategy.hand.is_first:
+        model.save(folder / "early.keras")
+    strategy.barrier()
+    if strategy.hand.is_first:
+        time.sleep(0.2)
+    model.save(folder / "late.keras")
+    is_there = (folder / "late.keras").exists()
+    keras.saving.save_model(model, folder / f"saved_by_{rank}.keras")
+    keras.models.save_model(model=model, filepath=folder / f"again_by_{rank}.keras")
+    keras.saving.save_weights(model, folder / f"of_{rank}.weights.h5")
+    strategy.barrier()
+    return {"is_there": is_there, "files": sorted(path.name for path in folder.iterdir())}
 
 
 @behaviour

@@ -1,10 +1,10 @@
-"""Two replicas, started once for all that is compared or observed of them, by an engine that has Keras at hand."""
+"""Two replicas, started once for all that a file compares or observes of them, by an engine that has Keras at hand."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,21 +21,22 @@ from .behaviours import BEHAVIOURS
 from .scenarios import SCENARIOS
 
 
-def run_all(hand: Any, folder: Path) -> dict[str, Any]:
+def run_all(hand: Any, folder: Path, names: Collection[str]) -> dict[str, Any]:
     """What a replica has to tell, by name."""
     told = {}
     # Every step is told, so that each kind of optimizer is asked for its steps.
     with mock.patch.dict(Hand.tell_step.__globals__, TELL_SECONDS=0.0):
         for name, act in {**SCENARIOS, **BEHAVIOURS}.items():
-            (folder / name).mkdir(exist_ok=True, parents=True)
-            told[name] = act(folder / name)
+            if name in names:
+                (folder / name).mkdir(exist_ok=True, parents=True)
+                told[name] = act(folder / name)
     return told
 
 
-def told_by(engine: LocalEngine, on: str, folder: Path) -> list[dict[str, Any]]:
+def told_by(engine: LocalEngine, on: str, folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     """What each of the replicas on some devices has to tell."""
     with mock.patch.object(verbs, "_engine", engine):
-        run = functools.partial(run_all, folder=folder)
+        run = functools.partial(run_all, folder=folder, names=list(names))
         return mh.launch(run, "mirrored", on=on, progress=False, timeout=60)  # type: ignore[no-any-return]
 
 
@@ -63,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("keras")
 
 
-@pytest.fixture(scope="session")
-def every(folder: Path, engine: LocalEngine) -> dict[str, list[dict[str, Any]]]:
-    """What both replicas tell, by name."""
-    two = told_by(engine, "cpu*2", folder)
+@pytest.fixture(scope="module")
+def every(folder: Path, engine: LocalEngine, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """What both replicas tell, by name, of a file's `ACTS`."""
+    two = told_by(engine, "cpu*2", folder, request.module.ACTS)
     return {name: [told[name] for told in two] for name in two[0]}

@@ -12,10 +12,11 @@ import pytest
 from manyhands.core import read_events
 from manyhands.dashboard.run import Run
 
-from .behaviours import BEHAVIOURS
+from .behaviours import BEHAVIOURS, run_example
 from .scenarios import INPUTS, TARGETS
 
 Facts = list[dict[str, Any]]
+ACTS = BEHAVIOURS
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +169,29 @@ def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any])
 
 
 def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Facts]) -> None:
-    for facts in every["orders_that_differ_are_refused"]:
-        assert "the same batches on every replica" in facts["said"]
-        assert "shuffle(1000, seed=0)" in facts["said"]
+    for facts in every["inputs_that_differ_are_refused"]:
+        iterated, *indexed = facts["said"]
+        assert "the same batches on every replica" in iterated
+        assert "shuffle(1000, seed=0)" in iterated
+        assert [said.startswith("every replica must have the same data") for said in indexed] == [True] * 3
+        assert "101 samples here" in indexed[0]
+        assert "np.random.default_rng(0)" in indexed[0]
+
+
+def test_files_are_written_once(every: dict[str, Facts]) -> None:
+    names = ["again_by_0.keras", "early.keras", "late.keras", "of_0.weights.h5", "saved_by_0.keras"]
+    for facts in every["files_are_written_once"]:
+        assert facts == {"is_there": True, "files": names}
 
 
 def test_shuffles_of_tensorflow_are_one(every: dict[str, Facts]) -> None:
     first, second = (facts["seeds"] for facts in every["shuffles_of_tensorflow_are_one"])
     assert first == second
     assert len(first) == 2
+
+
+def test_micro_steps_of_a_loop_of_ones_own(every: dict[str, Facts], tmp_path: Path) -> None:
+    """Four micro-steps on two replicas are one step on one device."""
+    first, second = (facts["losses"] for facts in every["micro_steps_of_a_loop_of_ones_own"])
+    alone = run_example("own_loop.py", tmp_path, MICRO_STEPS="1")["losses"]
+    assert first == second == pytest.approx([float(loss) for loss in alone], rel=1e-5)

@@ -10,6 +10,7 @@ import pytest
 
 from .scenarios import SCENARIOS
 
+ACTS = SCENARIOS
 WEIGHTS = 1e-12
 """Scenarios compute in float64."""
 

@@ -108,10 +108,3 @@ def require_equal(tasks: list[dict[str, Any]], one: dict[str, Any]) -> None:
         assert told["loss"] == pytest.approx(one["history"].history["loss"], rel=1e-4)
         for mine, theirs in zip(told["weights"], one["model"].get_weights(), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)
-
-
-def test_micro_steps_of_a_loop_of_ones_own(every: dict[str, Any], tmp_path: Path) -> None:
-    """Four micro-steps on two replicas are one step on one device."""
-    first, second = (facts["losses"] for facts in every["micro_steps_of_a_loop_of_ones_own"])
-    alone = run_example("own_loop.py", tmp_path, MICRO_STEPS="1")["losses"]
-    assert first == second == pytest.approx([float(loss) for loss in alone], rel=1e-5)

@@ -31,7 +31,7 @@ def _where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory, engine: LocalEngine) -> list[dict[str, Any]]:
     """What two replicas on one GPU tell, by name."""
-    return told_by(engine, "cuda:0*2", tmp_path_factory.mktemp("halves"))
+    return told_by(engine, "cuda:0*2", tmp_path_factory.mktemp("halves"), {**SCENARIOS, **BEHAVIOURS})
 
 
 def functional() -> Any:

@@ -18,7 +18,18 @@ from .service import Make, Service
 from .summons import regroup
 from .survey import Facts, Survey, survey
 from .torch_world import TorchWorld
-from .world import DEFAULT_TIMEOUT, NullWorld, Pending, Seat, World, current_world, enter_world, groups_along, innermost
+from .world import (
+    DEFAULT_TIMEOUT,
+    NullWorld,
+    Pending,
+    Seat,
+    World,
+    caller_lines,
+    current_world,
+    enter_world,
+    groups_along,
+    innermost,
+)
 
 __all__ = [
     "Device",
@@ -31,6 +42,7 @@ __all__ = [
     "doctor",
     "Finding",
     "World",
+    "caller_lines",
     "innermost",
     "NullWorld",
     "TorchWorld",

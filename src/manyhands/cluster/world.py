@@ -265,6 +265,13 @@ def caller_line() -> str:
     return f"{last.filename}:{last.lineno}"
 
 
+def caller_lines() -> list[str]:
+    """The lines of the person's own code that led here, the same on every host that runs it."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THEIRS)]
+    return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in reversed(theirs)]
+
+
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
     """The last frame of the person's own code, not torch's, Keras', Python's or ours; the last one if there is none."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from keras import Model
+from keras import Model, models, saving
 from keras.callbacks import TensorBoard
 from keras.layers import BatchNormalization
 from keras.metrics import Mean, Metric
@@ -20,6 +20,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.saving import saving_api
 from keras.src.trainers.trainer import Trainer
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,7 +30,12 @@ from . import halves, losses, measures, statistics, trainer
 from .step import current_step, sum_gradients
 from .strategy import home_of, remember, remember_metric, require_step, strategy_of
 
-_ONCE = ("save", "save_weights", "export", "summary")
+_ONCE = (
+    *((Model, name) for name in ("export", "summary")),
+    # Where `Model.save` ends too, and by which names they are known.
+    *((place, "save_model") for place in (saving_api, saving, models)),
+    *((place, "save_weights") for place in (saving_api, saving)),
+)
 
 
 def install() -> None:
@@ -50,7 +56,7 @@ def install() -> None:
         (Mean, "update_state", measures.by_rows),
         (Metric, "__init__", _remembering_metric),
         (TensorBoard, "__init__", _requiring_tensorflow),
-        *((Model, name, _by_the_first) for name in _ONCE),
+        *((owner, name, _by_the_first) for owner, name in _ONCE),
     ):
         setattr(owner, name, wrap(getattr(owner, name)))
     for name, over in (
@@ -166,10 +172,10 @@ def _by_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """Files are written, and summaries shown, once."""
 
     @functools.wraps(original)
-    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(self)
-        act = functools.partial(original, self, *args, **kwargs)
-        # By its name alone: scripts of TensorFlow give every worker another path, of which only the chief's counts.
+    def once(model: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(model)
+        act = functools.partial(original, model, *args, **kwargs)
+        # Not by its path: scripts of TensorFlow give every worker another one, of which only the chief's counts.
         return act() if strategy is None else strategy.once(original.__name__, act)
 
     return once

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from keras import tree
 from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset, default_collate
 
 from ..core import DataError, StrategyError
 from ..training import Hand
@@ -134,7 +136,10 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
         return x.of(strategy, micros)
     if isinstance(x, DatasetCreator):
         return strategy.distribute_datasets_from_function(x.dataset_fn)
-    return DistributedInput(data_adapters.get_data_adapter(x, *args), strategy, micros)
+    adapter = data_adapters.get_data_adapter(x, *args)
+    if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.is_alone:
+        _require_same_samples(strategy.hand, adapter)
+    return DistributedInput(adapter, strategy, micros)
 
 
 def require_by_itself(x: Any, **beside: Any) -> None:
@@ -265,17 +270,50 @@ def _seed_tensorflow(seed: int) -> None:
 
 def _require_same(hand: Hand, batch: Any) -> None:
     """Refuses an input that is another one on each replica: rows would be trained twice, and others never."""
-    if hand.size == 1:
-        return
-    leaves = [torch.as_tensor(leaf).cpu().contiguous() for leaf in tree.flatten(batch) if leaf is not None]
-    digests = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy().tobytes()) for leaf in leaves]
-    if len({tuple(each) for each in hand.world.gather_objects(digests)}) > 1:
+    if hand.size > 1 and _differs(hand, _digests(batch)):
         raise DataError(
             "an input that can only be iterated must give the same batches on every replica, each keeps its rows",
             got="first batches that differ",
             remedy="make a tf.data dataset after the strategy, or give what draws its order a seed, such as "
             "dataset.shuffle(1000, seed=0); or let each replica make its own with distribute_datasets_from_function",
         )
+
+
+NUM_COMPARED = 16
+"""Samples that are compared where each could be read by itself."""
+
+
+def _require_same_samples(hand: Hand, adapter: Any) -> None:
+    """Refuses arrays and datasets that differ, as far as some of their samples tell.
+
+    Of a dataset of a person's own only the length is compared: to read a sample may cost, or draw numbers.
+    """
+    loader = adapter.get_torch_dataloader()
+    if hand.size == 1 or not _is_indexed(loader):
+        return
+    dataset, is_array = loader.dataset, isinstance(adapter, ArrayDataAdapter)
+    length = adapter._num_samples if is_array else len(dataset) if hasattr(dataset, "__len__") else 0
+    facts: list[Any] = [length]
+    if length and (is_array or type(dataset) is TensorDataset):
+        ids = np.linspace(0, length - 1, min(NUM_COMPARED, length)).astype(int).tolist()
+        facts += _digests(dataset.__getitems__(ids) if is_array else [dataset[each] for each in ids])
+    if _differs(hand, facts):
+        raise DataError(
+            "every replica must have the same data, of which it takes its rows of each batch",
+            got=f"{length} samples here, and others or another number elsewhere",
+            remedy="give what draws or cuts the data a seed, such as np.random.default_rng(0), or draw it after the "
+            "strategy is made; or let each replica make its own with distribute_datasets_from_function",
+        )
+
+
+def _digests(batch: Any) -> list[Any]:
+    leaves = [torch.as_tensor(leaf).cpu().contiguous() for leaf in tree.flatten(batch) if leaf is not None]
+    digest = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy().tobytes()) for leaf in leaves]
+    return [(str(leaf.dtype), tuple(leaf.shape), each) for leaf, each in zip(leaves, digest, strict=True)]
+
+
+def _differs(hand: Hand, facts: list[Any]) -> bool:
+    return len({tuple(each) for each in brought_by_all(hand, "take batches of data", facts)}) > 1
 
 
 def _is_indexed(loader: Any) -> bool:

@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from keras import ops
 from keras.layers import BatchNormalization
+from keras.src.backend.torch.trainer import TorchTrainer
 from torch import Tensor
 
 from ..training import Hand
@@ -16,6 +18,7 @@ from .share import Rows
 from .step import current_step
 
 Path = tuple[str, ...]
+_STEPS = ("train_step", "test_step", "compute_metrics")
 
 
 class Measures:
@@ -27,6 +30,10 @@ class Measures:
         self._added: dict[int, Tensor] = {}
         self._logs: dict[Path, Tensor] = {}
         self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
+        self._is_plain = all(getattr(type(model), name, None) is getattr(TorchTrainer, name) for name in _STEPS)
+        """Whether its steps are Keras' own, which tell results of metrics and nothing else."""
+        self._results: set[Path] = set()
+        """What the last micro-batch has told that is a result of a metric."""
         self._mixed: list[Tensor] = []
         self._has_rows = self._has_first_row = False
         self.has_failed = False
@@ -34,6 +41,7 @@ class Measures:
 
     def take(self, logs: Any, rows: Rows) -> None:
         """What a micro-batch has added; a borrowed row adds nothing."""
+        self._results = self._results_in(logs)
         self._has_rows |= not rows.is_ghost
         self._has_first_row |= not rows.is_ghost and rows.start == 0
         for variable in self._counted():
@@ -78,8 +86,18 @@ class Measures:
         for variable, mixed in zip(self._moved(), sums[len(sums) - len(self._mixed) :], strict=True):
             variable.assign(mixed.to(variable.value.dtype))
         told = dict(zip(extra, sums[len(metrics) :], strict=False))
-        is_known = {path[-1] for path, _ in _flat(logs)} & _names(self._metrics)
-        return _filled(logs, told, self._model.get_metrics_result() if is_known else {})
+        results: dict[str, Any] = {}
+        if self._results:
+            results = self._model.get_metrics_result() if self._is_plain else _results_of(self._metrics)
+        return _filled(logs, told | {path: results[path[-1]] for path in self._results if path[-1] in results})
+
+    def _results_in(self, logs: Any) -> set[Path]:
+        """What a step tells that is the result of a metric: a step of one's own may tell a number under its name."""
+        values = dict(_flat(logs))
+        if self._is_plain or not values:
+            return set(values)
+        results = _results_of(self._metrics)
+        return {path for path, value in values.items() if path[-1] in results and _is_same(value, results[path[-1]])}
 
     def _counted(self) -> list[Any]:
         """The metrics' variables, each once."""
@@ -117,22 +135,24 @@ def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield (*before, name), value
 
 
-def _filled(logs: Any, told: dict[Path, Tensor], results: dict[str, Any], before: Path = ()) -> Any:
+def _filled(logs: Any, told: dict[Path, Any], before: Path = ()) -> Any:
     """The same with what all replicas have seen."""
     if not isinstance(logs, dict):
-        return results.get(before[-1], told.get(before, logs)) if before else logs
-    return {name: _filled(value, told, results, (*before, name)) for name, value in logs.items()}
+        return told.get(before, logs)
+    return {name: _filled(value, told, (*before, name)) for name, value in logs.items()}
 
 
-def _names(metrics: Sequence[Any]) -> set[str]:
-    return {name for metric in metrics for name in (metric.name, *_inner(metric))}
+def _results_of(metrics: Sequence[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        if getattr(metric, "built", True):
+            result = metric.result()
+            found.update(result if isinstance(result, dict) else {metric.name: result})
+    return found
 
 
-def _inner(metric: Any) -> list[str]:
-    if not getattr(metric, "built", True) or not hasattr(metric, "metrics"):
-        return []
-    result = metric.result()
-    return list(result) if isinstance(result, dict) else []
+def _is_same(value: Any, result: Any) -> bool:
+    return bool(np.array_equal(ops.convert_to_numpy(value), ops.convert_to_numpy(result), equal_nan=True))
 
 
 def _own_state(model: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from keras import tree
 from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
-from ..cluster import NullWorld
+from ..cluster import NullWorld, caller_lines
 from ..core import StrategyError, StrategySpec
 from ..training import Hand
 from .following import variables_of
@@ -259,15 +259,17 @@ class Strategy:
     def once(self, name: str, act: Callable[[], Any]) -> Any:
         """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.
 
-        The first one waits for nobody: a script may let it alone come here.
+        The first one waits for nobody: a script may let it alone come here. What it does at one place of a script is
+        what the others wait for at the same place.
         """
-        number = _num_done[name] = _num_done.get(name, 0) + 1
+        place = f"{name} on the first replica at {', '.join(caller_lines())}"
+        number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{name} {number}")
+            return self.hand.world.wait_for(f"{place} ({number})")
         try:
             return act()
         finally:
-            self.hand.world.mark(f"{name} {number}")
+            self.hand.world.mark(f"{place} ({number})")
 
     def mirror(self, model: Any) -> None:
         """Gives every replica the first one's weights and optimizer state."""
@@ -299,7 +301,7 @@ def _require_mirrored(spec: StrategySpec) -> None:
 
 
 _num_done: dict[str, int] = {}
-"""How often each thing was done that one replica does for all."""
+"""How often each thing was done that one replica does for all, by its place in the script."""
 
 
 def _digest(variable: Any) -> int:
