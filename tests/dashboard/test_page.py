@@ -166,11 +166,14 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     page.get_by_text("What was asked for").click()
     scrolled = "document.querySelector('.scroll[aria-label=\"What happened\"]').scrollLeft"
     page.evaluate(f"{scrolled} = 20")
+    run.say("epoch", epoch=0, step=2, metrics={"valid_loss": 1.0}, losses={})
     run.steps({3: 2.5, 4: 1.25})
     expect(page.locator(".facts").first).to_contain_text("1.25")
     assert data_of(page, "Loss") == [[1, 2, 3, 4], [4.0, 3.0, 2.5, 1.25]]
     expect(page.locator("details[open]", has_text="What was asked for")).to_be_visible()
     assert page.evaluate(scrolled) == 20
+    # Charts stand in one order, whichever came first.
+    expect(page.locator("section.card h3")).to_have_text(["Loss", "Metrics", "Steps a second", "Learning rate"])
     run.say("end", step=4, stopped=False, seconds={})
     expect(page.locator("h1")).to_contain_text("finished")
     assert page.evaluate("window.same") is True

@@ -38,9 +38,9 @@ class Study(Source):
     @property
     def state(self) -> str:
         """running, interrupted or finished."""
-        if not self.counts[STATES[0]]:
-            return "finished"
-        return STATES[0] if self.is_alive else "interrupted"
+        if self.counts[STATES[0]]:
+            return STATES[0] if self.is_alive else "interrupted"
+        return STATES[0] if self.is_held else "finished"
 
     @property
     def objectives(self) -> list[list[str]]:

@@ -53,7 +53,7 @@ export class Chart {
       const curve = this.curves[name];
       const dots = curve.points === true;
       const dot = curve.ring ? { show: true, size: 15, width: 2.5, fill: "transparent" } : { show: true, size: 8, fill: colour };
-      series.push({ label: name, stroke: colour, width: dots ? 0 : 1.75, dash: curve.dash ? [5, 4] : undefined, spanGaps: !dots, show: !this.hidden.has(name), paths: dots ? () => null : undefined, points: dots ? dot : { show: curve.x.length < 40, size: 5 } });
+      series.push({ label: name, stroke: colour, width: dots ? 0 : 1.75, dash: curve.dash ? [5, 4] : undefined, spanGaps: !dots, show: !this.hidden.has(name), paths: dots ? () => null : undefined, points: dots ? dot : { show: () => this.curves[name].x.length < 40, size: 5 } });
       if (curve.low) {
         const at = series.length;
         for (const edge of ["high", "low"]) series.push({ label: `${name} ${edge}`, stroke: "transparent", width: 0, spanGaps: true, show: !this.hidden.has(name), points: { show: false } });
@@ -214,7 +214,7 @@ export function forget() {
   live.clear();
 }
 
-// Charts that come and go with the groups of curves that there are: {title: curves}.
+// Charts that come with the groups of curves that there are, {title: curves}, and stand in their order.
 export class Charts {
   constructor(host) {
     this.host = host;
@@ -222,6 +222,7 @@ export class Charts {
   }
 
   update(groups) {
+    let before = null;
     for (const [title, { curves, ...options }] of Object.entries(groups)) {
       const has = Object.keys(curves).length > 0;
       let chart = this.charts.get(title);
@@ -229,8 +230,9 @@ export class Charts {
       if (!chart) {
         chart = new Chart(title, options);
         this.charts.set(title, chart);
-        this.host.append(chart.node);
+        this.host.insertBefore(chart.node, before ? before.nextSibling : this.host.firstChild);
       }
+      before = chart.node;
       chart.update(curves);
     }
   }

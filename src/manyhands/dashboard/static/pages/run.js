@@ -54,7 +54,7 @@ export function open(host, [id], store) {
       "Memory, by rank": { curves: run.series.memory, format: bytes, time: true },
     });
     drawLine();
-    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(exchanged(run.servers))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", {}, JSON.stringify(run.record, null, 2))));
+    fill(below, run.cut ? h("section", { "aria-label": "The network in pieces" }, h("h2", {}, "The network in pieces"), pieces(run.cut)) : null, run.split ? h("section", {}, h("h2", {}, "Which layers go where"), h("pre", { tabindex: "0" }, run.split.lines.join("\n"))) : null, Object.keys(run.servers).length ? h("section", { "aria-label": "Servers" }, h("h2", {}, "Between workers and servers"), facts(exchanged(run.servers))) : null, run.has_plan ? h("p", {}, link("plans", run.id, "The plan that this run follows")) : null, h("details", {}, h("summary", { "data-key": "record" }, "What was asked for"), h("pre", { tabindex: "0" }, JSON.stringify(run.record, null, 2))));
   }
 
   function drawLine() {
