@@ -201,7 +201,7 @@ class Bench:
         return float(max(steady(times) for times in found))
 
     def _run(self, fn: Callable[[World], Any], devices: Sequence[Device]) -> list[Any]:
-        return verbs._start(fn, devices, self._timeout, lambda rank, entry: None, training.View())
+        return verbs._ask(fn, devices, self._timeout)
 
     def _with_links(self, cluster: Cluster) -> Cluster:
         times = self._run(_sweep, self.devices)[0]

@@ -80,7 +80,7 @@ def _of_task(
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     work = functools.partial(_probed, task=made, spec=spec, steps=steps)
-    ranks = verbs._start(work, devices, timeout, lambda rank, entry: None, training.View(), on=on)[0]
+    ranks = verbs._ask(work, devices, timeout, on=on)[0]
     source = as_source(made.data, collate=made.collate)
     batch_size = check_source(source, made.batch_size)
     valid = None if made.valid is None else as_source(made.valid, collate=made.collate)
@@ -113,6 +113,8 @@ def _of_served(task: Task, spec: StrategySpec, on: verbs.Where, steps: int, time
             profile=1,
             timeout=timeout,
         )
+        if run.stopped:
+            raise KeyboardInterrupt
         found = _of_run(run)
     flops, said = _flops(task, found.batch_size, spec)
     return replace(found, flops=flops, upkeep={}, notes=(*found.notes, *said))

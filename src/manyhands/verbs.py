@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from .strategies import Layout
 
 TaskLike = Task | Callable[..., Task]
-On = str | Sequence[Device] | None
+On = str | Sequence[Device] | Sequence[str] | None
 Where = On | Join | Team
 """Devices of this host, a hosts file, or many hosts that join; while a verb runs, those that have."""
 P = ParamSpec("P")
@@ -355,7 +355,7 @@ def check(
     with _own_randomness():
         whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
     step = functools.partial(training.one_step, task=made, spec=spec)
-    parts = _start(step, devices, timeout, lambda rank, entry: None, View(), on=on)
+    parts = _ask(step, devices, timeout, on=on)
     verdict = training.compare(whole, again, parts[0], spec)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
 
@@ -660,8 +660,9 @@ def settle(
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
     devices, notices = engine_for(on, _engine).devices(on, spec.num_devices, spec.arithmetic)
-    if spec.replicas is None and len(devices) == 1 and strategy is not None:
-        notices.append(f'there is one device ({devices[0]}), so one replica; on="{devices[0].name}*2" makes two')
+    if None in (spec.replicas, spec.shards) and len(devices) == 1 and strategy is not None:
+        part = "replica" if spec.replicas is None else "shard"
+        notices.append(f'there is one device ({devices[0]}), so one {part}; on="{devices[0].name}*2" makes two')
     return spec.with_devices(len(devices)), devices, notices
 
 
@@ -676,23 +677,32 @@ def _start(
     apart: bool = False,
     after_loss: AfterLoss = "end",
     unit: int = 1,
+    heeds_stop: bool = True,
 ) -> list[Any]:
-    """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank."""
+    """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank.
+
+    A function that does not heed a wish to stop is interrupted by the first Ctrl-C.
+    """
     world = current_world()
     if world is not None:
         return [fn(world)]
     if len(devices) == 1 and not apart and not isinstance(on, Team) and engine_for(on, _engine) is _engine:
         line = DirectLine(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
-        interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view)
+        interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view, heeds_stop)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
     if isinstance(on, Team):
         job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
         job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
-    with _interruptible(job.stop, view):
+    with _interruptible(job.stop, view, heeds_stop):
         return job.wait(on_event, view.output)
+
+
+def _ask(fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None) -> list[Any]:
+    """Runs a function on the devices for what it returns: nothing is shown, and Ctrl-C interrupts it."""
+    return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, heeds_stop=False)
 
 
 def _serve(
@@ -883,7 +893,7 @@ def _over_data(
     precision = run.record["spec"].get("precision", "fp32")
     spec = dataclasses.replace(spec, precision=precision)
     work = functools.partial(_act, act=act, task=task, spec=spec, data=data, weights=run.state_dict())
-    return _start(work, devices, timeout, lambda rank, entry: None, View(), on=on)[0]
+    return _ask(work, devices, timeout, on=on)[0]
 
 
 def _act(
@@ -937,12 +947,12 @@ _STOPPING: dict[int, str] = {
 
 
 @contextlib.contextmanager
-def _interruptible(stop: Callable[[], None], view: View) -> Iterator[None]:
+def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True) -> Iterator[None]:
     """The first Ctrl-C, or a SIGTERM, asks the loops to end after their step; the second interrupts.
 
     A SIGTERM is meant for the whole program, so it is handed on afterwards.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not heeds_stop or threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -189,23 +189,30 @@ def test_ctrl_c_returns_the_run_so_far(tmp_path: Path) -> None:
         "    def on_step(self, hand):\n"
         "        if hand.num_steps == 3 and hand.is_first:\n"
         "            print('going', file=sys.stderr, flush=True)\n"
-        "task = mh.Task(model=lambda: torch.nn.Linear(4, 1), batch_size=4,\n"
-        "    loss=lambda model, batch: model(batch).square().mean(), data=torch.randn(400, 4),\n"
+        "class Rows:\n"
+        "    def __len__(self): return 400\n"
+        "    def __getitem__(self, index): return torch.ones(4)\n"
+        "task = mh.Task(model=lambda: torch.nn.Linear(4, 1), batch_size=4, workers=1,\n"
+        "    loss=lambda model, batch: model(batch).square().mean(), data=Rows(),\n"
         "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01))\n"
         "for on in ('cpu', 'cpu*2'):\n"
         "    run = mh.fit(task, mh.Mirrored(), on=on, epochs=100_000, folder='runs', callbacks=[Say()])\n"
         "    print('stopped', run.stopped, run.num_steps > 2, len(run.losses) == run.num_steps)\n"
     )
     command = [sys.executable, str(script)]
-    program = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     assert program.stderr is not None
+    seen = ""
     for _ in range(2):
         while "going" not in (line := program.stderr.readline()):
             assert line, "the program ended early"
-        program.send_signal(signal.SIGINT)
+            seen += line
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does, to the processes that read data too
     out, err = program.communicate(timeout=60)
     assert program.returncode == 0, err
     assert out.splitlines() == ["stopped True True True"] * 2, err
+    assert (seen + err).count("Ctrl-C again") == 2, seen + err
 
 
 def test_it_works_from_standard_input_as_from_a_notebook(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import manyhands as mh
 from manyhands.core import SettingsError
@@ -50,3 +54,33 @@ def test_a_file_in_the_way_of_a_pretrained_folder_is_told(tmp_path: Path) -> Non
         with pytest.raises(SettingsError, match="gpt, which is a file; name another folder"):
             run.save_pretrained(path)
     assert (tmp_path / "gpt").read_text() == "mine"
+
+
+def test_ctrl_c_interrupts_what_has_no_step_to_stop_after(tmp_path: Path) -> None:
+    """Only fit and launch end after a step when they are asked to; plan, profile and check go the way of evaluate."""
+    here, armed = os.getpid(), tmp_path / "armed"
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            armed.unlink()
+            os.kill(here, signal.SIGINT)
+        return classify(model, batch)
+
+    run = fit(task(loss=loss), tmp_path, steps=1)
+    for strategy, on in (("single", "cpu"), ("mirrored", "cpu*2")):
+        armed.touch()
+        with pytest.raises(KeyboardInterrupt):
+            mh.evaluate(run, task().data, strategy, on=on)
+        assert not armed.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for more in ({}, {"name": "first", "resume": "auto"}):
+        with pytest.raises(SettingsError, match=r"but got .*file \(Not a directory\); name another one: folder="):
+            fit(task(), tmp_path / "file", **more)
+
+
+def test_shards_on_one_device_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mh.fit(task(), "sharded", on="cpu", steps=1, folder=tmp_path)
+    assert 'there is one device (cpu), so one shard; on="cpu*2" makes two' in capsys.readouterr().err

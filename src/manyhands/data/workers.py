@@ -41,6 +41,8 @@ class _InWorker(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
         info = get_worker_info()
         assert info is not None, "made to run in a worker"
+        # A terminal sends Ctrl-C to workers too, which are forked with the handler of whoever trains; they end with it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for batch in self._read(info.id, info.num_workers):
                 yield batch if self._slots is None else self._slots.put(batch, info.id)
