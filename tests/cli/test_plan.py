@@ -35,6 +35,12 @@ def test_a_cluster_that_makes_no_sense(invoke: Invoke) -> None:
     assert "a network with a speed" in result.output
 
 
+def test_a_result_that_has_no_place_is_refused_before_the_work(invoke: Invoke) -> None:
+    result = invoke("plan", "nowhere.py", "--cluster", "8 H100", "--save", "missing/plan.toml")
+    assert result.exit_code == 2
+    assert "--save is a file in a folder that can be written, but got missing/plan.toml" in result.output
+
+
 def test_here(invoke: Invoke) -> None:
     result = invoke("plan", "small_task.py", "--on", "cpu*2", "--tries", "1", "--json")
     assert result.exit_code == 0, result.output

@@ -66,6 +66,10 @@ def test_serve_manage_and_end(
     assert "digits" in invoke("models", "list", "--server", manage).stdout
     assert models("load", "digits", 2) == {"current": 2}
     assert invoke("models", "load", "nothing", "--server", manage).exit_code == 1
+    assert "names the port of management" in " ".join(invoke("models", "list", "--server", url).output.split())
+    taken = invoke("serve", "models", "--http", url.rpartition(":")[2])
+    assert "the port must be free" in taken.output
+    assert ".pyx" not in taken.output
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     kinds = [json.loads(line)["kind"] for line in Path("log/events.jsonl").read_text().splitlines()]
@@ -108,6 +112,7 @@ def test_a_server_that_is_not_there_is_said_with_its_address(invoke: Invoke, mon
         (["models", "load"], "a model must be named"),
         (["models", "split", "a", "b=c"], "a share is"),
         (["models", "list", "--server", "nowhere"], "http://host:port"),
+        (["models", "list", "--server", "127.0.0.1:8502"], "write http://127.0.0.1:8502"),
         (
             ["serve", "--router", "--backends", "a:8500", "--precision", "bf16", "--warmup", "w"],
             "a router serves nothing itself",

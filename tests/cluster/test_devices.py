@@ -52,6 +52,7 @@ def test_more_than_there_are() -> None:
 
 def test_what_else_can_be_passed() -> None:
     assert resolve(torch.device("cpu"))[0] == resolve("cpu")[0] == resolve([Device("cpu")])[0]
+    assert resolve(["cpu*2"])[0] == resolve("cpu*2")[0]
     with pytest.raises(DeviceError, match="on= is a text or a list of devices, but got 3"):
         resolve(3)  # type: ignore[arg-type]
 

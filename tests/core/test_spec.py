@@ -34,7 +34,10 @@ def test_text_is_understood_and_survives_a_round_trip(text: str, spec: StrategyS
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("telepathy", "a strategy is one of single, mirrored"),
+        ("telepathy", "a strategy is one of single, mirrored.* auto, or .*; write for instance"),
+        ("mirored", r"but got 'mirored'; did you mean mirrored\?"),
+        ("Sharded(2)", "but got 'sharded\\(2\\)'; write shards=2"),
+        ("pipeline=3", "but got 'pipeline'; write stages=3"),
         ("replicas=0", "replicas must be a whole number of at least 1, but got 0"),
         ("replicas=two", "replicas must be a whole number, but got 'two'"),
         ("precision=fp8", "precision must be one of fp32, bf16, fp64, but got 'fp8'"),

@@ -54,6 +54,7 @@ GOOD: dict[str, Any] = {
         ({"optimizer": "adam"}, "optimizer must be a function, but got str"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but got 0"),
         ({"clip": 0.0}, "clip must be a positive norm"),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, r"a function of \(step, total\) .* got the class StepLR"),
         ({"workers": -1}, "workers must not be negative"),
         ({"optimizer": torch.optim.Adam}, r"got the class Adam; write optimizer=lambda model: torch.optim.Adam"),
         (

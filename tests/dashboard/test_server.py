@@ -104,6 +104,8 @@ def _next(stream: http.client.HTTPResponse) -> bytes:
 def test_mistakes_are_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingsError, match="the port must be free"):
         Dashboard([], port=taken.getsockname()[1])
+    with pytest.raises(SettingsError, match="the port must be free, but got 127.0.0.1:99999"):
+        Dashboard([], port=99999)
     with pytest.raises(SettingsError, match="a server is named by its address"):
         Dashboard([], servers=["file:///etc/passwd"])
 

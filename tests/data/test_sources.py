@@ -311,11 +311,11 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("data", "batch_size", "text"),
         [
-            (X[:0], 4, "must have samples, but got an empty arrays"),
+            (X[:0], 4, "must have samples, but got none in arrays"),
             (X, 11, "at least one batch, but got 10 samples for a batch of 11; pass batch_size=10 or less"),
             (X, None, "needs a batch_size, but got none; pass batch_size=32"),
             (DataLoader(Squares(), batch_size=5), 4, "must agree, but got 4 and 5; give only one"),
-            ([], 4, "an empty list"),
+            ([], 4, "none in list"),
         ],
     )
     def test_says_what_is_wrong(self, data, batch_size, text):

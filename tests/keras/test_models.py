@@ -115,6 +115,9 @@ def test_a_line_of_the_script_is_named_and_not_one_of_keras() -> None:
 
 
 def test_what_strategies_refuse() -> None:
+    symbolic = type("SymbolicTensor", (), {})()  # what a tf.function passes on
+    with pytest.raises(SettingsError, match="inside of a tf.function; leave @tf.function away"):
+        mhk.OneDeviceStrategy("cpu").run(lambda x: x, args=(symbolic,))
     with pytest.raises(DeviceError, match="TPUs are not supported"):
         mhk.TPUClusterResolver(tpu="")
     with pytest.raises(DeviceError, match="Keras with JAX"):

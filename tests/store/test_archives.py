@@ -281,6 +281,14 @@ def test_wrong_calls_are_named(tmp_path: Path, predict: Any, inputs: dict[str, T
         export(nn.Linear(4, 2), predict, inputs, tmp_path / "m")
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ArchiveError, match=r"can be written and has room, but got .*file \(File exists\); name another"
+    ):
+        export(nn.Linear(4, 2), call, {"x": torch.ones(2, 4)}, tmp_path / "file")
+
+
 def attack(marker: Path) -> str:
     return f"__import__('pathlib').Path({str(marker)!r}).touch()"
 

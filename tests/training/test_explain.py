@@ -56,6 +56,12 @@ def test_levels_and_replicas_in_the_table() -> None:
     assert sharded.optimizer == 2 * sharded.parameters
 
 
+def test_what_holds_of_all_blocks_is_said_once() -> None:
+    text = str(mh.explain(problem("gpt"), "tensor=3"))
+    assert text.count("on every rank: ") == 1, text
+    assert "blocks.layers.0.self_attn, blocks.layers.1.self_attn works on whole tensors" in text
+
+
 def test_what_cannot_be_cut_is_told_before_any_process_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(verbs, "_start", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(StrategyError, match="must match the name of a module, but got '\\*.nothing'"):

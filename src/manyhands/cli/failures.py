@@ -91,7 +91,8 @@ def short_traceback(error: BaseException) -> str:
 
 def _where(error: BaseException) -> str:
     """The innermost line of the person's own code on the way to an error, here or in a worker."""
-    theirs = [place for place in _places(error) if not place.startswith(_LIBRARIES)]
+    # Compiled libraries name sources that lie nowhere here: uvloop/loop.pyx.
+    theirs = [place for place in _places(error) if not place.startswith(_LIBRARIES) and ".pyx:" not in place]
     return theirs[-1] if theirs else ""
 
 

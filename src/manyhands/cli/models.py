@@ -38,6 +38,12 @@ REACH_SECONDS, ACT_SECONDS = 2.0, 60.0
 """How long a server may take to be heard, and to do what it is asked for."""
 LOOK_SECONDS = 1.0
 """Between two looks, because a rate has two ends."""
+_REMEDIES = {
+    "UNAVAILABLE": "start it with manyhands serve, or name another one with --server; under TLS it is https://",
+    "UNAUTHENTICATED": "set MANYHANDS_TOKEN to the server's",
+    "NOT_FOUND": "--server names the port of management, 8502 by default, not that of answers",
+}
+"""What helps where a server does not tell what it serves."""
 
 EXAMPLES = (
     "manyhands models list",
@@ -93,9 +99,8 @@ def _reached(client: Client) -> Any:
     try:
         return client.models()
     except RequestRefused as refusal:
-        if refusal.code != "UNAVAILABLE":
+        if (remedy := _REMEDIES.get(refusal.code)) is None:
             raise
-        remedy = "start it with manyhands serve, or name another one with --server"
         raise RequestRefused(refusal.code, f"{refusal.reason}; {remedy}") from None
 
 

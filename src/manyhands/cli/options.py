@@ -138,3 +138,14 @@ def add_verb(app: typer.Typer, verb: Callable[..., None], examples: Sequence[str
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     epilog = "\n\n".join(["[bold]Examples[/]", *examples])
     app.command(help=text, epilog=epilog, context_settings=context)(guarded(verb))
+
+
+def require_places(**files: Path | None) -> None:
+    """Refuses options with files that cannot be written, before the work whose result they are for."""
+    for option, path in files.items():
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise SettingsError(
+                f"--{option} is a file in a folder that can be written",
+                got=str(path),
+                remedy="name another one, or make its folder",
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Json, On, Params, Target, add_verb
+from .options import Json, On, Params, Target, add_verb, require_places
 from .screen import note, only_json, print_json
 from .target import load_task, parse_params
 
@@ -65,6 +65,7 @@ def plan(
 
     On this machine the best few are tried for a few steps; for other hardware figures come from a catalogue.
     """
+    require_places(save=save, html=html, svg=svg)
     with only_json(json):
         task = load_task(target)
         from .. import plans

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import resolve_settings
-from .options import Hosts, HostsSettings, JoinAt, Json, On, Params, Strategy, TlsFolder, TokenFile, add_verb
+from .options import (
+    Hosts,
+    HostsSettings,
+    JoinAt,
+    Json,
+    On,
+    Params,
+    Strategy,
+    TlsFolder,
+    TokenFile,
+    add_verb,
+    require_places,
+)
 from .screen import note, only_json, print_json
 from .target import load_task, parse_params, split_target
 
@@ -63,6 +75,7 @@ def profile(
     """
     given = {"strategy": strategy, "on": on, "hosts": hosts, "join": join, "token_file": token_file, "tls": tls}
     settings = resolve_settings(HostsSettings, given).values
+    require_places(html=html, trace=trace)
     with only_json(json):
         task = load_task(target) if split_target(target)[0].suffix == ".py" else None
         from .. import profiles

@@ -75,7 +75,9 @@ def devices() -> list[Device]:
 
 
 def resolve(
-    on: str | torch.device | Sequence[Device] | None, num_wanted: int | None = None, arithmetic: str = ""
+    on: str | torch.device | Sequence[Device] | Sequence[str] | None,
+    num_wanted: int | None = None,
+    arithmetic: str = "",
 ) -> tuple[list[Device], list[str]]:
     """The devices that `on=` names, and notices about what was chosen for the person.
 
@@ -125,6 +127,8 @@ def place_of(name: str, among: Sequence[Device]) -> int:
 
 def _listed(on: object) -> list[Device]:
     found = list(on) if isinstance(on, (list, tuple)) else []
+    if found and all(isinstance(name, (str, torch.device)) for name in found):
+        return _parse(",".join(map(str, found)))
     if not found or not all(isinstance(device, Device) for device in found):
         raise DeviceError("on= is a text or a list of devices", got=repr(on), remedy='pass on="cpu*2" or mh.devices()')
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -291,6 +292,8 @@ class StrategySpec:
             if key not in known:
                 alike = difflib.get_close_matches(key, [*sorted(known), *ALIASES], 1)
                 remedy = f"did you mean {alike[0]}?" if alike else "correct the name"
+                if axis := _AXIS.get(_ELSEWHERE.get(key, key)):
+                    remedy = f"write {axis}={values[key]}"
                 raise StrategyError(
                     f"a strategy has the settings {', '.join(sorted([*known, 'workers']))}",
                     got=repr(key),
@@ -614,6 +617,8 @@ NAMED: dict[str, dict[str, Any]] = {
 """Strategies by the one word that people change."""
 _ELSEWHERE = {"dp": "mirrored", "ddp": "mirrored", "fsdp": "sharded", "tp": "tensorparallel", "pp": "pipeline"}
 """What the field calls them."""
+_AXIS = {"mirrored": "replicas", "sharded": "shards", "pipeline": "stages", "tensorparallel": "tensor"}
+"""Where the number of a strategy stands."""
 
 
 def _product(field: dataclasses.Field[Any], one: StrategySpec, other: StrategySpec) -> Any:
@@ -672,10 +677,20 @@ def _named(word: str) -> dict[str, Any]:
         return NAMED[_ELSEWHERE.get(word, word)]
     except KeyError:
         raise StrategyError(
-            f"a strategy is one of {', '.join(NAMED)}, or settings such as replicas=4",
+            f"a strategy is one of {', '.join(NAMED)}, auto, or settings such as replicas=4",
             got=repr(word),
-            remedy='write for instance "mirrored" or "replicas=2,accumulate=4"',
+            remedy=_meant(word),
         ) from None
+
+
+def _meant(word: str) -> str:
+    """What somebody may have meant by a word that is no strategy: sharded(2), sharded:2, shraded."""
+    name, _, number = re.sub(r"[(:*]", "=", word).rstrip(")").partition("=")
+    alike = difflib.get_close_matches(name, [*NAMED, *_ELSEWHERE, "auto"], 1)
+    if not alike:
+        return 'write for instance "mirrored" or "replicas=2,accumulate=4"'
+    axis = _AXIS.get(_ELSEWHERE.get(alike[0], alike[0]))
+    return f"write {axis}={number}" if axis and number.isdigit() else f"did you mean {alike[0]}?"
 
 
 def _setting(key: str, text: str) -> tuple[str, Any]:

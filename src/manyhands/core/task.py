@@ -173,6 +173,12 @@ class Task:
                 _require_arguments(f"metrics[{name!r}]", metric, ("outputs", "batch"))
         for name, arguments in _ARGUMENTS.items():
             _require_arguments(name, getattr(self, name), arguments)
+        if inspect.isclass(self.schedule):
+            raise TaskError(
+                "schedule is a function of (step, total) that returns what the learning rate is multiplied by",
+                got=f"the class {self.schedule.__name__}",
+                remedy="write for instance schedule=lambda step, total: 1 - step / total",
+            )
         for name in ("model", "optimizer", "loss", "step", "collate", "predict", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):

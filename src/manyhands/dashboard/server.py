@@ -53,9 +53,10 @@ class Dashboard:
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         try:
             self._http = _Server((HOST, port), self)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise SettingsError(
-                "the port must be free", got=f"{HOST}:{port} ({error.strerror})", remedy="pass another, or 0 for any"
+                "the port must be free", got=f"{HOST}:{port} ({reason})", remedy="pass another, or 0 for any"
             ) from None
         self.port = int(self._http.server_address[1])
         self.url = f"http://{HOST}:{self.port}/"

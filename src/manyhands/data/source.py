@@ -137,7 +137,7 @@ def check_source(source: Source, batch_size: int | None) -> int:
             remedy="pass batch_size=32",
         )
     if source.size == 0:
-        raise DataError("data must have samples", got=f"an empty {source.name}", remedy="check its path or its filter")
+        raise DataError("data must have samples", got=f"none in {source.name}", remedy="check its path or its filter")
     if source.size is not None and source.size < size:
         raise DataError(
             f"{source.name} must have at least one batch",

@@ -18,7 +18,7 @@ from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
 from ..cluster import NullWorld, caller_lines
-from ..core import StrategyError, StrategySpec
+from ..core import SettingsError, StrategyError, StrategySpec
 from ..training import Hand
 from .following import variables_of
 from .inputs import DistributedInput, InputContext, OwnInput, brought_by_all, distributed, share_randomness
@@ -112,6 +112,12 @@ class Strategy:
         `compute_average_loss` makes one of values per sample. Metrics that were made in the scope count the rows of
         all replicas.
         """
+        if any(type(leaf).__name__ == "SymbolicTensor" for leaf in tree.flatten([*args, *(kwargs or {}).values()])):
+            raise SettingsError(
+                "Keras on PyTorch computes with values, and nothing is traced",
+                got="strategy.run inside of a tf.function",
+                remedy="leave @tf.function away, and tf.GradientTape too: loss.backward() has the gradients",
+            )
         self._require_together("strategy.run")
         if self.spec.accumulate > 1:
             raise StrategyError(

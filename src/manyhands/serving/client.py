@@ -155,7 +155,9 @@ class _Wire:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(
-                "a server's address is http://host:port", got=repr(url), remedy="write http://127.0.0.1:8501"
+                "a server's address is http://host:port",
+                got=repr(url),
+                remedy=f"write http://{url}" if ":" in url and "/" not in url else "write http://127.0.0.1:8501",
             )
         self._parts, self._timeout, self._tls = parts, timeout, tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}

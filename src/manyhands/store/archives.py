@@ -261,7 +261,17 @@ def _require_close(name: str, rows: int, want: Tensor, have: Tensor) -> None:
 
 def _publish(path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
     """Writes a version aside and moves it to the next free number."""
-    disk = Disk()
+    try:
+        return _published(Disk(), path, weights, texts)
+    except OSError as error:
+        raise ArchiveError(
+            "a model is exported into a folder that can be written and has room",
+            got=f"{path} ({error.strerror or error})",
+            remedy="name another one, or make room there",
+        ) from None
+
+
+def _published(disk: Disk, path: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     remove_stale(disk, path)
     temporary = path / temporary_name()

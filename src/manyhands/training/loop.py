@@ -567,7 +567,10 @@ class TrainingLoop:
             self.save()
             store.wait()
         if not hand.world.gather_objects(hand.num_steps in store.steps())[0]:
-            raise RunError(f"the last state, of step {hand.num_steps}, could not be saved: see the notices above")
+            raise RunError(
+                f"the last state, of step {hand.num_steps}, could not be saved: see the notices above; "
+                "make room, and resume from the last checkpoint that was written"
+            )
         for callback in self.job.callbacks:
             callback.on_end(hand)
         if hand.spec.shards != 1 or hand.spec.tensor > 1:

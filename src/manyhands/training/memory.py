@@ -58,13 +58,15 @@ def parse_bytes(text: str | int) -> int:
     number = float(found[1]) if found else 0.0
     if found is None or isinstance(text, bool) or (found[3] and not found[2]) or number <= 0:
         raise SettingsError(
-            "memory is a number of bytes above zero", got=repr(text), remedy='write it as "8GiB" or "500MB"'
+            "an amount of memory is a number of bytes above zero",
+            got=repr(text),
+            remedy='write it as "8GiB" or "500MB"',
         )
     unit = found[2].lower()
     count = int(number * (_BINARY[unit] if found[3] else _UNITS[unit]))
     if count < LEAST:
         raise SettingsError(
-            f"memory must be at least {size_text(LEAST)}",
+            f"an amount of memory is at least {size_text(LEAST)}",
             got=f"{text!r}, which is {size_text(count)}",
             remedy='write the unit too, such as "8GiB"',
         )

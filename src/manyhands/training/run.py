@@ -256,6 +256,19 @@ def _require_path(source: Path | Mapping[str, Tensor], given: Any, folder: Path)
         )
 
 
+def _make(folder: Path, *, exist_ok: bool = False) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise SettingsError(
+            "what is trained is kept in a folder that can be written",
+            got=f"{folder.parent} ({error.strerror})",
+            remedy="name another one: folder=, or --folder",
+        ) from None
+
+
 def new_folder(folder: str | Path, name: str | None, default: str, resume: bool, *, may_begin: bool = False) -> Path:
     """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten.
 
@@ -272,7 +285,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
         if name is None:
             raise SettingsError("resume needs the run's name", got="none", remedy='pass name="..."')
         if may_begin:
-            (root / name).mkdir(parents=True, exist_ok=True)
+            _make(root / name, exist_ok=True)
         if not (root / name).is_dir():
             raise SettingsError(
                 f"a run that is resumed must be there; {root} has {_some_of(root)}",
@@ -283,7 +296,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
     chosen = name or default
     for suffix in ["", *(f"-{n}" for n in range(2, 10_000))] if name is None else [""]:
         try:
-            (root / f"{chosen}{suffix}").mkdir(parents=True)
+            _make(root / f"{chosen}{suffix}")
         except FileExistsError:
             continue
         return root / f"{chosen}{suffix}"

@@ -24,6 +24,7 @@ _EXTRAS = {
     "pynvml": "gpu",
     "pyarrow": "files",
     "ray": "ray",
+    "opentelemetry": "traces",
 }
 """Packages that are used where they are there, and the extra that installs each."""
 

@@ -7,6 +7,7 @@ sent while this is found out: tensors are torch's fake ones, which know their sh
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -127,9 +128,18 @@ def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def _note(layout: Layout, name: str, text: str) -> None:
+    """What holds of many blocks alike is said once."""
+    for place, known in enumerate(layout.notes):
+        if known.endswith(text):
+            layout.notes[place] = f"{known.removesuffix(text)}, {name}{text}"
+            return
+    layout.notes.append(f"{name}{text}")
+
+
 def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: list[str], error: Exception) -> None:
     """Makes whole what could not be computed in parts: first a module's own lines, then all of it."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    reason = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], 160, placeholder=" …")
     name = stack[-1] if stack else LOSS
     parents = [n for n in stack if n in layout.blocks]
     if name == "":
@@ -141,14 +151,14 @@ def _give_way(model: nn.Module, layout: Layout, wishes: dict[str, str], stack: l
     place = stack[-1] if stack else LOSS
     if place not in layout.whole:
         layout.whole.add(place)
-        layout.notes.append(f"{name} works on whole tensors on every rank: {reason}")
+        _note(layout, name, f" works on whole tensors on every rank: {reason}")
     elif place and place != LOSS and wishes.get(place) != Replicated.name:
         layout.whole.discard(place)
         wishes[place] = Replicated.name
-        layout.notes.append(f"{name} is replicated: {reason}")
+        _note(layout, name, f" is replicated: {reason}")
     elif parents and wishes.get(parents[-1]) != Replicated.name:
         wishes[parents[-1]] = Replicated.name
-        layout.notes.append(f"{parents[-1]} is replicated: {reason}")
+        _note(layout, parents[-1], f" is replicated: {reason}")
     elif "" not in layout.whole:
         layout.whole.add("")
         layout.notes.append(f"the network's own lines work on whole tensors on every rank: {reason}")

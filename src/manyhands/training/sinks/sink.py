@@ -75,7 +75,7 @@ class Sink(ABC):
             importlib.import_module(self.package)
         except ImportError as error:
             raise SettingsError(
-                f"log_to={self.name!r} needs the package {self.package.split('.')[0]}",
+                f"log_to={self.name!r} needs the package {error.name or self.package}",
                 got=f"{type(error).__name__}: {error}",
                 remedy=f"install it: pip install 'manyhands[{self.extra}]'",
             ) from None
