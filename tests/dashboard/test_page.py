@@ -179,7 +179,16 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     assert page.evaluate("window.same") is True
     a_run(tmp_path / "runs" / "another")
     page.keyboard.press("1")
-    expect(page.get_by_role("link", name="runs/another")).to_be_visible()
+    link = page.get_by_role("link", name="runs/another")
+    expect(link).to_be_visible()
+    # News that come while a pointer is down do not take away what it is on.
+    link.hover()
+    page.mouse.down()
+    with page.expect_response(lambda answer: "overview" in answer.url):
+        a_run(tmp_path / "runs" / "third")
+    page.wait_for_timeout(200)
+    page.mouse.up()
+    expect(page.locator("h1")).to_contain_text("runs/another")
     run.close()
 
 

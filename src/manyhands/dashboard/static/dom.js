@@ -114,8 +114,21 @@ export function missing(noun, id, page) {
   return [h("h1", {}, id || "Nothing"), empty(`There is no ${noun} of this name in the folders that are shown. `, link(page, [], "What there is"))];
 }
 
+// What a pointer was put down on must still be there when it is lifted, or the click is lost: news wait as long.
+let pressed = null;
+const lift = () => setTimeout(() => {
+  pressed?.resolve();
+  pressed = null;
+});
+addEventListener("pointerdown", () => { pressed ??= Promise.withResolvers(); }, true);
+addEventListener("pointerup", lift, true);
+addEventListener("pointercancel", lift, true);
+addEventListener("blur", lift);
+
 export async function get(path, query = {}) {
   const text = new URLSearchParams(query).toString();
   const answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`);
-  return answer.ok ? answer.json() : null;
+  const found = answer.ok ? await answer.json() : null;
+  await pressed?.promise;
+  return found;
 }
