@@ -341,6 +341,36 @@ def narrow(folder: Path) -> dict[str, Any]:
     return {"losses": losses, "weights": weights(model), "scale": float(optimizer.dynamic_scale)}
 
 
+class TwoUpdates(keras.Model):  # type: ignore[misc]
+    """Computes again after an update, as networks that play against each other do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(2, use_bias=False)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.zero_grad()
+        keras.ops.mean((self(x) - y) ** 2).backward()
+        self.optimizer.apply([w.value.grad for w in self.trainable_weights], self.trainable_weights)
+        with torch.no_grad():
+            now = self(x)
+            with torch.autocast(x.device.type, enabled=False):
+                wanted = x @ self.dense.kernel.value
+        return {"error": (now - wanted).abs().max() / wanted.abs().max()}
+
+
+@behaviour
+def narrow_after_an_update(folder: Path) -> dict[str, Any]:
+    with mhk.MirroredStrategy(precision="bf16").scope():
+        model = TwoUpdates()
+        model.compile(optimizer=keras.optimizers.SGD(1.0))
+    return model.fit(INPUTS, TARGETS, batch_size=101, verbose=0).history  # type: ignore[no-any-return]
+
+
 @behaviour
 def a_metric_with_states(folder: Path) -> dict[str, Any]:
     """AUC, whose result is no mean of the replicas' results."""

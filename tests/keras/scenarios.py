@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from keras import layers
 from keras.src.backend.common import dtypes
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
@@ -129,7 +131,7 @@ def sequential_with_arrays(folder: Path) -> dict[str, Any]:
 
 @scenario
 def functional_with_a_pydataset(folder: Path) -> dict[str, Any]:
-    """Two outputs, loss weights, sample weights, an activity regulariser, shuffled batches."""
+    """Two outputs, loss weights, sample weights, an activity regulariser, shuffled batches that threads read."""
     with mhk.MirroredStrategy().scope():
         inputs = keras.Input((8,))
         hidden = layers.Dense(12, activation="relu", activity_regularizer="l2")(inputs)
@@ -140,7 +142,15 @@ def functional_with_a_pydataset(folder: Path) -> dict[str, Any]:
             loss_weights={"a": 0.3, "b": 1.0},
             weighted_metrics={"a": "mae", "b": "accuracy"},
         )
-    history = model.fit(Batches(), epochs=2, verbose=0, validation_data=Batches())
+    read, world = OrderedEnqueuer._run, current_world()
+
+    def read_late(self: Any) -> None:
+        time.sleep(0.0 if world is None else 0.05 * world.rank)
+        read(self)
+
+    # Each replica's threads begin at another moment.
+    with mock.patch.object(OrderedEnqueuer, "_run", read_late):
+        history = model.fit(Batches(workers=2), epochs=2, verbose=0, validation_data=Batches())
     return results(model, history)
 
 

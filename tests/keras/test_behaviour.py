@@ -55,6 +55,8 @@ def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) 
         pass
     told = shown.summary()
     assert (told["state"], told["step"], told["total"], len(told["devices"])) == ("finished", 12, 12, 2)
+    assert shown.record["batch_size"] == 32
+    assert told["samples_per_second"] > 0
     losses = [loss for each in events if each["kind"] == "steps" for loss in each["losses"]["loss"]]
     # Of batches of 32, 32, 32 and 5 rows.
     assert np.average(losses[-4:], weights=[32, 32, 32, 5]) == pytest.approx(history["loss"][-1], rel=1e-5)
@@ -161,6 +163,11 @@ def test_narrow_numbers(every: dict[str, Facts], alone: dict[str, Any]) -> None:
         assert theirs[-1] < theirs[0]
     # Steps that overflow are the same ones.
     assert every["narrow"][0]["losses"][-1] == pytest.approx(alone["narrow"]["losses"][-1], rel=1e-3)
+
+
+def test_narrow_numbers_are_those_after_an_update(every: dict[str, Facts]) -> None:
+    for fact in every["narrow_after_an_update"]:
+        assert fact["error"][0] < 0.02
 
 
 def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any]) -> None:

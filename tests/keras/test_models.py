@@ -86,7 +86,13 @@ def test_what_a_task_cannot_take() -> None:
     with pytest.raises(TaskError, match="not compiled"):
         mhk.as_task(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(1)]), (X, Y), batch_size=8).model()
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    for optimizer in (keras.optimizers.Adam(schedule), keras.optimizers.Lion(), keras.optimizers.SGD(clipnorm=1.0)):
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    for optimizer in (
+        keras.optimizers.Adam(schedule),
+        keras.optimizers.Lion(),
+        keras.optimizers.SGD(clipnorm=1.0),
+        scaled,
+    ):
         with pytest.raises(TaskError, match="that PyTorch has too"):
             mhk.as_task(made, (X, Y), batch_size=8).optimizer(made(optimizer=optimizer))
     with pytest.raises(TaskError, match="pass example="):

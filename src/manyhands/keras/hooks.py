@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from keras import Model, models, saving
 from keras.callbacks import TensorBoard
 from keras.layers import BatchNormalization
@@ -23,7 +24,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.saving import saving_api
 from keras.src.trainers.trainer import Trainer
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core import SettingsError, StrategyError, mix
 from . import halves, losses, measures, statistics, trainer
@@ -69,6 +70,7 @@ def install() -> None:
     ):
         setattr(TorchTrainer, name, _at_home(over(getattr(TorchTrainer, name), strategy_of)))
     register_optimizer_step_pre_hook(_sum_for_torch)
+    register_optimizer_step_post_hook(lambda *_: None if current_step() is None else torch.clear_autocast_cache())
     for kind in ("train", "test", "predict"):
         name = f"make_{kind}_function"
         setattr(TorchTrainer, name, trainer.make_function(getattr(TorchTrainer, name), strategy_of, kind))
@@ -130,7 +132,7 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
         with step.applying():
             if step.update is not None:
                 return step.update(self, apply, added, variables)
-            return apply(self, sum_gradients(step.hand, added, variables), trainable_variables)
+            return apply(self, sum_gradients(step.hand, added, variables), given)
 
     return summing
 

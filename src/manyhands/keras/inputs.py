@@ -20,7 +20,9 @@ from keras import tree
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+from keras.utils import PyDataset
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset, default_collate
 
 from ..core import DataError, StrategyError
@@ -122,6 +124,10 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         return self._adapter.partial_batch_size  # type: ignore[no-any-return]
 
     def on_epoch_begin(self) -> None:
+        dataset = getattr(self._adapter, "py_dataset", None)
+        if isinstance(dataset, _InOneOrder):
+            share_randomness(self._strategy.hand, "begin an epoch")
+            dataset.draw()
         self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
@@ -139,7 +145,35 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
     adapter = data_adapters.get_data_adapter(x, *args)
     if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.is_alone:
         _require_same_samples(strategy.hand, adapter)
+    if isinstance(adapter, PyDatasetAdapter) and adapter.shuffle and adapter.enqueuer and strategy.hand.size > 1:
+        adapter = PyDatasetAdapter(_InOneOrder(adapter.py_dataset), adapter.class_weight)
     return DistributedInput(adapter, strategy, micros)
+
+
+class _InOneOrder(PyDataset):  # type: ignore[misc]
+    """A PyDataset in an order that all replicas draw at one moment; the thread of its workers would at some moment."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self._inner, self._order = inner, list(range(inner.num_batches))
+
+    def draw(self) -> None:
+        """The order of an epoch."""
+        self._order = list(range(len(self._order)))
+        random.shuffle(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._inner[self._order[index]]
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._order)
+
+    def on_epoch_begin(self) -> None:
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._inner.on_epoch_end()
 
 
 def require_by_itself(x: Any, **beside: Any) -> None:

@@ -35,6 +35,7 @@ class RunLog(Callback):  # type: ignore[misc]
         self._folder, self._name = Path(folder), name
         self.path: Path | None = None
         """The run, once it has begun."""
+        self._record: dict[str, Any] = {}
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
         self._told = 0.0, 0.0
@@ -74,7 +75,7 @@ class RunLog(Callback):  # type: ignore[misc]
         self._step, self._batches = int(ops.convert_to_numpy(self.model.optimizer.iterations)), []
         strategy = home_of(self.model)
         epochs, steps = self.params["epochs"], self.params["steps"]
-        record = {
+        self._record = {
             "torch": torch.__version__,
             "keras": keras.__version__,
             "python": sys.version.split()[0],
@@ -83,9 +84,13 @@ class RunLog(Callback):  # type: ignore[misc]
             "epochs": epochs,
             "task": self.model.name,
         }
-        (self.path / RECORD).write_text(json.dumps(record, indent=2))
+        self._write_record()
         parameters = self.model.count_params() if self.model.built else None
         self._write("start", total=steps and steps * epochs, epochs=epochs, parameters=parameters, step=self._step)
+
+    def _write_record(self) -> None:
+        assert self.path is not None
+        (self.path / RECORD).write_text(json.dumps(self._record, indent=2))
 
     def _loss(self, logs: Mapping[str, float]) -> float:
         """Of the last batch: what it has added to the mean since the epoch began, which is what Keras tells."""
@@ -95,6 +100,10 @@ class RunLog(Callback):  # type: ignore[misc]
         total, count = (float(ops.convert_to_numpy(variable)) for variable in (tracker.total, tracker.count))
         before_total, before_count = self._told if count > self._told[1] else (0.0, 0.0)
         self._told = total, count
+        if "batch_size" not in self._record:
+            # Keras tells callbacks nothing of it; the first batch is a whole one.
+            self._record["batch_size"] = round(count - before_count)
+            self._write_record()
         return (total - before_total) / (count - before_count)
 
     def _write_batches(self) -> None:

@@ -107,6 +107,8 @@ class Step:
             yield
         finally:
             self.is_applying = False
+            # Or a forward after an update, in the same step, would compute with what was narrowed before it.
+            torch.clear_autocast_cache()
 
 
 def sum_gradients(hand: Hand, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> list[Tensor | None]:

@@ -95,7 +95,7 @@ def _torch_optimizer(model: Any) -> torch.optim.Optimizer:
     given = model.optimizer
     config = given.get_config()
     weights = [variable.value for variable in model.trainable_variables]
-    kind, rate = type(given).__name__, config["learning_rate"]
+    kind, rate = type(given).__name__, config.get("learning_rate")
     clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm", "use_ema") if config.get(name)]
     if isinstance(rate, dict) or clips or config.get("gradient_accumulation_steps"):
         raise _refused(
