@@ -16,8 +16,8 @@ from manyhands import verbs
 from manyhands.cluster import LocalEngine
 from manyhands.training import Hand
 
-from . import loops  # noqa: F401  # more of both
 from .behaviours import BEHAVIOURS
+from .loops import LOOPS
 from .scenarios import SCENARIOS
 
 
@@ -26,7 +26,7 @@ def run_all(hand: Any, folder: Path, names: Collection[str]) -> dict[str, Any]:
     told = {}
     # Every step is told, so that each kind of optimizer is asked for its steps.
     with mock.patch.dict(Hand.tell_step.__globals__, TELL_SECONDS=0.0):
-        for name, act in {**SCENARIOS, **BEHAVIOURS}.items():
+        for name, act in {**SCENARIOS, **BEHAVIOURS, **LOOPS}.items():
             if name in names:
                 (folder / name).mkdir(exist_ok=True, parents=True)
                 told[name] = act(folder / name)

@@ -20,9 +20,10 @@ import manyhands.keras as mhk
 from manyhands.cluster import current_world
 from manyhands.core import ManyhandsError
 
-from .behaviours import behaviour, network
+from .behaviours import network
 from .scenarios import INPUTS, TARGETS, results, scenario
 
+LOOPS: dict[str, Callable[[Path], dict[str, Any]]] = {}
 DATA = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(TARGETS))
 
 
@@ -139,6 +140,11 @@ def a_step_that_asks_for_its_strategy(folder: Path) -> dict[str, Any]:
     return results(model, model.fit(batches, steps_per_epoch=4, verbose=0))
 
 
+def loop_of_ones_own(fn: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    LOOPS[fn.__name__] = fn
+    return fn
+
+
 def said(act: Callable[[], Any]) -> str:
     try:
         act()
@@ -160,7 +166,7 @@ class Looks(keras.callbacks.Callback):  # type: ignore[misc]
         self.file.write_text(f"{loss:.9g} {refused}")
 
 
-@behaviour
+@loop_of_ones_own
 def a_callback_looks_at_a_distributed_dataset(folder: Path) -> dict[str, Any]:
     loop = Loop(mhk.MirroredStrategy())
     model = network(strategy=loop.strategy)
@@ -168,7 +174,7 @@ def a_callback_looks_at_a_distributed_dataset(folder: Path) -> dict[str, Any]:
     return {"loss": model.evaluate(loop.batches(25), verbose=0), "text": (folder / "looked.txt").read_text()}
 
 
-@behaviour
+@loop_of_ones_own
 def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
     """Each by its name, what is said about it."""
     strategy = mhk.MirroredStrategy()
@@ -199,7 +205,7 @@ def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
     }
 
 
-@behaviour
+@loop_of_ones_own
 def options_of_a_strategy(folder: Path) -> dict[str, Any]:
     """Its precision counts in loops of one's own, its micro-batches for a distributed dataset as well."""
     sizes: list[int] = []
@@ -215,3 +221,12 @@ def options_of_a_strategy(folder: Path) -> dict[str, Any]:
     model.train_on_batch(*next(iter(strategy.experimental_distribute_dataset(DataLoader(DATA, batch_size=50)))))
     narrow = mhk.MirroredStrategy(precision="bf16").run(lambda: str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
     return {"sizes": sizes, "narrow": narrow}
+
+
+@loop_of_ones_own
+def another_choice_of_devices(folder: Path) -> dict[str, Any]:
+    """Replicas are there already; what one device trains beside them, each replica has for itself."""
+    mhk.MirroredStrategy(["cpu:0", "cpu:1"])
+    alone = network(strategy=mhk.OneDeviceStrategy("cpu"))
+    alone.fit(INPUTS, TARGETS, verbose=0)
+    return {"said": said(lambda: mhk.MirroredStrategy(["cpu:0"])), "steps": int(alone.optimizer.iterations.numpy())}

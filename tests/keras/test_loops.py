@@ -11,7 +11,10 @@ from keras.src.backend.torch import core as keras_torch
 
 import manyhands.keras as mhk
 
+from .loops import LOOPS
+
 Facts = list[dict[str, Any]]
+ACTS = LOOPS
 
 REFUSED = {
     "applied outside": "an optimizer that is applied outside of strategy.run",
@@ -61,3 +64,9 @@ def test_a_program_may_have_strategies_for_several_devices() -> None:
     with there.scope():
         assert here.run(keras_torch.get_device) == "cpu"
     assert keras_torch.get_device() == before
+
+
+def test_replicas_are_chosen_once(every: dict[str, Facts]) -> None:
+    for facts in every["another_choice_of_devices"]:
+        assert facts["said"].startswith("strategies of one program have the same replicas, but got cpu*1 after cpu*2;")
+        assert facts["steps"] == 4

@@ -6,6 +6,7 @@ one of arrays, a replica reads only its own; of what can only be iterated every 
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import zlib
@@ -93,7 +94,11 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
     def of(self, strategy: Strategy, micros: int) -> DistributedInput:
         """The same for a model's strategy, in micro-batches."""
         self.require_replicas_of(strategy)
-        return DistributedInput(self._adapter, self._strategy, micros)
+        if micros == self._micros:
+            return self
+        cut = copy.copy(self)
+        cut._micros = micros
+        return cut
 
     def require_replicas_of(self, strategy: Strategy | None) -> None:
         """Refuses to give some of the rows to a model that takes them for all."""

@@ -17,6 +17,8 @@ from ..training import Hand, hand, joined_world
 def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
     """This process's hand among all replicas; a plain program with several devices is started again on all of them."""
     on = named(devices)
+    if devices is not None:
+        _require_one_choice(str(on))
     if current_world() is None:
         if whole_host(on) is not None:
             _start_again(on, name, "every device of this host")
@@ -25,6 +27,25 @@ def hand_of_all(devices: Sequence[str] | str | None, name: str) -> Hand:
             if len(found) > 1:
                 _start_again(on, name, ", ".join(map(str, found)))
     return settled(hand(on))
+
+
+_chosen: list[str] = []
+"""The devices that this program's strategies have named, where it is a rank of several."""
+
+
+def _require_one_choice(on: str) -> None:
+    """Refuses a second choice of devices for replicas that are there already."""
+    world = current_world()
+    if world is None or world.size == 1:
+        return
+    if not _chosen:
+        _chosen.append(on)
+    if on != _chosen[0]:
+        raise DeviceError(
+            "strategies of one program have the same replicas",
+            got=f"{on} after {_chosen[0]}",
+            remedy="name one choice, use OneDeviceStrategy for what one device trains, or write two programs",
+        )
 
 
 def settled(hand: Hand) -> Hand:
