@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import manyhands as mh
 from manyhands.cluster import LocalEngine, World, resolve
-from manyhands.core import read_events
+from manyhands.core import WorkerFailed, read_events
 from manyhands.training import Hand
 
 TIMEOUT = 12.0
@@ -53,6 +54,16 @@ def test_a_stall_is_reported_once_with_who_has_not_arrived(engine: LocalEngine, 
     waiting = [line for line in rest if "waits in all_reduce, its collective number 3" in line]
     assert len(waiting) == 2
     assert sum("in work: world.all_reduce(total)" in line for line in rest) == 2
+
+
+def test_ranks_in_collectives_that_do_not_fit_are_ended(engine: LocalEngine) -> None:
+    def work(world: World) -> None:
+        world.barrier()
+        world.wait_for("a file") if world.rank else world.all_reduce(torch.ones(()))
+
+    job = engine.start(work, resolve("cpu*2")[0], timeout=TIMEOUT, after_loss="restart")
+    with pytest.raises(WorkerFailed, match=r"do not fit: rank 0 in all_reduce, rank 1 in waiting for a file"):
+        job.wait(lambda *entry: None, lambda *line: None)
 
 
 def test_a_step_that_stands_still_is_in_the_log_of_the_run(engine: LocalEngine, tmp_path: Path) -> None:

@@ -357,7 +357,12 @@ class Conductor(Job):
         if self._hang is not None and self._hang.is_due:
             hosts = {member.rank: member.place.host for member in self._members}
             self._say(event("hang", text=self._hang.text(hosts)))
-            self._hang = None
+            crossed, self._hang = self._hang.crossed, None
+            if crossed and self._after_loss == "restart" and self._failed is None:
+                # A script of a person's own, in which not all ranks do the same; begun anew it would come here again.
+                first = self._members[0]
+                reason = f"ranks wait for each other for ever, in collectives that do not fit: {crossed}"
+                self._give_up(first, Loss(first.rank, first.place.host, reason))
         if self._has_begun and self.is_complete:
             for member in self._newcomers:
                 member.place.kill(member.slot)

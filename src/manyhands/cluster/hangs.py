@@ -17,8 +17,12 @@ STALL = 0.25
 """The part of the time limit after which an operation stands still."""
 ANSWER_SECONDS = 2.0
 """How long a rank may take to say where it is; one that is frozen never does."""
+CROSSED_SECONDS = 2.0
+"""How long every rank must have stood where it is, for one of them has stood too long already."""
 MAX_FRAMES = 12
 STEP = "a step"
+_ALONE = ("", STEP, "send", "receive")
+"""What a rank does that needs not all of the others."""
 
 
 class Listener(Protocol):
@@ -53,6 +57,15 @@ class Diary:
         if self.spans is not None and threading.get_ident() == self.thread:
             self.spans.leave()
         self.operation, self.since = before, time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self, operation: str) -> Iterator[None]:
+        """It waits for another rank, in no collective."""
+        before, self.operation, self.since = self.operation, operation, time.monotonic()
+        try:
+            yield
+        finally:
+            self.operation, self.since = before, time.monotonic()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -107,6 +120,19 @@ class HangReport:
     def is_due(self) -> bool:
         """Whether everybody has answered, or had the time to."""
         return len(self.answers) >= self.size or time.monotonic() > self.began + ANSWER_SECONDS
+
+    @property
+    def crossed(self) -> str:
+        """Who stands where, if no rank can ever go on because they are in collectives that do not fit; else nothing.
+
+        Between two ranks sending and receiving do fit.
+        """
+        every = sorted(self.answers.items())
+        stand = all(told["operation"] not in _ALONE and told["seconds"] > CROSSED_SECONDS for _, told in every)
+        names = {told["operation"] for _, told in every}
+        if len(every) < self.size or not stand or len(names) == 1:
+            return ""
+        return ", ".join(f"rank {rank} in {told['operation']}" for rank, told in every)
 
     def text(self, hosts: Mapping[int, str]) -> str:
         """The report: first who has not arrived, then who waits, each with its stack.

@@ -205,10 +205,11 @@ class TorchWorld(_GroupWorld):
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + self.seat.timeout
-        while not self._marks.check([name]):
-            if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
-                raise PeerLost("waiting", caller_line(), self.line.lost or f"nobody said within the time: {name}")
-            time.sleep(0.01)
+        with self.diary.waiting(f"waiting for {name}"):
+            while not self._marks.check([name]):
+                if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
+                    raise PeerLost("waiting", caller_line(), self.line.lost or f"nobody said within the time: {name}")
+                time.sleep(0.01)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         key = tuple(axes.items())
