@@ -231,6 +231,11 @@ def inputs_that_differ_are_refused(folder: Path) -> dict[str, Any]:
         [inputs, TARGETS],
         [DataLoader(tensors, batch_size=8)],
         [DataLoader(fewer, batch_size=8)],
+        [
+            DataLoader(
+                range(64), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(strategy.hand.rank)
+            )
+        ],  # type: ignore[arg-type]
     ):
         try:
             model.fit(*given, verbose=0)

@@ -49,13 +49,22 @@ def test_callbacks_run_once(every: dict[str, Facts], folder: Path) -> None:
 def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) -> None:
     history, path = every["callbacks_run_once"][0]["history"], folder / "callbacks_run_once" / "runs" / "meddled"
     events = list(read_events(path / "events.jsonl"))
-    assert [each["kind"] for each in events if each["kind"] != "steps"] == ["start", *["epoch"] * 3, "end"]
+    assert [each["kind"] for each in events if each["kind"] != "steps"] == [
+        "start",
+        *["epoch", "waits", "waits"] * 3,
+        "end",
+    ]
     shown = Run("meddled", path)
     while shown.refresh():
         pass
     told = shown.summary()
     assert (told["state"], told["step"], told["total"], len(told["devices"])) == ("finished", 12, 12, 2)
     assert shown.record["batch_size"] == 32
+    for rank in (0, 1):
+        seconds = shown.ranks[rank].seconds
+        assert seconds["total"] == pytest.approx(sum(seconds.values()) / 2)
+        assert seconds["input"] > 0
+        assert seconds["validation"] > 0
     assert told["samples_per_second"] > 0
     losses = [loss for each in events if each["kind"] == "steps" for loss in each["losses"]["loss"]]
     # Of batches of 32, 32, 32 and 5 rows.
@@ -177,10 +186,11 @@ def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any])
 
 def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Facts]) -> None:
     for facts in every["inputs_that_differ_are_refused"]:
-        iterated, *indexed = facts["said"]
+        iterated, *indexed, order = facts["said"]
         assert "the same batches on every replica" in iterated
         assert "shuffle(1000, seed=0)" in iterated
         assert [said.startswith("every replica must have the same data") for said in indexed] == [True] * 3
+        assert "torch.Generator().manual_seed(0)" in order
         assert "101 samples here" in indexed[0]
         assert "np.random.default_rng(0)" in indexed[0]
 

@@ -14,7 +14,7 @@ from keras.src.utils.python_utils import is_default
 from ..core import RunError
 from .boards import TensorBoard
 from .following import Changes, Look, plain_attributes
-from .runs import RunLog
+from .runs import Clock, RunLog
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -51,9 +51,12 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
             for what, names in _PER_BATCH.items()
         }
         saves_in_between = any(isinstance(getattr(each, "save_freq", None), int) for each in given)
+        is_logged = any(isinstance(each, RunLog) for each in given)
         is_first = strategy.hand.is_first
         # Callbacks may be given to the first replica alone; when to meet is for all the same.
-        self._per_batch, self._saves_in_between = strategy.hand.world.gather_objects((per_batch, saves_in_between))[0]
+        own = (per_batch, saves_in_between, is_logged)
+        self._per_batch, self._saves_in_between, is_logged = strategy.hand.world.gather_objects(own)[0]
+        self._clock = Clock(strategy.hand) if is_logged else None
         if verbose == "auto" and not sys.stdout.isatty():
             # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
             verbose = 2
@@ -92,6 +95,14 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         if self._in_begin_end_block_count == 0:
             self._tell_what_they_know()
 
+    def _begin(self) -> None:
+        if self._clock is not None:
+            self._clock.begin()
+
+    def _count(self, what: str) -> None:
+        if self._clock is not None:
+            self._clock.end(what)
+
     def _tell_what_they_know(self) -> None:
         """Lets a script ask any replica's EarlyStopping for its best epoch, or history for its learning rates."""
         # The first one may have been given callbacks that the others were not; a history all have.
@@ -111,15 +122,23 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._once("on_epoch_begin", epoch, logs)
+        self._begin()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._strategy.share_memory(self.model)
+        if self._clock is not None:
+            waits = self._strategy.hand.world.gather_objects(self._clock.told())
+            for each in self._given:
+                if isinstance(each, RunLog):
+                    each.waits = waits
         self._once("on_epoch_end", epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._once("on_test_begin", logs)
+        self._begin()
 
     def on_test_end(self, logs: Any = None) -> None:
+        self._count("validation")
         self._end("on_test_end", logs)
 
     def on_predict_begin(self, logs: Any = None) -> None:
@@ -129,12 +148,14 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         self._end("on_predict_end", logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._count("input")
         self._once("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._saves_in_between:
             self._strategy.share_memory(self.model)
         self._once("on_train_batch_end", batch, logs)
+        self._begin()
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._once("on_test_batch_begin", batch, logs)

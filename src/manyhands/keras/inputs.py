@@ -69,7 +69,18 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
         if not self._strategy.is_alone:
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
         loader = self._adapter.get_torch_dataloader()
-        return _indexed(loader, self._share) if _is_indexed(loader) else self._cut(iter(loader))
+        return (
+            _indexed(loader, self._share, self._require_one_order) if _is_indexed(loader) else self._cut(iter(loader))
+        )
+
+    def _require_one_order(self, ids: list[Any]) -> None:
+        if not self._strategy.is_alone and self._strategy.hand.size > 1 and _differs(self._strategy.hand, [repr(ids)]):
+            raise DataError(
+                "every replica must take the samples in the same order, each keeps its rows of a batch",
+                got="first batches of other samples",
+                remedy="seed what draws it, as in DataLoader(..., generator=torch.Generator().manual_seed(0)), or "
+                "leave the generator out",
+            )
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -368,20 +379,24 @@ def _is_indexed(loader: Any) -> bool:
 class _OwnSamples(Sampler[list[Any]]):
     """The samples of a batch sampler's batches that are a replica's; notes the shares as they come."""
 
-    def __init__(self, batches: Any, share: Callable[[int], Share]) -> None:
-        self._batches, self._share = batches, share
+    def __init__(self, batches: Any, share: Callable[[int], Share], require: Callable[[list[Any]], None]) -> None:
+        self._batches, self._share, self._require = batches, share, require
         self.shares: deque[Share] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self._batches:
+        for number, batch in enumerate(self._batches):
             ids = list(batch)
+            if number == 0:
+                self._require(ids)
             share = self._share(len(ids))
             self.shares.append(share)
             yield share.ids(ids)
 
 
-def _indexed(loader: DataLoader[Any], share: Callable[[int], Share]) -> Iterator[tuple[Share, Any]]:
-    """A DataLoader that reads a replica's own samples only."""
+def _indexed(
+    loader: DataLoader[Any], share: Callable[[int], Share], require: Callable[[list[Any]], None]
+) -> Iterator[tuple[Share, Any]]:
+    """A DataLoader that reads a replica's own samples only; `require` sees the first batch's."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):
         raise DataError(
@@ -389,7 +404,7 @@ def _indexed(loader: DataLoader[Any], share: Callable[[int], Share]) -> Iterator
             got="a DistributedSampler",
             remedy="leave it out: DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
         )
-    samples = _OwnSamples(loader.batch_sampler, share)
+    samples = _OwnSamples(loader.batch_sampler, share, require)
     own: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_sampler=samples,

@@ -17,11 +17,45 @@ from keras.metrics import Mean
 from keras.src.backend.torch import core as keras_torch
 
 from ..core import event, keep_event
-from ..training import RECORD, new_folder
+from ..training import RECORD, Hand, held_now, new_folder
 from .strategy import home_of
 
 SECONDS = 1.0
 """Batches are written together, so often."""
+
+
+class Clock:
+    """Where a replica's time goes in a fit; waiting for other replicas counts as sync, whatever it is in."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self._began = self._since = self._now()
+        self._seconds = {"input": 0.0, "validation": 0.0}
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._hand.world.waited
+
+    def begin(self) -> None:
+        """Something begins."""
+        self._since = self._now()
+
+    def end(self, what: str) -> None:
+        """It was this."""
+        passed, waited = (now - then for now, then in zip(self._now(), self._since, strict=True))
+        self._seconds[what] += passed - waited
+
+    def told(self) -> dict[str, Any]:
+        """What the dashboard shows of a rank."""
+        total, waited = (now - then for now, then in zip(self._now(), self._began, strict=True))
+        known = {"sync": waited, **self._seconds}
+        seat = self._hand.world.seat
+        return {
+            "rank": self._hand.world.rank,
+            "host": seat.host,
+            "device": str(seat.device),
+            "seconds": {"total": total, "compute": max(0.0, total - sum(known.values())), **known},
+            "memory": held_now(self._hand.device),
+        }
 
 
 class RunLog(Callback):  # type: ignore[misc]
@@ -35,6 +69,8 @@ class RunLog(Callback):  # type: ignore[misc]
         self._folder, self._name = Path(folder), name
         self.path: Path | None = None
         """The run, once it has begun."""
+        self.waits: list[dict[str, Any]] = []
+        """Where each replica's time went; whoever calls the callback knows it."""
         self._record: dict[str, Any] = {}
         self._step = self._epoch = 0
         self._batches: list[tuple[int, float]] = []
@@ -64,6 +100,8 @@ class RunLog(Callback):  # type: ignore[misc]
         self._write_batches()
         metrics = {name: float(value) for name, value in (logs or {}).items() if name not in ("loss", "learning_rate")}
         self._write("epoch", epoch=epoch, step=self._step, metrics=metrics)
+        for each in self.waits:
+            self._write("waits", **each)
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Ends the run."""

@@ -10,7 +10,7 @@ from .explain import can_explain, explain
 from .fitting import fit_in
 from .hand import Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, own_stream, train
-from .memory import Account, account, host_bytes, limited, parse_bytes
+from .memory import Account, account, held_now, host_bytes, limited, parse_bytes
 from .metrics import Meter, check_metrics, parted
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers, inputs_of
@@ -77,6 +77,7 @@ __all__ = [
     "Account",
     "account",
     "parse_bytes",
+    "held_now",
     "host_bytes",
     "limited",
     "StepRecord",
