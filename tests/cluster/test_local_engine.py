@@ -192,6 +192,21 @@ def test_a_script_that_is_asked_to_stop_and_cannot_is_ended(
     assert stopped(_slow) == [True, True]
 
 
+def test_who_waits_for_ranks_that_have_ended_is_told_so(engine: LocalEngine) -> None:
+    begun: list[int] = []
+
+    def work(world: World) -> None:
+        world.line.report({"kind": "begun"})
+        world.barrier()
+        if world.rank == 0:
+            world.all_reduce(torch.ones(1))
+
+    job = engine.start(work, resolve("cpu*2")[0], after_loss="restart", timeout=20)
+    with pytest.raises(WorkerFailed, match="rank 0 on .* waits for ranks that have ended: PeerLost: all_reduce at .*"):
+        job.wait(lambda rank, entry: begun.append(rank) if entry["kind"] == "begun" else None, quiet)
+    assert sorted(begun) == [0, 1], "it was begun anew"
+
+
 def test_two_jobs_at_once_do_not_hear_of_each_other(engine: LocalEngine) -> None:
     def work(world: World, number: int) -> tuple[int, float]:
         total = torch.tensor([float(number)])

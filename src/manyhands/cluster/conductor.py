@@ -421,6 +421,11 @@ class Conductor(Job):
             return
         failure = member.failure
         is_echo = self._after_loss == "restart" and bool(failure.get("echo"))
+        if is_echo and all(other.done for other in self._members if other is not member):
+            # Nobody was lost: the others have come to the end of the script, and would do so again.
+            reason = f"waits for ranks that have ended: {failure['reason']}"
+            failure = member.failure = {**failure, "reason": reason, "error": None}
+            is_echo = False
         raised, is_ours = bool(failure) and not is_echo, bool(failure.get("is_ours")) and not is_echo
         member.loss = Loss(member.rank, member.place.host, reason, raised, is_ours, is_echo)
         self._losses.append(member.loss)
