@@ -468,7 +468,7 @@ def test_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None
         mh.fit(noisy(), callbacks=Ledger(tmp_path), folder=tmp_path / "runs")  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="an instance of a subclass of mh.Callback, but got the class Corrupt"):
         mh.fit(noisy(), callbacks=[Corrupt], folder=tmp_path / "runs")  # type: ignore[list-item]
-    with pytest.raises(SettingsError, match="a run that is resumed must be there; .* has no runs, but got 'misspelt'"):
+    with pytest.raises(SettingsError, match="what is resumed must be there; .* has no runs, but got 'misspelt'"):
         mh.fit(noisy(), name="misspelt", resume=True, folder=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 

@@ -182,7 +182,9 @@ def test_three_failures_alike_end_a_study_with_the_traceback(tmp_path: Path, on:
 
     with pytest.raises(TrialsFailed, match=r"3 trials failed alike(.|\n)*in broken(.|\n)*ArithmeticError: always"):
         tune(broken, {"x": mh.uniform(0, 1)}, trials=50, folder=tmp_path, on=on, name="broken")
-    assert len(mh.Study(tmp_path / "broken").trials) <= 6
+    study = mh.Study(tmp_path / "broken")
+    assert len(study.trials) <= 6
+    assert " failed" in repr(study)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def tune(
     if json:
         print_json(study.to_dict())
     else:
-        _show(study, target)
+        show(study, target)
     if study.stopped and interrupts.exit_code:
         raise typer.Exit(interrupts.exit_code)
 
@@ -160,7 +160,8 @@ def _space(words: list[str], written: Mapping[str, Any]) -> dict[str, Any]:
     return ranges
 
 
-def _show(study: Study, target: str) -> None:
+def show(study: Study, target: str) -> None:
+    """The closing table: how trials ended, the best of them, and how to go on."""
     from rich.table import Table
     from rich.text import Text
 
@@ -173,6 +174,8 @@ def _show(study: Study, target: str) -> None:
         rows.update({name: f"{value:.4g}" for name, value in best["metrics"].items()})
         rows.update({name: f"{value}" for name, value in best["params"].items()})
     rows["study"] = str(study.path)
+    if study.stopped:
+        rows["to go on"] = f"the same command with --name {study.name} --resume"
     for name, value in rows.items():
         table.add_row(Text(name.replace("_", " "), style="bold"), Text(value, overflow="fold"))
     console = stdout()

@@ -56,7 +56,7 @@ def _chosen(model: nn.Module, what: str) -> dict[str, nn.Module]:
             if what in (BLOCKS, SELECTIVE)
             else "recompute must match the name of a module",
             got=f"{what!r} for a {type(model).__name__} with {_some_names(model)}",
-            remedy='name them by a pattern, such as recompute="*.mlp"',
+            remedy='name them by a pattern, such as recompute="*.mlp", or write recompute="blocks"',
         )
     return chosen
 

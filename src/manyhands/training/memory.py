@@ -497,8 +497,8 @@ def _spelled(amount: str) -> str:
 
 def _where(error: BaseException) -> str:
     """The innermost line of the person's own code."""
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-    theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, "<")
+    theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 

@@ -288,7 +288,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
             _make(root / name, exist_ok=True)
         if not (root / name).is_dir():
             raise SettingsError(
-                f"a run that is resumed must be there; {root} has {_some_of(root)}",
+                f"what is resumed must be there; {root} has {_some_of(root)}",
                 got=repr(name),
                 remedy="name one of these, or begin it without resume; resume='auto', or --go-on, does either",
             )

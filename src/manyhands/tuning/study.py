@@ -11,7 +11,7 @@ from ..training import Run
 from .journal import JOURNAL, read_journal
 from .objective import Objective
 from .plots import KINDS, write_plot
-from .trial import FINISHED, Trial
+from .trial import FAILED, FINISHED, Trial
 
 TRIALS = "trials"
 
@@ -150,4 +150,6 @@ class Study:
         best = ""
         if self.finished:
             best = f", best {self.objectives[0].name}={self.best.value:.4g} with {self.best.params}"
-        return f"Study({self.name!r}, {len(self.trials)} trials{best})"
+        num_failed = sum(trial.state == FAILED for trial in self.trials)
+        failed = f", {num_failed} failed" if num_failed else ""
+        return f"Study({self.name!r}, {len(self.trials)} trials{failed}{best})"

@@ -110,7 +110,9 @@ def require_optuna() -> Any:
         import optuna
     except ImportError:
         raise SettingsError(
-            "this way of searching needs Optuna", got="none", remedy="pip install 'manyhands[tune]', or search=random"
+            "this way of searching needs Optuna",
+            got="none",
+            remedy="pip install 'manyhands[tune]', or search=\"random\"",
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
