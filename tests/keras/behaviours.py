@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import runpy
 import sys
@@ -309,6 +310,22 @@ def reductions(folder: Path) -> dict[str, Any]:
         "replica": strategy.run(lambda: mhk.get_replica_context().replica_id_in_sync_group),
         "crossed": mhk.in_cross_replica_context(),
     }
+
+
+@behaviour
+def metrics_of_models_that_are_gone(folder: Path) -> dict[str, Any]:
+    """Which one replica's garbage collector has seen, and the other's not."""
+    strategy = mhk.MirroredStrategy()
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+    network(strategy=strategy, metrics=["mae"]).train_on_batch(INPUTS[:8], TARGETS[:8])
+    if strategy.hand.is_first:
+        gc.collect()
+    strategy.run(lambda x: mean.update_state(x), args=(torch.ones(2) * strategy.hand.rank,))
+    held = len(strategy._metrics)
+    with strategy.scope():
+        pass
+    return {"mean": float(mean.result()), "held": held, "left": len(strategy._metrics)}
 
 
 @behaviour

@@ -184,6 +184,13 @@ def test_metrics_are_of_all_rows(every: dict[str, Facts], alone: dict[str, Any])
         assert fact["values"] == pytest.approx(alone["a_metric_with_states"]["values"], rel=1e-5)
 
 
+def test_all_count_the_same_metrics(every: dict[str, Facts]) -> None:
+    first, second = every["metrics_of_models_that_are_gone"]
+    assert first == second
+    assert first["mean"] == 0.5
+    assert first["held"] > first["left"] == 1
+
+
 def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Facts]) -> None:
     for facts in every["inputs_that_differ_are_refused"]:
         iterated, *indexed, order = facts["said"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 from zlib import crc32
 
 import keras
@@ -54,7 +55,7 @@ class Strategy:
         self._num_alone = 0
         self._compared: WeakSet[Any] = WeakSet()
         """Optimizers whose variables were found to be equal on all replicas."""
-        self._metrics: list[ReferenceType[Any]] = []
+        self._metrics: list[Any] = []
         """Metrics that were made in a scope, in their order, which is the same on all replicas."""
         share_randomness(hand, "make a strategy")
         if hand.size > 1:
@@ -81,6 +82,7 @@ class Strategy:
         """Models that are made or compiled inside are trained by this strategy; first weights are equal on all."""
         if not self.is_alone:
             share_randomness(self.hand, "enter strategy.scope()")
+            self._let_go_of_metrics()
         _scopes.append(self)
         try:
             with self.at_home(), keras.RematScope() if self.spec.recompute else contextlib.nullcontext():
@@ -126,8 +128,7 @@ class Strategy:
                 remedy="leave it out; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
             )
         step = Step(self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], Sums(), is_plain_sum=True)
-        metrics = [metric for known in self._metrics if (metric := known()) is not None]
-        measures = Measures(metrics, self.hand)
+        measures = Measures(self._metrics, self.hand)
         with self.at_home(), self.narrow(), taking(step):
             result = fn(*args, **(kwargs or {}))
         measures.take({}, step.rows)
@@ -245,7 +246,19 @@ class Strategy:
 
     def take_metric(self, metric: Any) -> None:
         """Counts over the replicas in `run`, too."""
-        self._metrics = [*(known for known in self._metrics if known() is not None), ref(metric)]
+        if not self.is_alone:
+            self._metrics.append(metric)
+
+    def _let_go_of_metrics(self) -> None:
+        """Forgets those that nobody else holds.
+
+        At one moment on all replicas: left to each one's collector, one would sum others than the next in `run`.
+        """
+        held, self._metrics = [ref(metric) for metric in self._metrics], []
+        if held:
+            gc.collect()
+            alive = zip(*self.hand.world.gather_objects([known() is not None for known in held]), strict=True)
+            self._metrics = [known() for known, flags in zip(held, alive, strict=True) if all(flags)]
 
     def share_memory(self, model: Any) -> None:
         """Gives every replica what the optimizer remembers, where not all of them apply it."""
