@@ -146,7 +146,7 @@ class Strategy:
         if self._is_borrowed:
             own, count = torch.zeros_like(own), 0.0
         total = self.hand.sum(own)
-        return total if op is ReduceOp.SUM else total / self.hand.sum(count)
+        return (total if op is ReduceOp.SUM else total / self.hand.sum(count)).to(value.device)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
         """The values of all replicas, one after another along an axis; in a step gradients flow back to them."""
@@ -158,7 +158,7 @@ class Strategy:
         # Replicas' gradients are weighed when an optimizer gets them, by whose rows they are; here others' come in.
         weight = 1.0 if step is None else step.weight
         gathered = self.hand.gather(scaled(rows, 1.0 / weight if weight else 0.0))
-        return scaled(gathered, weight).movedim(0, axis)
+        return scaled(gathered, weight).movedim(0, axis).to(rows.device)
 
     @property
     def _is_borrowed(self) -> bool:
