@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -597,10 +598,12 @@ def predict(
 ) -> Any:
     """What a trained run predicts for every row of some data, in order; a dict where there are several outputs.
 
-    Rows whose answers differ in shape, as those of padded texts do, come as a list.
+    Rows whose answers differ in shape, as those of padded texts do, come as a list. Lists of numbers are rows too.
     """
     if isinstance(run, Predictor):
         return run(data)
+    if isinstance(data, list) and data and isinstance(data[0], list | Number):
+        data = torch.tensor(data)
     outputs: dict[str, Any] = _over_data(training.predict, run, run.require_task(), data, strategy, on, timeout)
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 

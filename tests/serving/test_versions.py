@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from torch import Tensor
 
-from manyhands.core import Predictor, SettingsError, Signature, TensorSpec, read_events
-from manyhands.serving import BatchSettings, Probation, Server
+from manyhands.core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
+from manyhands.serving import BatchSettings, Client, Probation, Server
 
 from .conftest import Start, publish
 
@@ -372,6 +373,12 @@ def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -
     assert httpx.get(f"{server.manage_url}/manage/models").status_code == 401
     headers = {"Authorization": "Bearer secret"}
     assert httpx.get(f"{server.url}/v1/models/moody", headers=headers).status_code == 200
+    rows = np.ones((1, 1), np.float32)
+    for token, words in ((None, "pass token="), ("other", "another one")):
+        with Client(server.url, token=token) as client, pytest.raises(RequestRefused, match=words):
+            client("moody", rows)
+    with Client(server.url, token="secret") as client:
+        assert client("moody", rows) == 2
 
 
 def test_what_cannot_be_served_is_said_before_anything_starts(start: Start, tmp_path: Path) -> None:

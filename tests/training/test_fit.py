@@ -612,6 +612,14 @@ def test_texts_of_any_length_are_predicted_and_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(run.predictor()(tokens), expected.detach())
 
 
+def test_predictions_are_of_rows_also_of_lists(tmp_path: Path) -> None:
+    run = fit(problem("mlp"), steps=1, folder=tmp_path)
+    rows = torch.randn(3, 12)
+    torch.testing.assert_close(mh.predict(run, rows.tolist()), mh.predict(run, rows))
+    with pytest.raises(DataError, match="a row for each row.*of shape .* for 12 rows"):
+        mh.predict(run, [rows[0], rows[1]])
+
+
 def test_a_run_is_opened_with_the_function_that_made_its_task(tmp_path: Path) -> None:
     def task(rows: int = 41) -> mh.Task:
         return problem("mlp", rows=rows)

@@ -192,7 +192,10 @@ class _Wire:
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if time.monotonic() + wait > end:
-                    raise RequestRefused("UNAVAILABLE", f"{self._parts.geturl()} cannot be reached: {error}") from None
+                    raise RequestRefused(
+                        "UNAVAILABLE",
+                        f"{self._parts.geturl()} cannot be reached: {error}; is that where manyhands serve listens?",
+                    ) from None
             time.sleep(wait)
             wait = min(2 * wait, 1.0)
 
@@ -207,7 +210,10 @@ class _Wire:
             return head, answer
         code = _CODES.get(response.status, "UNKNOWN")
         retry = float(head["retry-after"]) if head.get("retry-after", "").isdigit() else None
-        raise RequestRefused(code, _reason(answer) or f"status {response.status}", retry)
+        reason = _reason(answer) or f"status {response.status}"
+        if response.status == 401:
+            reason += "; pass token= with the server's" if not self._headers else "; the server's token is another one"
+        raise RequestRefused(code, reason, retry)
 
     def close(self) -> None:
         """Closes this thread's connection."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..core import Task
+from ..core import DataError, Task
 from ..data import Batch, Cursor, Feed
 from .hand import Hand, whole_loss
 from .metrics import Sums, compute, parted
@@ -47,11 +47,21 @@ def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tenso
             with hand.scope():
                 outputs = named(hand.replica.plain(outputs_of(task, hand.model, inputs_of(task, batch.data))))
             for name, value in outputs.items():
+                _require_rows(name, value, batch.num_samples)
                 rows.setdefault(name, []).append(_full(value[: batch.num_samples]).cpu())
             places.extend(batch.ids.tolist())
     gathered = hand.replicas.gather_objects((places, rows))
     order = torch.tensor([place for ids, _ in gathered for place in ids]).argsort()
     return {name: _in_order([part for _, parts in gathered for part in parts[name]], order) for name in rows}
+
+
+def _require_rows(name: str, value: Tensor, num: int) -> None:
+    if value.shape[:1] < (num,):
+        raise DataError(
+            "a prediction has a row for each row of the data",
+            got=f"{name!r} of shape {tuple(value.shape)} for {num} rows",
+            remedy="pass rows as one array, or a tuple of arrays with the same rows, and let predict keep them first",
+        )
 
 
 def _in_order(parts: list[Tensor], order: Tensor) -> Tensor | list[Tensor]:
