@@ -139,6 +139,22 @@ def test_a_client_that_sends_on_hears_why_it_was_refused() -> None:
     assert not listener.connections
 
 
+def test_a_refused_body_holds_no_room_while_its_client_sends_on() -> None:
+    async def talk(port: int) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n50\r\n" + b"x" * 80 + b"\r\n50\r\n" + b"x" * 80
+        )
+        refused = await reader.read()
+        # The first connection is still there.
+        answer = await say(port, post(b"x" * 80))
+        writer.close()
+        return refused, answer
+
+    answers, _ = serve(talk, body=100, bodies=100)
+    assert list(map(status, answers)) == [413, 200]
+
+
 def test_a_client_that_never_stops_is_cut_off() -> None:
     async def talk(port: int) -> int:
         _, writer = await asyncio.open_connection("127.0.0.1", port)

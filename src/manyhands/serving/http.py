@@ -204,10 +204,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.connections.discard(self)
-        self._listener.bodies.give_back(self._num_held)
-        self._num_held = 0
+        self._let_go()
         # The parser and this know each other: what a client left half sent would stay until somebody looks for garbage.
-        self._parser, self._whole, self._body = None, None, []
+        self._parser, self._whole = None, None
         self._waiting.clear()
         current, self._current = self._current, None
         if current is not None and current.cancel is not None:
@@ -383,6 +382,11 @@ class Connection(asyncio.BufferedProtocol):
         self._listener.bodies.take(num)
         self._num_held += num
 
+    def _let_go(self) -> None:
+        """Gives back the room of all that has come and was not answered."""
+        self._listener.bodies.give_back(self._num_held)
+        self._num_held, self._body = 0, []
+
     def _count_head(self, num: int) -> None:
         self._num_head += num
         if self._num_head > self._limits.head:
@@ -401,6 +405,7 @@ class Connection(asyncio.BufferedProtocol):
     def _linger(self) -> None:
         """Reads on and forgets it: a client that is still sending would lose its answer with the connection."""
         self._refusal, self._whole, self._is_reading = self._refusal or (0, ""), None, False
+        self._let_go()
         if self in self._listener.connections and self._transport.can_write_eof():
             self._transport.write_eof()
             asyncio.get_running_loop().call_later(self._limits.receive, self._transport.close)
