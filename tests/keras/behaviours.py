@@ -130,6 +130,7 @@ def fail(model: Any) -> None:
 def failing_callbacks(folder: Path) -> dict[str, Any]:
     """Whoever catches what a callback raises goes on, on all replicas."""
     said, model = [], network()
+    model.file = "none yet"
     for callback in (
         Failing("set_params", fail),
         Failing("on_epoch_end", fail),
@@ -145,6 +146,51 @@ def failing_callbacks(folder: Path) -> dict[str, Any]:
             said.append(f"{type(error).__name__}: {error}")
     model.fit(INPUTS, TARGETS, verbose=0)
     return {"said": said, "weights": weights(model), "steps": int(model.optimizer.iterations.numpy())}
+
+
+class Endless(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches without an end, by workers."""
+
+    num_batches = None
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[:8], TARGETS[:8]
+
+
+class Knows:
+    """Has every attribute that somebody asks for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Keeps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets a model have what no other process can be given, and counts on it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.known = path, {"loss": 1.0}
+        self.known["itself"] = self.known
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.file = self.path.open("w")
+        self.model.file.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.file.epoch = -1
+        self.model.file.close()
+
+
+@behaviour
+def what_keras_takes(folder: Path) -> dict[str, Any]:
+    """Callbacks in lists of lists, attributes of any kind, workers without an end."""
+    model = network()
+    model.knows, model.circle = Knows(), Knows()
+    model.circle.found = {}
+    model.circle.found["again"] = model.circle.found
+    keeps = Keeps(folder / "kept")
+    model.fit(Endless(workers=2), steps_per_epoch=2, epochs=2, verbose=0, callbacks=[[keeps]])
+    return {"weights": weights(model), "steps": int(model.optimizer.iterations.numpy())}
 
 
 @behaviour

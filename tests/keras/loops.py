@@ -201,6 +201,9 @@ def what_loops_must_not_do(folder: Path) -> dict[str, Any]:
         "not together": said(
             lambda: model.evaluate(batches, verbose=0) if strategy.hand.is_first else model.predict(INPUTS, verbose=0)
         ),
+        "not with the same data": said(
+            lambda: model.fit(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS) if strategy.hand.is_first else None)
+        ),
         "warned": [str(each.message) for each in warned if "scope" in str(each.message)],
     }
 

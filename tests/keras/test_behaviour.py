@@ -105,6 +105,12 @@ def test_what_a_callback_raises_is_raised_on_all(every: dict[str, Facts]) -> Non
     same(facts, "weights")
 
 
+def test_what_keras_takes_is_taken(every: dict[str, Facts]) -> None:
+    facts = every["what_keras_takes"]
+    assert [fact["steps"] for fact in facts] == [4, 4]
+    same(facts, "weights")
+
+
 def test_a_backup_is_taken_up_by_all(every: dict[str, Facts]) -> None:
     facts = every["backup_and_restore"]
     assert [fact["epochs"] for fact in facts] == [[2, 3, 4]] * 2

@@ -23,6 +23,7 @@ REFUSED = {
     "accumulated": "but got accumulate=2; leave it out",
     "rows for another model": "a model that was made outside of the strategy's scope",
     "other weights": "kernel that differs; make the model in `with strategy.scope",
+    "not with the same data": "replica 0: take batches of data, replica 1: call callbacks",
     "not together": "replica 0: evaluate, replica 1: predict; let every replica come here",
 }
 

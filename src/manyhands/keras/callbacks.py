@@ -14,6 +14,7 @@ from keras.src.utils.python_utils import is_default
 from ..core import RunError
 from .boards import TensorBoard
 from .following import Changes, Look, plain_attributes
+from .inputs import brought_by_all
 from .runs import Clock, RunLog
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, model: Any, callbacks: Any, verbose: Any, **more: Any) -> None:
         self._strategy = strategy
-        given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+        given = self._given = tree.flatten(callbacks or [])
         changing = [each for each in given if type(each) not in _LOOKING]
         per_batch = {
             what: any(not is_default(getattr(each, name)) for each in changing for name in names)
@@ -55,15 +56,15 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         is_first = strategy.hand.is_first
         # Callbacks may be given to the first replica alone; when to meet is for all the same.
         own = (per_batch, saves_in_between, is_logged)
-        self._per_batch, self._saves_in_between, is_logged = strategy.hand.world.gather_objects(own)[0]
+        self._per_batch, self._saves_in_between, is_logged = brought_by_all(strategy.hand, "call callbacks", own)[0]
         self._clock = Clock(strategy.hand) if is_logged else None
         if verbose == "auto" and not sys.stdout.isatty():
             # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
             verbose = 2
-        self._given, strategy.failure = tree.flatten(list(given)), None
+        strategy.failure = None
         try:
             super().__init__(
-                list(given) if is_first else None,
+                given if is_first else None,
                 add_progbar=is_first and verbose != 0,
                 verbose=verbose if is_first else 0,
                 model=model,
@@ -78,8 +79,8 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
     def _once(self, name: str, *args: Any) -> None:
         hand, changes = self._strategy.hand, Changes()
         follow = self._per_batch.get(name, True)
-        before = Look(self.model) if follow and hand.is_first and hand.size > 1 else None
         try:
+            before = Look(self.model) if follow and hand.is_first and hand.size > 1 else None
             if self._strategy.failure is None:
                 with self._strategy.alone():
                     getattr(CallbackList, name)(self, *args)

@@ -6,6 +6,7 @@ losses, and of objects that hang on them: numbers, texts, flags, schedules, func
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _STATE = (nn.Module, Variable, Optimizer, Metric)
 _NO_HOLDERS = (nn.Module, Variable, Metric, Callback, Initializer, Tensor, type, FunctionType, MethodType, ModuleType)
 MARKED = 1 << 13
 """Elements of an array that are compared."""
+DEEPEST = 4
+"""How far lists and dicts are followed into each other: some lead back to where they began."""
 
 
 def variables_of(model: Any) -> list[Any]:
@@ -59,9 +62,11 @@ class Changes:
         if not hand.is_first:
             holders = _holders(model)
             for (number, inner, name), packed in self.attributes.items():
-                holder = getattr(holders[number], inner) if inner else holders[number]
-                # A rate's own way of being set sees to the variable that it was.
-                setattr(holder, "learning_rate" if name == _RATE else name, _unpacked(packed, hand.device))
+                holder = getattr(holders[number], inner, None) if inner else holders[number]
+                # What hangs on something that could not be sent is missing here.
+                if holder is not None:
+                    # A rate's own way of being set sees to the variable that it was.
+                    setattr(holder, "learning_rate" if name == _RATE else name, _unpacked(packed, hand.device))
         state = variables_of(model)
         for index in self.variables:
             hand.replicas.broadcast(state[index]._value.data)
@@ -84,9 +89,10 @@ class Look:
             raise _refused("a layer that was added or taken away")
         now = _attributes(holders)
         changed = {key: value for key, value in now if self._marks.get(key, _NOTHING) != _mark(value)}
+        packed = {key: _packed(key, value, self._values.get(key, _NOTHING)) for key, value in changed.items()}
         counts = _versions(self._model)
         return Changes(
-            {key: _packed(key, value) for key, value in changed.items()},
+            {key: each for key, each in packed.items() if each is not None},
             [index for index, (variable, count) in enumerate(counts.items()) if self._versions.get(variable) != count],
         )
 
@@ -126,14 +132,15 @@ def _attributes(holders: list[Any]) -> Iterator[tuple[Key, Any]]:
 def _steering(holder: Any) -> Iterator[tuple[str, Any]]:
     """Attributes that a person may set; of private ones, which are mostly Keras' own, the simple ones."""
     # Where torch keeps layers that are attributes.
-    modules = getattr(holder, "_modules", {})
+    modules = holder._modules if isinstance(holder, nn.Module) else {}
     for name, value in [*vars(holder).items(), *modules.items()]:
-        is_simple = not name.startswith("_") or isinstance(value, _SCALARS) or name == _RATE
-        if is_simple and name not in _OWN:
+        if name in _OWN:
+            continue
+        if not name.startswith("_") or isinstance(value, _SCALARS) or name == _RATE:
             yield name, value
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: Any, depth: int = DEEPEST) -> Any:
     """What is equal as long as a value is."""
     if isinstance(value, _SCALARS):
         return value
@@ -141,18 +148,18 @@ def _mark(value: Any) -> Any:
         return id(value), value._version
     if isinstance(value, np.ndarray):
         return id(value), zlib.crc32(value.flat[:MARKED].tobytes())
-    if isinstance(value, (list, tuple)):
-        return [_mark(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _mark(each) for key, each in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [_mark(each, depth - 1) for each in value]
+    if depth and isinstance(value, dict):
+        return {key: _mark(each, depth - 1) for key, each in value.items()}
     return id(value)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, [*value, *value.values()]))
+def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
+    if depth and isinstance(value, (list, tuple)):
+        return all(_is_plain(each, depth - 1) for each in value)
+    if depth and isinstance(value, dict):
+        return all(_is_plain(each, depth - 1) for each in (*value, *value.values()))
     return isinstance(value, _SCALARS)
 
 
@@ -167,15 +174,28 @@ def _sent(value: Any) -> Any:
     return value
 
 
-def _packed(key: Key, value: Any) -> bytes:
+def _packed(key: Key, value: Any, before: Any) -> bytes | None:
+    """A value to be sent; None of one that the others never had, such as a file, and whose lack a step would tell."""
     name = ".".join(part for part in key[1:] if part)
-    for each in tree.flatten(value):
-        if isinstance(each, _STATE):
-            raise _refused(f"{name}, another {type(each).__name__}")
     try:
-        return cloudpickle.dumps(_sent(value))  # type: ignore[no-any-return]
+        state = next((each for each in tree.flatten(value) if isinstance(each, _STATE)), None)
+        if state is None:
+            return _dumped(value)
     except Exception as error:
-        raise _refused(f"{name}, a {type(value).__name__} that cannot be sent") from error
+        if _can_be_sent(before):
+            raise _refused(f"{name}, a {type(value).__name__} that cannot be sent") from error
+        return None
+    raise _refused(f"{name}, another {type(state).__name__}")
+
+
+def _dumped(value: Any) -> bytes:
+    return cloudpickle.dumps(_sent(value))  # type: ignore[no-any-return]
+
+
+def _can_be_sent(value: Any) -> bool:
+    with contextlib.suppress(Exception):
+        return value is not _NOTHING and bool(_dumped(value))
+    return False
 
 
 def _unpacked(packed: bytes, device: torch.device) -> Any:

@@ -161,9 +161,14 @@ def distributed(strategy: Strategy, x: Any, *args: Any, micros: int = 1) -> Any:
     adapter = data_adapters.get_data_adapter(x, *args)
     if isinstance(adapter, (ArrayDataAdapter, TorchDataLoaderAdapter)) and not strategy.is_alone:
         _require_same_samples(strategy.hand, adapter)
-    if isinstance(adapter, PyDatasetAdapter) and adapter.shuffle and adapter.enqueuer and strategy.hand.size > 1:
+    if isinstance(adapter, PyDatasetAdapter) and _is_mixed_by_workers(adapter) and strategy.hand.size > 1:
         adapter = PyDatasetAdapter(_InOneOrder(adapter.py_dataset), adapter.class_weight)
     return DistributedInput(adapter, strategy, micros)
+
+
+def _is_mixed_by_workers(adapter: Any) -> bool:
+    # What has no end Keras takes in its own order.
+    return bool(adapter.shuffle and adapter.enqueuer) and adapter.num_batches is not None
 
 
 class _InOneOrder(PyDataset):  # type: ignore[misc]
@@ -175,7 +180,7 @@ class _InOneOrder(PyDataset):  # type: ignore[misc]
 
     def draw(self) -> None:
         """The order of an epoch."""
-        self._order = list(range(len(self._order)))
+        self._order = list(range(self._inner.num_batches))
         random.shuffle(self._order)
 
     def __getitem__(self, index: int) -> Any:
