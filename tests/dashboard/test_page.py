@@ -189,6 +189,13 @@ def test_a_live_update_arrives(show: Callable[..., Page], tmp_path: Path) -> Non
     page.wait_for_timeout(200)
     page.mouse.up()
     expect(page.locator("h1")).to_contain_text("runs/another")
+    # A menu that is opened by pressing, and left by a key, does not keep them away.
+    page.keyboard.press("1")
+    expect(page.get_by_role("link", name="runs/third")).to_be_visible()
+    for kind in ("pointerdown", "contextmenu"):
+        page.dispatch_event("h1", kind, {"bubbles": True, "button": 2})
+    a_run(tmp_path / "runs" / "fourth")
+    expect(page.get_by_role("link", name="runs/fourth")).to_be_visible()
     run.close()
 
 

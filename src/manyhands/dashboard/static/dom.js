@@ -123,6 +123,8 @@ const lift = () => setTimeout(() => {
 addEventListener("pointerdown", () => { pressed ??= Promise.withResolvers(); }, true);
 addEventListener("pointerup", lift, true);
 addEventListener("pointercancel", lift, true);
+// Whoever opens a menu may never lift it, as far as a page is told.
+addEventListener("contextmenu", lift, true);
 addEventListener("blur", lift);
 
 export async function get(path, query = {}) {
