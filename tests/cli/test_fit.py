@@ -139,8 +139,8 @@ def test_an_error_while_training_shows_the_person_s_lines(on: str, invoke: Invok
 
 def test_a_folder_that_cannot_be_written_is_told_in_a_line(invoke: Invoke) -> None:
     result = invoke("fit", TARGET, "--on", "cpu", "--folder", "small_task.py/runs")
-    assert result.exit_code == 1
-    assert "error: [Errno 20] Not a directory" in result.stderr
+    assert result.exit_code == 2
+    assert "small_task.py/runs (Not a directory)" in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
 
 

@@ -270,11 +270,14 @@ def inputs_that_differ_are_refused(folder: Path) -> dict[str, Any]:
     """As an order is, or data, that every replica draws for itself, outside of the generators that are shared."""
     strategy, said = mhk.MirroredStrategy(), []
     model = network(strategy=strategy)
-    inputs = INPUTS[::-1].copy() if strategy.hand.rank else INPUTS
+    inputs, targets = (array[::-1].copy() if strategy.hand.rank else array for array in (INPUTS, TARGETS))
+    # What is drawn anew in the same order is no other input.
+    draw = np.random.default_rng(strategy.hand.rank)
+    model.fit(((INPUTS[:8] + draw.normal(size=(8, 8)), TARGETS[:8]) for _ in range(2)), verbose=0)
     tensors = TensorDataset(torch.from_numpy(inputs), torch.from_numpy(TARGETS))
     fewer = TensorDataset(torch.zeros(9 - strategy.hand.rank, 8), torch.zeros(9 - strategy.hand.rank, 2))
     for given in (
-        [((inputs[at : at + 8], TARGETS[at : at + 8]) for at in (0, 8))],
+        [((inputs[at : at + 8], targets[at : at + 8]) for at in (0, 8))],
         [inputs, TARGETS],
         [DataLoader(tensors, batch_size=8)],
         [DataLoader(fewer, batch_size=8)],
@@ -306,7 +309,12 @@ def files_are_written_once(folder: Path) -> dict[str, Any]:
     keras.saving.save_model(model, folder / f"saved_by_{rank}.keras")
     keras.models.save_model(model=model, filepath=folder / f"again_by_{rank}.keras")
     keras.saving.save_weights(model, folder / f"of_{rank}.weights.h5")
-    strategy.barrier()
+    for _ in range(2):
+        if strategy.hand.is_first:
+            model.save_weights(folder / "mine.weights.h5")
+        else:
+            model.save_weights(folder / "theirs.weights.h5")
+        strategy.barrier()
     return {"is_there": is_there, "files": sorted(path.name for path in folder.iterdir())}
 
 

@@ -209,7 +209,7 @@ def test_an_input_that_differs_between_replicas_is_refused(every: dict[str, Fact
 
 
 def test_files_are_written_once(every: dict[str, Facts]) -> None:
-    names = ["again_by_0.keras", "early.keras", "late.keras", "of_0.weights.h5", "saved_by_0.keras"]
+    names = ["again_by_0.keras", "early.keras", "late.keras", "mine.weights.h5", "of_0.weights.h5", "saved_by_0.keras"]
     for facts in every["files_are_written_once"]:
         assert facts == {"is_there": True, "files": names}
 

@@ -45,7 +45,7 @@ class PretendedWorld(World):
     def mark(self, name: str) -> None:
         pass
 
-    def wait_for(self, name: str) -> None:
+    def wait_for(self, *names: str) -> None:
         pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:

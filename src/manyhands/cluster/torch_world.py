@@ -24,7 +24,7 @@ from ..core import Event, PeerLost, UsageError
 from .devices import Device
 from .hangs import STALL, STEP, HangReport, Watchman, answer
 from .line import Line
-from .world import Pending, Seat, World, caller_line
+from .world import Pending, Seat, World, caller_line, end_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -203,12 +203,13 @@ class TorchWorld(_GroupWorld):
     def mark(self, name: str) -> None:
         self._marks.set(name, "1")
 
-    def wait_for(self, name: str) -> None:
+    def wait_for(self, *names: str) -> None:
         deadline = time.monotonic() + self.seat.timeout
-        with self.diary.waiting(f"waiting for {name}"):
-            while not self._marks.check([name]):
+        with self.diary.waiting(f"waiting for {names[0]}"):
+            while not any(self._marks.check([name]) for name in names):
                 if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
-                    raise PeerLost("waiting", caller_line(), self.line.lost or f"nobody said within the time: {name}")
+                    lost = self.line.lost or f"nobody said within the time: {names[0]}"
+                    raise PeerLost("waiting", caller_line(), lost)
                 time.sleep(0.01)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
@@ -253,6 +254,8 @@ class TorchWorld(_GroupWorld):
             print(alone.text({self.rank: self.seat.host}), file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.mark(end_of(self.rank))
         self._watchman.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -304,8 +307,8 @@ class _Along(_GroupWorld):
     def mark(self, name: str) -> None:
         self._whole.mark(name)
 
-    def wait_for(self, name: str) -> None:
-        self._whole.wait_for(name)
+    def wait_for(self, *names: str) -> None:
+        self._whole.wait_for(*names)
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")

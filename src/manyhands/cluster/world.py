@@ -123,8 +123,8 @@ class World(ABC):
         """Says that something is done, once for each name, to ranks that wait for it now or later; waits for nobody."""
 
     @abstractmethod
-    def wait_for(self, name: str) -> None:
-        """Returns when some rank has made this mark."""
+    def wait_for(self, *names: str) -> None:
+        """Returns when some rank has made one of these marks."""
 
     @abstractmethod
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
@@ -186,6 +186,11 @@ class World(ABC):
         """Leaves the world."""
 
 
+def end_of(rank: int) -> str:
+    """The mark that a rank makes when it leaves the world."""
+    return f"end of rank {rank}"
+
+
 def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
     """The ranks of a mesh, the last axis innermost, in groups that differ along some axes only.
 
@@ -226,7 +231,7 @@ class NullWorld(World):
     def mark(self, name: str) -> None:
         pass
 
-    def wait_for(self, name: str) -> None:
+    def wait_for(self, *names: str) -> None:
         pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:

@@ -300,6 +300,7 @@ def share_randomness(hand: Hand, doing: str) -> None:
 
 def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
     """What each replica brings to something that all of them must do at once."""
+    come_to_meeting(hand)
     told = hand.world.gather_objects((doing, value))
     every = [_doing(each) for each in told]
     if len(set(every)) > 1:
@@ -309,6 +310,25 @@ def brought_by_all(hand: Hand, doing: str, value: Any = None) -> list[Any]:
             remedy="let every replica come here; keep `if strategy.hand.is_first:` for what prints or writes",
         )
     return [each[1] for each in told]
+
+
+def come_to_meeting(hand: Hand) -> None:
+    """Lets others know how far the first replica is: it will not do before what it has not done by then."""
+    _num_meetings[0] += 1
+    if hand.is_first:
+        hand.world.mark(_meeting(_num_meetings[0]))
+
+
+def next_meeting() -> str:
+    """The mark that the first replica makes when it comes to where all meet next."""
+    return _meeting(_num_meetings[0] + 1)
+
+
+def _meeting(number: int) -> str:
+    return f"the first replica comes to meeting {number}"
+
+
+_num_meetings = [0]
 
 
 def _doing(told: Any) -> str:
@@ -324,8 +344,15 @@ def _seed_tensorflow(seed: int) -> None:
 
 
 def _require_same(hand: Hand, batch: Any) -> None:
-    """Refuses an input that is another one on each replica: rows would be trained twice, and others never."""
-    if hand.size > 1 and _differs(hand, _digests(batch)):
+    """Refuses an input that is another one on each replica: rows would be trained twice, and others never.
+
+    Where labels, say, are the same and pictures are not, they were drawn anew: rows stand in one order all the same.
+    """
+    if hand.size == 1:
+        return
+    every = brought_by_all(hand, "take batches of data", _digests(batch))
+    is_like = len({tuple(digest[:2] for digest in each) for each in every}) == 1
+    if not is_like or all(len({digests[at] for digests in every}) > 1 for at in _telling(batch)):
         raise DataError(
             "an input that can only be iterated must give the same batches on every replica, each keeps its rows",
             got="first batches that differ",
@@ -365,6 +392,14 @@ def _digests(batch: Any) -> list[Any]:
     leaves = [torch.as_tensor(leaf).cpu().contiguous() for leaf in tree.flatten(batch) if leaf is not None]
     digest = [zlib.crc32(leaf.reshape(-1).view(torch.uint8).numpy().tobytes()) for leaf in leaves]
     return [(str(leaf.dtype), tuple(leaf.shape), each) for leaf, each in zip(leaves, digest, strict=True)]
+
+
+def _telling(batch: Any) -> list[int]:
+    """Which arrays of a batch tell its rows apart; all of them where none does."""
+    leaves = [torch.as_tensor(leaf) for leaf in tree.flatten(batch) if leaf is not None]
+    return [at for at, leaf in enumerate(leaves) if leaf.ndim and bool((leaf != leaf[:1]).any())] or list(
+        range(len(leaves))
+    )
 
 
 def _differs(hand: Hand, facts: list[Any]) -> bool:

@@ -18,11 +18,20 @@ from keras import tree
 from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
-from ..cluster import NullWorld, caller_lines
+from ..cluster import NullWorld, caller_lines, end_of
 from ..core import SettingsError, StrategyError, StrategySpec
 from ..training import Hand
 from .following import variables_of
-from .inputs import DistributedInput, InputContext, OwnInput, brought_by_all, distributed, share_randomness
+from .inputs import (
+    DistributedInput,
+    InputContext,
+    OwnInput,
+    brought_by_all,
+    come_to_meeting,
+    distributed,
+    next_meeting,
+    share_randomness,
+)
 from .measures import Measures
 from .share import Share, known_share
 from .statistics import scaled
@@ -191,6 +200,7 @@ class Strategy:
     def barrier(self) -> None:
         """Returns when every replica has come here."""
         self._require_together("strategy.barrier")
+        come_to_meeting(self.hand)
         self.hand.barrier()
 
     def _require_together(self, what: str) -> None:
@@ -279,12 +289,12 @@ class Strategy:
         """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.
 
         The first one waits for nobody: a script may let it alone come here. What it does at one place of a script is
-        what the others wait for at the same place.
+        what the others wait for at the same place, unless it comes to where all meet next, or to the end, without it.
         """
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})")
+            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), end_of(0))
         try:
             return act()
         finally:

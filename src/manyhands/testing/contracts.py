@@ -110,7 +110,7 @@ class WorldContract:
             if world.rank == world.size - 1:
                 world.mark("done")
             else:
-                world.wait_for("done")
+                world.wait_for("never", "done")
             return world.rank
 
         for size in self.sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -130,9 +131,11 @@ class ThreadWorld(World):
     def mark(self, name: str) -> None:
         self._meeting.marks[name].set()
 
-    def wait_for(self, name: str) -> None:
-        if not self._meeting.marks[name].wait(self.seat.timeout):
-            raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
+    def wait_for(self, *names: str) -> None:
+        deadline, marks = time.monotonic() + self.seat.timeout, self._meeting.marks
+        while not any(marks[name].wait(0.01) for name in names):
+            if time.monotonic() > deadline:
+                raise PeerLost("waiting", f"rank {self.rank}", self._meeting.lost or "a peer did not say")
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         raise UsageError("a mesh needs processes", got="a world of threads", remedy="test it on gloo")
