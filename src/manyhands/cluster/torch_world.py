@@ -24,7 +24,7 @@ from ..core import Event, PeerLost, UsageError
 from .devices import Device
 from .hangs import STALL, STEP, HangReport, Watchman, answer
 from .line import Line
-from .world import Pending, Seat, World, caller_line, end_of
+from .world import Pending, Seat, World, caller_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -254,8 +254,6 @@ class TorchWorld(_GroupWorld):
             print(alone.text({self.rank: self.seat.host}), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.mark(end_of(self.rank))
         self._watchman.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -186,11 +186,6 @@ class World(ABC):
         """Leaves the world."""
 
 
-def end_of(rank: int) -> str:
-    """The mark that a rank makes when it leaves the world."""
-    return f"end of rank {rank}"
-
-
 def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
     """The ranks of a mesh, the last axis innermost, in groups that differ along some axes only.
 

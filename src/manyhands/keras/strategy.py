@@ -18,9 +18,9 @@ from keras import tree
 from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
-from ..cluster import NullWorld, caller_lines, end_of
+from ..cluster import NullWorld, caller_lines
 from ..core import SettingsError, StrategyError, StrategySpec
-from ..training import Hand
+from ..training import END, Hand
 from .following import variables_of
 from .inputs import (
     DistributedInput,
@@ -294,7 +294,7 @@ class Strategy:
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), end_of(0))
+            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), END)
         try:
             return act()
         finally:

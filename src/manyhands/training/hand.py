@@ -709,12 +709,18 @@ def whole_loss(replica: Replica, loss: Tensor | Mean) -> Tensor | Mean:
 _held: list[Hand] = []
 
 
+END = "the first replica has come to the end"
+"""The mark for whoever waits for something that it has not done."""
+
+
 @contextlib.contextmanager
 def holding(hand: Hand) -> Iterator[None]:
     """Makes a hand the one that `mh.hand()` gives in this process."""
     _held.append(hand)
     try:
         yield
+        if hand.is_first:
+            hand.world.mark(END)
     finally:
         _held.pop()
 
