@@ -271,13 +271,15 @@ def inputs_that_differ_are_refused(folder: Path) -> dict[str, Any]:
     strategy, said = mhk.MirroredStrategy(), []
     model = network(strategy=strategy)
     inputs, targets = (array[::-1].copy() if strategy.hand.rank else array for array in (INPUTS, TARGETS))
-    # What is drawn anew in the same order is no other input.
+    # What is drawn anew in the same order is no other input, where the targets tell that it is the same.
     draw = np.random.default_rng(strategy.hand.rank)
-    model.fit(((INPUTS[:8] + draw.normal(size=(8, 8)), TARGETS[:8]) for _ in range(2)), verbose=0)
+    model.fit(((INPUTS[:16] + draw.normal(size=(16, 8)), TARGETS[:16]) for _ in range(2)), verbose=0)
+    few = np.tile(TARGETS[:2], (4, 1))
     tensors = TensorDataset(torch.from_numpy(inputs), torch.from_numpy(TARGETS))
     fewer = TensorDataset(torch.zeros(9 - strategy.hand.rank, 8), torch.zeros(9 - strategy.hand.rank, 2))
     for given in (
         [((inputs[at : at + 8], targets[at : at + 8]) for at in (0, 8))],
+        [((inputs[at : at + 8], few) for at in (0, 8))],
         [inputs, TARGETS],
         [DataLoader(tensors, batch_size=8)],
         [DataLoader(fewer, batch_size=8)],

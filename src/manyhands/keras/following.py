@@ -77,7 +77,8 @@ class Look:
 
     def __init__(self, model: Any) -> None:
         self._model, holders = model, _holders(model)
-        self._num_holders, self._versions = len(holders), _versions(model)
+        self._num_holders = len(holders)
+        self._versions = {id(variable): variable._value._version for variable in variables_of(model)}
         # What is held cannot give its id to another one.
         self._values = dict(_attributes(holders))
         self._marks = {key: _mark(value) for key, value in self._values.items()}
@@ -90,10 +91,10 @@ class Look:
         now = _attributes(holders)
         changed = {key: value for key, value in now if self._marks.get(key, _NOTHING) != _mark(value)}
         packed = {key: _packed(key, value, self._values.get(key, _NOTHING)) for key, value in changed.items()}
-        counts = _versions(self._model)
+        state = enumerate(variables_of(self._model))
         return Changes(
             {key: each for key, each in packed.items() if each is not None},
-            [index for index, (variable, count) in enumerate(counts.items()) if self._versions.get(variable) != count],
+            [index for index, each in state if self._versions.get(id(each)) != each._value._version],
         )
 
 
@@ -103,10 +104,6 @@ _NOTHING = object()
 def plain_attributes(holder: Any) -> dict[str, Any]:
     """Numbers, texts and flags of an object, and lists and dicts of them."""
     return {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
-
-
-def _versions(model: Any) -> dict[int, int]:
-    return {id(variable): variable._value._version for variable in variables_of(model)}
 
 
 def _holders(model: Any) -> list[Any]:

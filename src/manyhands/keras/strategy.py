@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..cluster import NullWorld, caller_lines
 from ..core import SettingsError, StrategyError, StrategySpec
-from ..training import END, Hand
+from ..training import SCRIPT_END, Hand
 from .following import variables_of
 from .inputs import (
     DistributedInput,
@@ -294,7 +294,7 @@ class Strategy:
         place = f"{name} on the first replica at {', '.join(caller_lines())}"
         number = _num_done[place] = _num_done.get(place, 0) + 1
         if not self.hand.is_first:
-            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), END)
+            return self.hand.world.wait_for(f"{place} ({number})", next_meeting(), SCRIPT_END)
         try:
             return act()
         finally:

@@ -8,7 +8,7 @@ from .cuts import check_pieces, outline_of
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
 from .fitting import fit_in
-from .hand import END, Hand, hand, holding, joined_world
+from .hand import SCRIPT_END, Hand, hand, holding, joined_world
 from .loop import CHECKPOINTS, Job, Outcome, check_schedule, own_stream, train
 from .memory import Account, account, held_now, host_bytes, limited, parse_bytes
 from .metrics import Meter, check_metrics, parted
@@ -30,7 +30,7 @@ __all__ = [
     "Hand",
     "hand",
     "holding",
-    "END",
+    "SCRIPT_END",
     "joined_world",
     "Job",
     "Outcome",

@@ -709,7 +709,7 @@ def whole_loss(replica: Replica, loss: Tensor | Mean) -> Tensor | Mean:
 _held: list[Hand] = []
 
 
-END = "the first replica has come to the end"
+SCRIPT_END = "the first replica has come to the end"
 """The mark for whoever waits for something that it has not done."""
 
 
@@ -720,7 +720,7 @@ def holding(hand: Hand) -> Iterator[None]:
     try:
         yield
         if hand.is_first:
-            hand.world.mark(END)
+            hand.world.mark(SCRIPT_END)
     finally:
         _held.pop()
 
