@@ -21,10 +21,10 @@ import pytest
 from manyhands.cluster import Join, Team, resolve, this_host, write_token
 from manyhands.cluster.crew import turn
 from manyhands.cluster.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, Limits, Nonsense, checked
-from manyhands.cluster.joining.desk import MAX_WAITING, Desk
+from manyhands.cluster.joining.desk import Desk
 from manyhands.cluster.joining.handshake import Facts, Refused, introduce
 from manyhands.cluster.joining.token import Token, read_token
-from manyhands.cluster.network import listen
+from manyhands.cluster.network import MAX_UNPROVED, listen
 from manyhands.core import RunError, SettingsError
 
 SECRET = Token(b"a" * 40)
@@ -237,7 +237,7 @@ def _try(channel: Channel, mine: Facts) -> None:
 
 def test_a_byte_now_and_then_does_not_keep_others_out(waiting: Callable[..., Waiting]) -> None:
     desk = waiting(seconds=4)
-    slow = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(MAX_WAITING)]
+    slow = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(MAX_UNPROVED)]
     for one in slow:
         one.sendall(struct.pack("!I", MAX_MESSAGE))
     is_enough = threading.Event()

@@ -87,7 +87,8 @@ def test_a_shell_on_every_host_makes_one_world(tmp_path: Path) -> None:
     assert second["listens"] == ["10.77.0.2"]
 
 
-def test_torchrun_makes_one_world(tmp_path: Path) -> None:
+def test_torchrun_makes_one_world_that_shares_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,5 +1,6 @@
 """Who works together and where: devices, worlds, and the engines that start ranks."""
 
+from .authentication import ObjectGather, RankKey
 from .devices import Device, devices, num_cores, place_of, resolve, this_host
 from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
 from .engines import engine_for
@@ -11,6 +12,7 @@ from .leases import leased
 from .line import DirectLine, Line
 from .links import Link, Reach, reach
 from .local import LocalEngine
+from .messages import Opaque, is_plain, message
 from .network import resolve_host
 from .pretended import PretendedWorld
 from .resolvers import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, HostsFile, Resolver, Standing, understood
@@ -83,6 +85,11 @@ __all__ = [
     "TRAINERS",
     "EVALUATOR",
     "resolve_host",
+    "ObjectGather",
+    "RankKey",
+    "Opaque",
+    "is_plain",
+    "message",
     "Standing",
     "Resolver",
     "HostsFile",

@@ -5,6 +5,7 @@ It hears of ranks through places, one per host, and acts through them. Whether a
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import time
 from abc import ABC, abstractmethod
@@ -236,10 +237,11 @@ class Conductor(Job):
             left = ", ".join(member.place.host for member in self._newcomers)
             self._say(event("notice", text=f"{self._unit} ranks make a group: ranks on {left} wait until one is whole"))
         backend = backend_for([member.place.devices[member.slot] for member in self._members])
+        key, salt = self._new_key()
         for rank, member in enumerate(self._members):
             member.rank, member.loss, member.waits = rank, None, False
         for member in self._members:
-            summons = self._summons(member.rank, backend)
+            summons = self._summons(member.rank, backend, key, salt)
             if member.is_running:
                 member.place.tell(member.slot, {"summons": summons.to_dict()})
             else:
@@ -248,7 +250,11 @@ class Conductor(Job):
             if self._is_stopping:
                 member.place.tell(member.slot, {"stop": True})
 
-    def _summons(self, rank: int, backend: str) -> Summons:
+    def _new_key(self) -> tuple[str, str]:
+        """Return the secret of this generation's ranks, in hex, and what other hosts need to make it themselves."""
+        return secrets.token_hex(32), ""
+
+    def _summons(self, rank: int, backend: str, key: str, salt: str) -> Summons:
         return Summons(
             generation=self._generation,
             rank=rank,
@@ -258,6 +264,8 @@ class Conductor(Job):
             port=self._meeting.port if len(self._members) > 1 else 0,
             backend=backend,
             heard=self._heard,
+            key=key,
+            salt=salt,
         )
 
     # -- what is heard --------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ import psutil
 import torch
 
 from ..core import DeviceError
+from .messages import message
 
 _PART = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)/)?(?P<kind>[a-z]+)?(?::?(?P<index>\d+))?(?:\*(?P<copies>\d+))?")
 
 
+@message
 @dataclass(frozen=True)
 class Device:
     """A device that a replica can live on, real or virtual.

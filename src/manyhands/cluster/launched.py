@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from ..core import DeviceError, SettingsError
+from .authentication import NotAuthentic, RankKey, SignedStore
 from .devices import Device, resolve, this_host
-from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join
+from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, token_here
 from .line import DirectLine, Line
 from .network import (
     address_towards,
@@ -180,7 +182,8 @@ def meet(
     # Gloo would take the interface of the host's name, which may lead nowhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
-    world = TorchWorld(seat, line, store, _backend(store, seat, names))
+    backend, key = _introduced(store, seat, names)
+    world = TorchWorld(seat, line, store, backend, key)
     if not is_served:
         atexit.register(_end_together, store, seat)
     return world
@@ -197,13 +200,28 @@ def _end_together(store: dist.Store, seat: Seat) -> None:
             time.sleep(0.01)
 
 
-def _backend(store: dist.Store, seat: Seat, names: Sequence[str]) -> str:
-    """Nccl beside gloo where every rank has a GPU of its own; ranks tell each other what they have."""
-    mine = f"{seat.host}/{seat.device.torch}"
+def _introduced(store: dist.Store, seat: Seat, names: Sequence[str]) -> tuple[str, RankKey]:
+    """Return the backend and the key of ranks that somebody else has launched; they tell each other what they have.
+
+    The backend is NCCL beside gloo where every rank has a GPU of its own. The key comes from the token in
+    MANYHANDS_TOKEN and from a random number of every rank. Without a token there is none: ranks then decode nothing but
+    plain data, but cannot tell the messages of other processes on their network from their own.
+    """
+    token = token_here("") if os.environ.get(TOKEN_VARIABLE) else None
+    signing = (
+        RankKey.none() if token is None else RankKey(bytes.fromhex(token.rank_key("introduction", seat.generation)))
+    )
+    signed = SignedStore(store, signing, seat.patience)
     keys = [f"devices{seat.generation}/{rank}" for rank in range(seat.size)]
-    store.set(keys[seat.rank], mine)
+    signed.set(keys[seat.rank], f"{secrets.token_hex(16)} {seat.host}/{seat.device.torch}")
     try:
-        every = [store.get(key).decode() for key in keys]
+        every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
+    except NotAuthentic as error:
+        raise SettingsError(
+            f"all ranks must have the same {TOKEN_VARIABLE}, or none",
+            got=str(error),
+            remedy="set the same value for every rank",
+        ) from None
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
@@ -212,8 +230,11 @@ def _backend(store: dist.Store, seat: Seat, names: Sequence[str]) -> str:
             got=f"{seat.size - len(missing)}, without rank {said}",
             remedy="start the missing ones with the same command, or ask for fewer",
         ) from None
-    is_alone = len({text for text in every if "/cuda" in text}) == seat.size
-    return "cpu:gloo,cuda:nccl" if is_alone else "gloo"
+    is_alone = len({text for _, text in every if "/cuda" in text}) == seat.size
+    backend = "cpu:gloo,cuda:nccl" if is_alone else "gloo"
+    if token is None:
+        return backend, RankKey.none()
+    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonce for nonce, _ in every), seat.generation)))
 
 
 def _device(standing: Standing, on: object) -> Device:

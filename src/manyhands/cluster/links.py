@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..core import SettingsError
-from .network import LOOPBACK, interface_of, listen, our_addresses, resolve_host
+from .messages import message
+from .network import FIRST_SECONDS, LOOPBACK, Unproved, interface_of, listen, our_addresses, resolve_host
 from .world import World
 
 NUM_PINGS = 30
@@ -36,6 +37,7 @@ class Reach:
     why: str = ""
 
 
+@message
 @dataclass(frozen=True)
 class Link:
     """The way from a host to an address of the first one."""
@@ -162,21 +164,32 @@ def serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str
 
 
 def _answer_all(listener: socket.socket, token: bytes) -> None:
+    unproved = Unproved()
     while True:
         try:
-            link, _ = listener.accept()
+            link, (address, _) = listener.accept()
         except OSError:
+            unproved.close()
             return
-        with link, contextlib.suppress(OSError):
+        unproved.add(link, address)
+        # In a thread of its own, so that a stranger that says nothing holds nobody up.
+        threading.Thread(target=_answer, args=(link, token, unproved), name="link", daemon=True).start()
+
+
+def _answer(link: socket.socket, token: bytes, unproved: Unproved) -> None:
+    with link, contextlib.suppress(OSError):
+        link.settimeout(FIRST_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            is_known = secrets.compare_digest(link.recv(len(token)), token)
+        finally:
+            is_here = unproved.remove(link)
+        if is_known and is_here:
             link.settimeout(PATIENCE)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answer(link, token)
+            _take_bytes(link)
 
 
-def _answer(link: socket.socket, token: bytes) -> None:
-    given = link.recv(len(token), socket.MSG_WAITALL)
-    if not secrets.compare_digest(given, token):
-        return
+def _take_bytes(link: socket.socket) -> None:
     for _ in range(NUM_PINGS):
         if not link.recv(1):
             return

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import os
 import socket
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
@@ -13,6 +17,10 @@ import torch.distributed as dist
 from ..core import SettingsError
 
 LOOPBACK = "127.0.0.1"
+FIRST_SECONDS = 1.0
+"""How long a connection may say nothing before it is closed."""
+MAX_UNPROVED, MAX_UNPROVED_OF_ONE = 16, 8
+"""Connections at a time that have not proved anything: in all, and from one address."""
 
 
 class PortTaken(SettingsError):
@@ -115,6 +123,44 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return listener
 
 
+class Unproved:
+    """Connections to a listener that have not authenticated themselves yet; where there are too many the oldest goes.
+
+    New connections are never refused, so idle ones cannot keep a host with the right secret out.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._addresses: dict[socket.socket, str] = {}
+
+    def add(self, connection: socket.socket, address: str) -> None:
+        """Take a new connection in, and close the oldest one where that is one too many."""
+        with self._guard:
+            same = [one for one, theirs in self._addresses.items() if theirs == address]
+            if len(same) >= MAX_UNPROVED_OF_ONE:
+                self._close(same[0])
+            elif len(self._addresses) >= MAX_UNPROVED:
+                self._close(next(iter(self._addresses)))
+            self._addresses[connection] = address
+
+    def remove(self, connection: socket.socket) -> bool:
+        """Forget a connection that has proved itself or has ended; False where it was closed by `add` before."""
+        with self._guard:
+            return self._addresses.pop(connection, None) is not None
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._guard:
+            for connection in list(self._addresses):
+                self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._addresses[connection]
+        # Its own thread closes it, when it reads that nothing more will come.
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 def serve_store(listener: socket.socket) -> dist.TCPStore:
     """A store behind a listener of ours: given a host name, torch would listen on every interface."""
     address, port = listener.getsockname()
@@ -126,6 +172,21 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 def reach_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     """The store that another process serves."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+@contextlib.contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Let gloo listen on loopback for a group of one process; by itself it listens where the host's name leads."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    if "lo" in psutil.net_if_addrs():
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def our_addresses() -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from ..core import PeerLost
+from .authentication import RankKey
 from .line import Line
 from .network import LOOPBACK, reach_store
 from .torch_world import TorchWorld
@@ -28,6 +29,10 @@ class Summons:
     backend: str = "gloo"
     heard: int = 0
     """The last step whose loss the controller knows."""
+    key: str = field(default="", repr=False)
+    """The secret of this generation's ranks, in hex. It is sent over inherited sockets and Ray's calls alone."""
+    salt: str = ""
+    """From this and the token other hosts make the key."""
 
     def to_dict(self) -> dict[str, Any]:
         """As it travels."""
@@ -46,7 +51,7 @@ class Summons:
             where = f"{self.address}:{self.port}"
             raise PeerLost("joining", "the store", f"nobody answers at {where}", str(error)) from error
         store.set_timeout(timedelta(seconds=seat.timeout))
-        return TorchWorld(mine, line, store, self.backend)
+        return TorchWorld(mine, line, store, self.backend, RankKey(bytes.fromhex(self.key)))
 
 
 def join(summons: Summons, seat: Seat, line: Line) -> World:

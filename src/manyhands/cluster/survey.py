@@ -12,12 +12,14 @@ import torch
 
 from ..core import SettingsError
 from .links import Link, best, measure
+from .messages import message
 from .world import World
 
 MAX_SKEW = 2.0
 """Seconds that clocks may differ: tokens expire and events are ordered by them."""
 
 
+@message
 @dataclass(frozen=True)
 class Facts:
     """What one rank says of itself."""
@@ -70,7 +72,7 @@ def facts(world: World, data: str = "") -> list[Facts]:
         host=world.seat.host,
         device=str(world.seat.device),
         manyhands=version("manyhands"),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         python=platform.python_version(),
         clock=time.time(),
         data=data,

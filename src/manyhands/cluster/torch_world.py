@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import re
+import secrets
 import socket
 import struct
 import sys
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core import Event, PeerLost, UsageError
+from .authentication import NotAuthentic, ObjectGather, RankKey, SignedStore, confirm
 from .devices import Device
 from .hangs import STALL, STEP, HangReport, Watchman, answer
 from .line import Line
@@ -38,6 +40,8 @@ _OPS = {
 
 _PAIR = struct.Struct("@n")
 """The number of a pair, as gloo's listeners read it."""
+CONFIRM_SECONDS = 20.0
+"""How long a peer may take to prove over a new connection that it is a rank of this job."""
 PART_BYTES, MAX_PARTS = 1 << 18, 8
 """Sizes of the parts in which large messages are exchanged over gloo, and how many there are at the most."""
 
@@ -57,6 +61,7 @@ class _GroupWorld(World):
     _is_nccl = False
     _whole: World
     """The world that owns the connections, and counts the time spent waiting."""
+    _objects: ObjectGather
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         with self._naming("all_reduce"):
@@ -124,10 +129,13 @@ class _GroupWorld(World):
             return _TorchPending(self, work, "receive", (into, here))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
         with self._naming("gather"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return self._objects(value, self._gather_bytes)
+
+    def _gather_bytes(self, data: Tensor) -> Tensor:
+        stacked = torch.empty(self.size, len(data), dtype=torch.uint8)
+        dist.all_gather(list(stacked), data, group=self._group)
+        return stacked
 
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
@@ -141,6 +149,8 @@ class _GroupWorld(World):
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise
+            if isinstance(error, NotAuthentic):
+                raise PeerLost(operation, caller_line(), str(error)) from error
             who = self.line.wait_for_news(self.seat.generation, self.seat.patience)
             if not who and not _is_connection_error(error):
                 raise
@@ -150,12 +160,18 @@ class _GroupWorld(World):
 
 
 class TorchWorld(_GroupWorld):
-    """Ranks in processes of their own, joined through a store under their generation's own prefix."""
+    """Ranks in processes of their own, joined through a store under their generation's own prefix.
 
-    def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str) -> None:
+    `key` is the secret of this generation; without one, what other processes write and send is not told apart.
+    """
+
+    def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str, key: RankKey | None = None) -> None:
         super().__init__(seat, line)
-        self._root, self._store = store, dist.PrefixStore(f"ports{seat.generation}", store)
-        self._marks = dist.PrefixStore(f"marks{seat.generation}", store)
+        self._key = key or RankKey.none()
+        self._objects = ObjectGather(self._key, "whole", seat.rank)
+        self._root = SignedStore(store, self._key, seat.patience)
+        self._store = dist.PrefixStore(f"ports{seat.generation}", self._root)
+        self._marks = dist.PrefixStore(f"marks{seat.generation}", self._root)
         self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
@@ -171,11 +187,13 @@ class TorchWorld(_GroupWorld):
             self.close()
             if not self.is_loss(error):
                 raise
+            if isinstance(error, NotAuthentic):
+                raise PeerLost("joining", caller_line(), line.lost or str(error)) from error
             raise PeerLost("joining", caller_line(), line.lost or "a peer did not come", _brief(error)) from error
 
     def _connect(self, backend: str) -> None:
         seat = self.seat
-        with self._noting_ports():
+        with self._opening_groups() as groups:
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(f"generation{seat.generation}", self._root),
@@ -188,9 +206,10 @@ class TorchWorld(_GroupWorld):
             assert whole is not None
             self._whole, self._group = self, whole
             self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
+            groups |= {"whole": whole} if self._aside is whole else {"whole": whole, "aside": self._aside}
 
     def is_loss(self, error: BaseException) -> bool:
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost | NotAuthentic):
             return True
         # What torch's own parts raise when their connections are shut is not wrapped by anybody.
         is_broken = isinstance(error, RuntimeError) and _is_connection_error(error)
@@ -206,7 +225,7 @@ class TorchWorld(_GroupWorld):
     def wait_for(self, *names: str) -> None:
         deadline = time.monotonic() + self.seat.timeout
         with self.diary.waiting(f"waiting for {names[0]}"):
-            while not any(self._marks.check([name]) for name in names):
+            while not any(self._marks.check([name]) and self._marks.get(name) for name in names):
                 if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
                     lost = self.line.lost or f"nobody said within the time: {names[0]}"
                     raise PeerLost("waiting", caller_line(), lost)
@@ -215,33 +234,40 @@ class TorchWorld(_GroupWorld):
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         key = tuple(axes.items())
         if key not in self._meshes:
-            with self._naming("mesh"), self._noting_ports():
+            with self._naming("mesh"), self._opening_groups() as groups:
                 sizes, names = tuple(axes.values()), tuple(axes)
-                self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+                mesh = self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+                groups |= {f"mesh {key} {name}": mesh.get_group(name) for name, size in key if size > 1}
         return self._meshes[key]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
         key = tuple(map(tuple, groups))
         if key not in self._parts:
             timeout = timedelta(seconds=self.seat.timeout)
-            with self._naming("mesh"), self._noting_ports():
+            with self._naming("mesh"), self._opening_groups() as opened:
                 ours, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
                 aside = ours
                 if not self._is_nccl:
                     aside, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
-            self._parts[key] = _Along(self, ours, aside)
+                opened |= {f"part {key}": ours} if aside is ours else {f"part {key}": ours, f"aside {key}": aside}
+            self._parts[key] = _Along(self, ours, aside, ObjectGather(self._key, f"part {key}", dist.get_rank(ours)))
         return self._parts[key]
 
     @contextlib.contextmanager
-    def _noting_ports(self) -> Iterator[None]:
-        """Adds the ports that new groups of gloo listen on, of all ranks: both ends of a connection are known by them.
+    def _opening_groups(self) -> Iterator[dict[str, dist.ProcessGroup]]:
+        """Confirm the connections of new groups, which the caller puts into the dict by names that all ranks use.
 
-        All ranks make their groups in one order, so they meet under one number.
+        Adds the ports that gloo listens on, of all ranks: both ends of a connection are known by them. All ranks make
+        their groups in one order, so they meet under one number.
         """
         before, self._opening = set(_listening_ports()), _inodes()
+        groups: dict[str, dist.ProcessGroup] = {}
         try:
-            yield
-            self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+            yield groups
+            nonces = self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+            for name, group in groups.items():
+                if torch.device("cpu") in group._device_types:
+                    confirm(self._key, group, name, nonces, min(CONFIRM_SECONDS, self.seat.timeout / 2))
         finally:
             self._opening = None
 
@@ -293,10 +319,13 @@ class TorchWorld(_GroupWorld):
 class _Along(_GroupWorld):
     """Some ranks of a world, which goes on to own the connections."""
 
-    def __init__(self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup) -> None:
+    def __init__(
+        self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup, objects: ObjectGather
+    ) -> None:
         seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
         super().__init__(seat, whole.line)
         self._whole, self._group, self._aside, self._is_nccl = whole, group, aside, whole._is_nccl
+        self._objects = objects
 
     @property
     def is_recordable(self) -> bool:
@@ -413,9 +442,10 @@ class _Ports:
         self.known = known
         self._num_rounds = 0
 
-    def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> None:
-        """Takes in what every rank has opened since the last time."""
+    def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> dict[int, bytes]:
+        """Take in what every rank has opened since the last time; return a fresh random number of each rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
-        store.set(f"{prefix}/{seat.rank}", ",".join(map(str, ours)) or "0")
-        texts = [store.get(f"{prefix}/{rank}").decode() for rank in range(seat.size)]
-        self.known |= {int(port) for text in texts for port in text.split(",")} - {0}
+        store.set(f"{prefix}/{seat.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
+        texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(seat.size)]
+        self.known |= {int(port) for _, ports in texts for port in ports.split(",")} - {0}
+        return {rank: bytes.fromhex(nonce) for rank, (nonce, _) in enumerate(texts)}

@@ -18,7 +18,7 @@ from ..core import PeerLost, UsageError
 from .devices import Device, require_usable, this_host
 from .hangs import Diary
 from .line import DirectLine, Line
-from .network import LOOPBACK
+from .network import LOOPBACK, gloo_on_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -230,13 +230,14 @@ class NullWorld(World):
         pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """A mesh of one rank needs a process group all the same; it lives in this process and opens no port."""
+        """A mesh of one rank needs a process group all the same; gloo listens for it, on loopback."""
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            self._owns_group = True
-        return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        with gloo_on_loopback():
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                self._owns_group = True
+            return dist.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def close(self) -> None:
         if self._owns_group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from keras import tree
 from keras.callbacks import BackupAndRestore, CallbackList, ModelCheckpoint
 from keras.src.utils.python_utils import is_default
 
+from ..cluster import Opaque
 from ..core import RunError
 from .boards import TensorBoard
 from .following import Changes, Look, plain_attributes
@@ -183,21 +183,21 @@ def met(strategy: Strategy, changes: Changes | None = None) -> Changes:
     return told  # type: ignore[no-any-return]
 
 
-def _packed(error: Exception) -> tuple[str, bytes | None]:
+def _packed(error: Exception) -> tuple[str, Opaque | None]:
     """What it says, and itself; of one that is made of other arguments than it says, what it consists of."""
     for form in (error, (type(error), error.args, vars(error))):
         with contextlib.suppress(Exception):
-            packed = pickle.dumps(form)
-            pickle.loads(packed)
+            packed = Opaque.of(form)
+            packed.open()
             return f"{type(error).__name__}: {error}", packed
     return f"{type(error).__name__}: {error}", None
 
 
-def _unpacked(text: str, packed: bytes | None) -> Exception:
+def _unpacked(text: str, packed: Opaque | None) -> Exception:
     error: Exception = RunError(text)
-    if packed is not None:
+    if packed is not None and packed.is_authentic:
         with contextlib.suppress(Exception):
-            error = _made_again(pickle.loads(packed))
+            error = _made_again(packed.open())
     error.add_note("raised by a callback of the first replica")
     return error
 

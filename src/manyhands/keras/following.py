@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from keras import Variable, tree
@@ -25,6 +24,7 @@ from keras.metrics import Metric
 from keras.optimizers import Optimizer
 from torch import Tensor, nn
 
+from ..cluster import Opaque, is_plain, message
 from ..core import StrategyError
 from ..training import Hand
 
@@ -50,11 +50,12 @@ def variables_of(model: Any) -> list[Any]:
     return [variable for variable in found if variable._value is not None]
 
 
+@message
 @dataclass(frozen=True)
 class Changes:
     """What callbacks have done to a model, as it is sent."""
 
-    attributes: dict[Key, bytes] = field(default_factory=dict)
+    attributes: dict[Key, Any] = field(default_factory=dict)
     variables: list[int] = field(default_factory=list)
 
     def follow(self, hand: Hand, model: Any) -> None:
@@ -93,7 +94,7 @@ class Look:
         packed = {key: _packed(key, value, self._values.get(key, _NOTHING)) for key, value in changed.items()}
         state = enumerate(variables_of(self._model))
         return Changes(
-            {key: each for key, each in packed.items() if each is not None},
+            {key: each for key, each in packed.items() if each is not _NOTHING},
             [index for index, each in state if self._versions.get(id(each)) != each._value._version],
         )
 
@@ -103,7 +104,8 @@ _NOTHING = object()
 
 def plain_attributes(holder: Any) -> dict[str, Any]:
     """Numbers, texts and flags of an object, and lists and dicts of them."""
-    return {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
+    found = {name: _sent(value) for name, value in vars(holder).items() if _is_plain(value)}
+    return {name: value for name, value in found.items() if is_plain(value)}
 
 
 def _holders(model: Any) -> list[Any]:
@@ -171,32 +173,35 @@ def _sent(value: Any) -> Any:
     return value
 
 
-def _packed(key: Key, value: Any, before: Any) -> bytes | None:
-    """A value to be sent; None of one that the others never had, such as a file, and whose lack a step would tell."""
+def _packed(key: Key, value: Any, before: Any) -> Any:
+    """A value to be sent; nothing for one that the others never had, such as a file, and that no step needs."""
     name = ".".join(part for part in key[1:] if part)
     try:
         state = next((each for each in tree.flatten(value) if isinstance(each, _STATE)), None)
         if state is None:
-            return _dumped(value)
+            return _sendable(value)
     except Exception as error:
         if _can_be_sent(before):
             raise _refused(f"{name}, a {type(value).__name__} that cannot be sent") from error
-        return None
+        return _NOTHING
     raise _refused(f"{name}, another {type(state).__name__}")
 
 
-def _dumped(value: Any) -> bytes:
-    return cloudpickle.dumps(_sent(value))  # type: ignore[no-any-return]
+def _sendable(value: Any) -> Any:
+    """Plain data as it is; a schedule or a function pickled."""
+    sent = _sent(value)
+    return sent if is_plain(sent) else Opaque.of(sent)
 
 
 def _can_be_sent(value: Any) -> bool:
     with contextlib.suppress(Exception):
-        return value is not _NOTHING and bool(_dumped(value))
+        _sendable(value)
+        return value is not _NOTHING
     return False
 
 
-def _unpacked(packed: bytes, device: torch.device) -> Any:
-    value = cloudpickle.loads(packed)
+def _unpacked(packed: Any, device: torch.device) -> Any:
+    value = packed.open() if isinstance(packed, Opaque) else packed
     return value.to(device) if isinstance(value, Tensor) else value
 
 

@@ -12,12 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..cluster import message
 from ..training import Hand, Spans
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 MAX_POINTS = 300
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes by kind over a step. Moments are parts of the step, from 0 to 1."""

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, record_function
 
+from ..cluster import message
+
 MODULE = "module "
 STEP = "manyhands step"
 EVALUATED = "autograd::engine::evaluate_function"
@@ -26,6 +28,7 @@ _NAMES = (MODULE, STEP, "Optimizer.")
 """Stretches that have a name and are no operations; on a GPU they stand beside the kernels."""
 
 
+@message
 @dataclass(frozen=True)
 class Operation:
     """One kind of operation: how often it runs in a step, and the seconds that it itself takes."""
@@ -35,6 +38,7 @@ class Operation:
     seconds: float
 
 
+@message
 @dataclass(frozen=True)
 class ModuleTime:
     """What a module itself takes in a step, without those inside it."""
@@ -49,6 +53,7 @@ class ModuleTime:
         return self.forward + self.backward
 
 
+@message
 class Bar(NamedTuple):
     """Something on a track of the timeline, in seconds from the beginning of the step."""
 
@@ -58,6 +63,7 @@ class Bar(NamedTuple):
     end: float
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Operations:
     """What ran in a step, on average over those that were watched."""

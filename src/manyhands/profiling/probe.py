@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from ..cluster import World
+from ..cluster import World, message
 from ..core import StrategySpec, Task
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .ceiling import ceiling
@@ -29,6 +29,7 @@ TRIAL_SECONDS = 0.3
 FEW = 5
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Largest:
     """The parameter with the most bytes."""
@@ -41,6 +42,7 @@ class Largest:
     """The part of its rows that a step's gradient touches, where it has rows."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Larger:
     """Steps of this batch and of a larger one, taken one after the other; of each the time that is seldom undercut."""
@@ -51,6 +53,7 @@ class Larger:
     """Of the batch as it is."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
     """What one rank saw. What was not looked at is None."""

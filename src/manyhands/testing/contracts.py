@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..cluster import World
+from ..cluster import Device, World
+from ..core import SendError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
+
+
+def any_value(draw: random.Random, depth: int = 3) -> Any:
+    """Return some value that ranks can send to each other, nested up to a depth."""
+    leaves: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: draw.random() < 0.5,
+        lambda: draw.randint(-(10 ** draw.randint(0, 40)), 10**40),
+        lambda: draw.choice([0.0, -0.0, math.inf, math.nan, draw.gauss(0, 1)]),
+        lambda: "".join(chr(draw.randint(32, 0x3000)) for _ in range(draw.randint(0, 9))),
+        lambda: draw.randbytes(draw.randint(0, 9)),
+        lambda: complex(draw.random(), 1),
+        lambda: Path("folder") / str(draw.random()),
+        lambda: draw.choice(_DTYPES),
+        lambda: torch.Size([2, 3]),
+        lambda: torch.randint(0, 2, [draw.randint(0, 3) for _ in range(draw.randint(0, 3))]).to(draw.choice(_DTYPES)),
+        lambda: np.arange(draw.randint(0, 5)).astype(draw.choice(["<f4", "<i8", ">u2", "<M8[s]"])),
+        lambda: np.float64(draw.random()),
+        lambda: Device("cpu", draw.randint(0, 9), host="host"),
+    ]
+    parts: list[Callable[[], Any]] = [
+        lambda: [any_value(draw, depth - 1) for _ in range(draw.randint(0, 4))],
+        lambda: tuple(any_value(draw, depth - 1) for _ in range(draw.randint(0, 4))),
+        lambda: {str(key): any_value(draw, depth - 1) for key in range(draw.randint(0, 4))},
+        lambda: {(key, str(key)): any_value(draw, depth - 1) for key in range(draw.randint(0, 4))},
+        lambda: {draw.randint(0, 9), "text"},
+        lambda: frozenset({draw.randint(0, 9)}),
+    ]
+    return draw.choice(leaves + (2 * parts if depth else []))()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values have the same type and content; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
+    return bool(one == other) or (one != one and other != other)
+
 
 Runner = Callable[[Callable[[World], Any], int], list[Any]]
 """`run(fn, size)` runs `fn(world)` on every rank and returns the results in rank order."""
@@ -104,6 +156,28 @@ class WorldContract:
 
         for size in self.sizes:
             assert self.run(gather, size) == [[{"rank": r, "text": "é" * r} for r in range(size)]] * size
+
+    def test_objects_of_all_kinds_keep_their_values_and_types(self) -> None:
+        def gather(world: World) -> bool:
+            values = [any_value(random.Random(seed)) for seed in range(40)] + ["é" * 5000, torch.arange(10_000)]
+            found = [world.gather_objects((world.rank, value)) for value in values]
+            return all(
+                same(every, [(rank, value) for rank in range(world.size)])
+                for every, value in zip(found, values, strict=True)
+            )
+
+        for size in self.sizes:
+            assert self.run(gather, size) == [True] * size
+
+    def test_an_object_that_is_not_plain_data_is_refused(self) -> None:
+        def gather(world: World) -> str:
+            try:
+                return str(world.gather_objects(print)) if world.size > 1 else "one rank sends nothing: plain data"
+            except SendError as error:
+                return str(error)
+
+        for size in self.sizes:
+            assert all("plain data" in text for text in self.run(gather, size))
 
     def test_a_mark_is_seen_by_whoever_waits_for_it(self) -> None:
         def tell(world: World) -> int:

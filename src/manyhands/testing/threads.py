@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import DirectLine, Pending, Seat, World
+from ..cluster import DirectLine, ObjectGather, Pending, RankKey, Seat, World
 from ..core import PeerLost, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Meeting:
     """Where the threads of a world exchange values; a lost rank breaks it for all."""
 
     def __init__(self, size: int, timeout: float) -> None:
-        self.size = size
+        self.size, self.key = size, RankKey.random()
         self._barrier = threading.Barrier(size, timeout=timeout)
         self._slots: list[Any] = [None] * size
         self._timeout = timeout
@@ -106,6 +106,7 @@ class ThreadWorld(World):
     def __init__(self, rank: int, meeting: Meeting, faults: Faults) -> None:
         super().__init__(Seat(rank=rank, size=meeting.size, host="threads"), DirectLine())
         self._meeting, self._faults = meeting, faults
+        self._objects = ObjectGather(meeting.key, "threads", rank)
         self._operations = 0
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
@@ -126,7 +127,7 @@ class ThreadWorld(World):
         return _Letter(self._meeting, into, source, self.rank, tag)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._exchange(value, "gather")
+        return self._objects(value, lambda data: torch.stack(self._exchange(data, "gather")))
 
     def mark(self, name: str) -> None:
         self._meeting.marks[name].set()

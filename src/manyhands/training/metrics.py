@@ -7,6 +7,7 @@ one of torchmetrics by the states and reductions that it declares, one of a pers
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import inspect
 import math
@@ -15,12 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..cluster import World
+from ..cluster import Opaque, World, is_plain
 from ..core import Mean, Task, TaskError
 from ..data import map_leaves
 
@@ -197,15 +197,24 @@ class OwnMeter(Meter):
         return "" if hasattr(self.metric, "merge") else f"{type(self.metric).__name__} has no merge(other)"
 
     def pack(self) -> Any:
-        # Its class may be known to the ranks by value alone, which pickle by itself does not send.
-        return cloudpickle.dumps(_moved(self.metric, torch.device("cpu")))
+        moved = _moved(self.metric, torch.device("cpu"))
+        state = _plain_state(moved)
+        return Opaque.of(moved) if state is None else state
 
     def join(self, packed: Sequence[tuple[Any, int]]) -> None:
-        seen = [parcel for parcel, count in packed if count] or [packed[0][0]]
-        first, *others = (_moved(cloudpickle.loads(parcel), self.device) for parcel in seen)
+        seen = [state for state, count in packed if count] or [packed[0][0]]
+        first, *others = (_moved(self._with(state), self.device) for state in seen)
         for other in others:
             first.merge(other)
         self.metric = first
+
+    def _with(self, state: Any) -> Any:
+        """Return an object like this replica's with the state of another."""
+        if isinstance(state, Opaque):
+            return state.open()
+        metric = object.__new__(type(self.metric))
+        vars(metric).update(state)
+        return metric
 
 
 def parted(task: Task, world: World) -> tuple[dict[str, Function], list[Meter]]:
@@ -326,6 +335,35 @@ def _moved(metric: Any, device: torch.device) -> Any:
     for name, value in vars(metric).items():
         setattr(moved, name, _on(device, value))
     return moved
+
+
+def _plain_state(metric: Any) -> dict[str, Any] | None:
+    """The attributes of an object that is nothing but these, if all of them are plain data; else None.
+
+    >>> _plain_state(Sums.__new__(Sums)), _plain_state([1])
+    ({}, None)
+    """
+    make, args, state, *items = (*metric.__reduce_ex__(4), None, None, None)[:5]
+    is_simple = make is copyreg.__newobj__ and args == (type(metric),) and not any(items)  # type: ignore[attr-defined]
+    state = {} if state is None else state
+    if not is_simple or hasattr(metric, "__setstate__") or not isinstance(state, dict):
+        return None
+    return state if is_plain(state) and not _shares_parts(state) else None
+
+
+def _shares_parts(value: Any) -> bool:
+    """Whether two places hold one and the same list, dict, set or tensor: plain data would make two of it."""
+    ids: list[int] = []
+
+    def look(part: Any) -> None:
+        if isinstance(part, list | dict | set | Tensor | np.ndarray):
+            ids.append(id(part))
+        if isinstance(part, list | tuple | dict):
+            for each in part.values() if isinstance(part, dict) else part:
+                look(each)
+
+    look(value)
+    return len(set(ids)) < len(ids)
 
 
 def _on(device: torch.device, data: Any) -> Any:

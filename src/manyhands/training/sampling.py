@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..cluster import World
+from ..cluster import World, message
 from ..core import Event, event
 from ..data import Feed
 from .hand import Hand
@@ -19,6 +19,7 @@ EVERY = 50
 """Steps from one sample to the next."""
 
 
+@message
 @dataclass(frozen=True)
 class Sample:
     """One step of one rank: seconds by phase, and the spans they are the sums of."""
@@ -108,6 +109,7 @@ def told(world: World, sample: Sample) -> Event:
     return event("profile", seconds=seconds, total=round(sample.total, 9), **about)
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """Where the time of one rank's usual step goes: medians over some steps."""

@@ -97,11 +97,10 @@ def _rows_that_wait(hand: Hand) -> list[str]:
 
 def _require_transport() -> None:
     try:
-        import msgspec  # noqa: F401
         import zmq  # noqa: F401
     except ImportError as error:
         raise StrategyError(
-            "parameter servers need pyzmq and msgspec", got=str(error), remedy='pip install "manyhands[servers]"'
+            "parameter servers need pyzmq", got=str(error), remedy='pip install "manyhands[servers]"'
         ) from None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import World
+from ..cluster import World, message
 from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
 from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
@@ -121,6 +121,7 @@ def _put_together(told: Any, tensors: Sequence[Tensor]) -> Checkpoint:
     return Checkpoint(**_mapped(lambda slot: tensors[slot.index], _Slot)(told))
 
 
+@message
 @dataclass(frozen=True)
 class _Slot:
     """A tensor's place, while it travels by itself."""

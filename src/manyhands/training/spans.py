@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..cluster import message
+
 IDLE = "idle"
 PHASES = ("input", "copy", "forward", "backward", "communication", "optimizer", IDLE)
 """What a step's time goes into; idle is what is left: the host's own work between them, or nothing at all."""
 
 
+@message
 class Span(NamedTuple):
     """A stretch of a step, in seconds from its beginning."""
 

@@ -17,6 +17,7 @@ from ..zygote_handle import ZygoteHandle
 from .channel import Channel, Limits, Message, Nonsense
 from .handshake import Refused
 from .probing import answer
+from .token import Token
 
 RETRY_SECONDS = 0.5
 
@@ -31,9 +32,10 @@ class Agent(Hearer, Job):
         zygote: ZygoteHandle,
         parcel: int,
         *,
+        token: Token,
         timeout: float,
     ) -> None:
-        self._channel, self._join_again, self._timeout = channel, join_again, timeout
+        self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
         self._selector = selectors.DefaultSelector()
         self._crew = Crew(zygote, parcel, self, self._selector)
         self._patience = Limits(timeout).silence
@@ -128,9 +130,11 @@ class Agent(Hearer, Job):
             raise Nonsense(f"{kind} from the host that conducts")
 
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
-        """A summons as this host's ranks need it: over the interface that leads there from here."""
-        self._generation = max(self._generation, int(summons["generation"]))
-        return {**summons, "interface": interface_of(address_towards(summons["address"]))}
+        """A summons as this host's ranks need it: over the interface that leads there from here, with their key."""
+        generation = int(summons["generation"])
+        self._generation = max(self._generation, generation)
+        key = self._token.rank_key(summons["salt"], generation)
+        return {**summons, "interface": interface_of(address_towards(summons["address"])), "key": key}
 
     def _lose_conductor(self, why: str) -> None:
         """Nobody may go on here; ranks leave their collectives, keep their state, and wait for the conductor."""

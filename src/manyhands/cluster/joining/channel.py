@@ -116,7 +116,7 @@ class Channel:
         self._sending = threading.Lock()
         self._keys: tuple[bytes, bytes] = b"", b""
         self._sent = self._received = 0
-        self._rest = b""
+        self._rest = bytearray()
         self._closed = threading.Event()
         self.heard_at = time.monotonic()
         """When the other side last said something."""
@@ -156,9 +156,16 @@ class Channel:
         self._rest += self._cover.opened(chunk)
         yield from self._whole()
 
-    def wait_for(self, *kinds: str, seconds: float) -> Message:
-        """The next message, which must be one of these kinds and come in time."""
+    def wait_for(self, *kinds: str, seconds: float, first: float | None = None) -> Message:
+        """The next message, which must be one of these kinds and come in time.
+
+        Args:
+            kinds: What it may be.
+            seconds: When all of it must be here.
+            first: When its first byte must be here, if that is sooner.
+        """
         end = time.monotonic() + seconds
+        first_end = end if first is None else time.monotonic() + first
         try:
             while True:
                 for message in self._whole():
@@ -166,8 +173,10 @@ class Channel:
                         return message
                     if message["kind"] != "beat":
                         raise Nonsense(f"{message['kind']} instead of {' or '.join(kinds)}")
-                if (left := end - time.monotonic()) <= 0:
-                    raise TimeoutError(f"no {' or '.join(kinds)} within {seconds:g} s")
+                limit = end if self._rest else min(end, first_end)
+                if (left := limit - time.monotonic()) <= 0:
+                    waited = seconds if self._rest or first is None else min(first, seconds)
+                    raise TimeoutError(f"no {' or '.join(kinds)} within {waited:g} s")
                 self._socket.settimeout(left)
                 try:
                     chunk = self._socket.recv(65536)
@@ -202,8 +211,8 @@ class Channel:
                 raise Nonsense(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
             if len(self._rest) < head + length:
                 return
-            proof, body = self._rest[_HEAD.size : head], self._rest[head : head + length]
-            self._rest = self._rest[head + length :]
+            proof, body = bytes(self._rest[_HEAD.size : head]), bytes(self._rest[head : head + length])
+            del self._rest[: head + length]
             if not hmac.compare_digest(proof, self._proof(self._keys[1], self._received, body)):
                 raise Nonsense("a message that is not the other host's")
             self._received += 1

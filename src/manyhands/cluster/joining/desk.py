@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import selectors
 import socket
 import threading
@@ -11,19 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core import RunError, SettingsError, event
+from ...core import SettingsError, event
 from ..conductor import Conductor, End, Here, Meeting, Place
 from ..crew import turn
 from ..devices import Device
 from ..engine import AfterLoss
+from ..network import Unproved
 from ..summons import Summons
 from .channel import Channel, Limits, Message, Nonsense
 from .handshake import Challenge, Facts
 from .tls import NotTls, Plain
 from .token import Token
 
-MAX_WAITING = 16
-"""Handshakes under way at a time; more than that are hung up on."""
 TELL_SECONDS = 1.0
 """After how long a wait is told."""
 
@@ -40,9 +40,11 @@ class There(Place):
         return self.facts.running
 
     def start(self, slot: int, summons: Summons) -> None:
-        self.channel.send("start", slot=slot, summons=summons.to_dict())
+        self.channel.send("start", slot=slot, summons=_without_key(summons.to_dict()))
 
     def tell(self, slot: int, message: dict[str, Any]) -> None:
+        if "summons" in message:
+            message = {**message, "summons": _without_key(message["summons"])}
         self.channel.send("tell", slot=slot, message=message)
 
     def kill(self, slot: int | None = None) -> None:
@@ -64,7 +66,7 @@ class Desk:
     ) -> None:
         self._limits, self._tls = Limits(timeout), tls or Plain()
         self.selector = selectors.DefaultSelector()
-        self._listener, self._token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
+        self._listener, self.token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
         self.present: list[There] = []
         self.greetings: list[tuple[str, dict[str, Any]]] = []
         self._is_closed = False
@@ -73,7 +75,7 @@ class Desk:
         self.on_arrival: Callable[[There], None] = lambda place: None
         self._proved: queue.SimpleQueue[Challenge] = queue.SimpleQueue()
         self._woken, self._wakes = socket.socketpair()
-        self._handshakes = threading.Semaphore(MAX_WAITING)
+        self._unproved = Unproved()
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
         self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
 
@@ -113,6 +115,7 @@ class Desk:
         for place in self.present:
             place.channel.send("over", reason=reason)
             place.channel.close()
+        self._unproved.close()
         for sock in (self._listener, self._woken, self._wakes):
             sock.close()
         self.selector.close()
@@ -126,26 +129,28 @@ class Desk:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, (address, _) = self._listener.accept()
         except OSError:
             # It hung up before we looked.
             return
-        if not self._handshakes.acquire(blocking=False):
-            sock.close()
-            return
+        self._unproved.add(sock, address)
         threading.Thread(target=self._prove, args=(sock,), name="manyhands-handshake", daemon=True).start()
 
     def _prove(self, sock: socket.socket) -> None:
         """In a thread of its own, so that a stranger who says nothing holds nobody up."""
         try:
-            challenge = Challenge(self._channel(sock), self._token, self._passes, self._mine)
-            self._proved.put(challenge)
-            self._wakes.send(b"!")
-        except (OSError, RunError, SettingsError) as error:
-            self._say(str(error))
+            challenge = Challenge(self._channel(sock), self.token, self._passes, self._mine)
+            if self._unproved.remove(sock):
+                self._proved.put(challenge)
+                self._wakes.send(b"!")
+            else:
+                challenge.channel.close()
+        except Exception as error:
+            # Whatever a stranger says ends its own connection alone. Those that made way for others are not reported:
+            # there may be any number of them.
+            if self._unproved.remove(sock):
+                self._say(str(error) or type(error).__name__)
             sock.close()
-        finally:
-            self._handshakes.release()
 
     def _channel(self, sock: socket.socket) -> Channel:
         try:
@@ -184,6 +189,11 @@ class Desk:
         challenge.channel.close()
 
 
+def _without_key(summons: dict[str, Any]) -> dict[str, Any]:
+    """A summons as it crosses the network, where it may be overheard: the other host makes the key from the token."""
+    return {**summons, "key": ""}
+
+
 class HostsConductor(Conductor):
     """Conducts ranks on this host and on those that have joined."""
 
@@ -204,6 +214,10 @@ class HostsConductor(Conductor):
         for place in list(self._desk.present):
             if now - place.channel.heard_at > self._patience:
                 self._lose_host(place, f"has not been heard for {self._patience:.0f} s")
+
+    def _new_key(self) -> tuple[str, str]:
+        salt = secrets.token_hex(16)
+        return self._desk.token.rank_key(salt, self._generation), salt
 
     def finish(self) -> None:
         failed = self._failed

@@ -15,6 +15,7 @@ import torch
 
 from ...core import SettingsError
 from ..devices import Device, this_host
+from ..network import FIRST_SECONDS
 from .channel import Channel, Message
 from .token import Token
 
@@ -125,7 +126,7 @@ class Challenge:
         self.channel = channel
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
-        answer = channel.wait_for("join", seconds=channel.limits.answer)
+        answer = channel.wait_for("join", seconds=channel.limits.answer, first=FIRST_SECONDS)
         said = json.dumps(answer["facts"], sort_keys=True)
         self._theirs = str(answer["nonce"])
         # The number is this connection's own: what somebody overheard on another one proves nothing here.

@@ -254,7 +254,8 @@ class Other(Team):
     ) -> Job:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
-            return Agent(self._channel, self._join, engine.warm_up(), parcel, timeout=timeout)
+            token = self._first.token
+            return Agent(self._channel, self._join, engine.warm_up(), parcel, token=token, timeout=timeout)
         finally:
             os.close(parcel)
 

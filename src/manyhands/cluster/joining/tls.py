@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core import SettingsError
+from ..network import FIRST_SECONDS
 from .channel import Bare, Limits, Nonsense
 from .handshake import Refused
 
@@ -118,7 +119,7 @@ class Tunnel(Bare):
     def _shake_hands(self, sock: socket.socket, limits: Limits, *, speaks_first: bool) -> None:
         end = time.monotonic() + limits.answer
         # Somebody without TLS waits for our first word, and shall hear of it while he does.
-        patience = limits.answer if speaks_first else limits.answer / 2
+        patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
         has_heard = False
         while not self._is_done(sock):
             sock.settimeout(max(0.01, min(patience, end - time.monotonic())))

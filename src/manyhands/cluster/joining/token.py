@@ -35,6 +35,10 @@ class Token:
         """Whether a proof is right; takes as long for one that is almost right."""
         return hmac.compare_digest(proof.encode(), self.prove(*parts).encode())
 
+    def rank_key(self, salt: str, generation: int) -> str:
+        """Return the key, in hex, that the ranks of one generation of a job share; `salt` need not be secret."""
+        return self.prove("ranks", salt, str(generation))
+
     @property
     def is_expired(self) -> bool:
         """Whether its time is over."""

@@ -158,7 +158,10 @@ class Caller:
         if not self._has_come(timeout):
             return None
         head, *frames = self.socket.recv_multipart(copy=False)
-        message = decode(head.buffer)
+        try:
+            message = decode(head.buffer)
+        except msgspec.DecodeError as error:
+            raise LinkLost(f"{self.address} sent what is no message: {error}") from None
         if isinstance(message, Stranger):
             raise LinkLost(f"{self.address} does not know this connection any more")
         return message, _joined([frame.buffer for frame in frames])
