@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.core import CheckpointError
-from manyhands.store import Checkpoint, CheckpointStore, Disk, check_matches
+from manyhands.store import Checkpoint, CheckpointStore, Disk, check_matches, disk
 
 
 def small(step: int) -> Checkpoint:
@@ -322,6 +322,19 @@ def test_temporaries_of_the_living_and_of_other_hosts_stay(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     CheckpointStore(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_temporary_is_stale_when_its_own_process_has_ended(tmp_path: Path) -> None:
+    host, space, pid, started = disk.temporary_name().removeprefix(".tmp-").split(".")[:4]
+    ended = str(2**22 + 1)
+    stale = [f"{host}.{space}.{ended}.{started}", f"{host}.{space}.{pid}.1"]
+    # The second one is of another container with the same host name, in which that process id is somebody else's.
+    kept = [f"{host}.{space}.{pid}.{started}", f"{host}.0123456789ab.{ended}.{started}", f"{host}.{ended}"]
+    for name in (*stale, *kept, "old"):
+        (tmp_path / f".tmp-{name}.abc").mkdir()
+    os.utime(tmp_path / ".tmp-old.abc", (0, 0))
+    assert sorted(disk.remove_stale(Disk(), tmp_path)) == sorted(f".tmp-{name}.abc" for name in (*stale, "old"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f".tmp-{name}.abc" for name in kept)
 
 
 def damage(path: Path, chance: random.Random) -> str:

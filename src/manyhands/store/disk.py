@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 CHUNK = 4 << 20
 """Bytes per call: large enough that writing and hashing run outside the interpreter's lock."""
 TEMPORARY = ".tmp-"
+STALE_SECONDS = 7 * 24 * 3600.0
+"""After so long without a change a temporary has no writer, wherever that was."""
 
 
 @dataclass(frozen=True)
@@ -122,30 +125,59 @@ def replace_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) ->
 
 
 def temporary_name() -> str:
-    """A hidden name that says whose it is, so that others can tell when its writer is dead."""
-    return f"{TEMPORARY}{_host()}.{os.getpid()}.{uuid.uuid4().hex[:12]}"
+    """Return a hidden name that says which process writes it, so that others can tell when its writer is dead."""
+    writer = f"{_host()}.{_pid_space()}.{os.getpid()}.{_started(os.getpid())}"
+    return f"{TEMPORARY}{writer}.{uuid.uuid4().hex[:12]}"
 
 
 def remove_stale(disk: Disk, root: Path) -> list[str]:
-    """Removes temporaries whose writer, a process of this host, is gone; returns their names."""
-    stale = [entry for entry in root.glob(f"{TEMPORARY}*") if _writer_is_dead(entry.name)]
+    """Remove temporaries whose writer has ended, or that nobody has changed for a week; return their names."""
+    stale = [entry for entry in root.glob(f"{TEMPORARY}*") if _writer_is_dead(entry.name) or _is_old(entry)]
     for entry in stale:
         disk.discard(entry)
     return [entry.name for entry in stale]
 
 
 def _writer_is_dead(name: str) -> bool:
-    host, _, tail = name.removeprefix(TEMPORARY).partition(".")
-    pid = tail.partition(".")[0]
-    if host != _host() or not pid.isdecimal():
+    """Whether the writer was a process that this one could see, and has ended.
+
+    A host name and a process id are not enough: containers may share a host name, and every one of them has a process
+    1; and a process id is used again.
+    """
+    host, space, pid, started = (*name.removeprefix(TEMPORARY).split("."), "", "", "", "")[:4]
+    if not space or (host, space) != (_host(), _pid_space()) or not pid.isdecimal():
         return False
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
+        pass  # one of another user
+    return _started(int(pid)) not in ("", started)
+
+
+def _is_old(entry: Path) -> bool:
+    try:
+        return time.time() - entry.lstat().st_mtime > STALE_SECONDS
+    except OSError:
         return False
-    return False
+
+
+def _pid_space() -> str:
+    """Return what tells apart where process ids are counted: this start of the machine, and the container in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.sha256(f"{boot}{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in the kernel's own count; empty where there is none of that id."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _host() -> str:
