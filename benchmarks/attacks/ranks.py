@@ -52,7 +52,7 @@ def impersonate_rank(engine: LocalEngine) -> Outcome:
 
 def preset_store_keys(engine: LocalEngine) -> Outcome:
     """Write addresses and marks into the store before the ranks do; the job must not notice."""
-    return _against_job(engine, "preset_store_keys", _preset)
+    return _against_job(engine, "preset_store_keys", _preset, must_complete=True)
 
 
 def inject_into_listeners(engine: LocalEngine) -> Outcome:
@@ -62,7 +62,7 @@ def inject_into_listeners(engine: LocalEngine) -> Outcome:
 
 def fuzz_ports(engine: LocalEngine) -> Outcome:
     """Send random bytes to every port that a running job listens on."""
-    return _against_job(engine, "fuzz_ports", _send_garbage)
+    return _against_job(engine, "fuzz_ports", _send_garbage, must_complete=True)
 
 
 def replay_message() -> Outcome:
@@ -133,8 +133,14 @@ def _expected() -> list[float]:
     return [step + 4.0 * (2 * step + 1) for step in range(STEPS)]
 
 
-def _against_job(engine: LocalEngine, name: str, attack: Callable[[pathlib.Path], str]) -> Outcome:
-    """Start an attacker, then a job on two ranks; say what came of both."""
+def _against_job(
+    engine: LocalEngine, name: str, attack: Callable[[pathlib.Path], str], *, must_complete: bool = False
+) -> Outcome:
+    """Start an attacker, then a job on two ranks; say what came of both.
+
+    The attack has succeeded where its code was executed, where results are wrong or where the job ends without reason;
+    with `must_complete` also where it ends at all.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         attacker = engine.start(lambda world: attack(path), resolve("cpu")[0], timeout=60)
@@ -157,7 +163,8 @@ def _against_job(engine: LocalEngine, name: str, attack: Callable[[pathlib.Path]
             reason = "the job was not affected: it completed with the right results"
         detail: dict[str, float | str] = {"seconds": round(seconds, 2), "completed": float(results is not None)}
         detail |= {"code_executed": float(executed), "attacker": str(said[0])[:500] if said else ""}
-        return Outcome(name, executed or is_wrong or not reason, reason, detail)
+        is_stopped = results is None and (must_complete or not reason)
+        return Outcome(name, executed or is_wrong or is_stopped, reason, detail)
 
 
 def _outcome(job: Any) -> tuple[list[Any] | None, str]:
