@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from benchmarks.attacks import ranks
 from manyhands.cluster import DirectLine, LocalEngine, NullWorld, Seat, World
 from manyhands.cluster.authentication import NotAuthentic, RankKey, SignedStore
 from manyhands.cluster.launched import _introduced
+from manyhands.cluster.links import measured, serving
 from manyhands.cluster.network import listen, reach_store, serve_store
 from manyhands.cluster.torch_world import TorchWorld
 from manyhands.core import PeerLost, SettingsError
@@ -85,6 +88,14 @@ def test_ranks_of_one_machine_listen_on_loopback_and_show_no_key(
         assert set(ports) == {"127.0.0.1"}
         assert not is_shown
     alone.close()
+
+
+def test_idle_strangers_do_not_hold_up_a_measurement() -> None:
+    with contextlib.ExitStack() as held, serving(["127.0.0.1"], b"t" * 16) as (ways, token):
+        for _ in range(20):
+            held.enter_context(socket.create_connection(ways[0]))
+        assert [link.address for link in measured("host2", ways, token)] == ["127.0.0.1"]
+        assert measured("host2", ways, b"f" * 16) == []
 
 
 def test_values_that_others_wrote_into_the_store_are_not_returned() -> None:

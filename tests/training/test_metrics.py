@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
+from manyhands.cluster import NullWorld, Opaque, World
 from manyhands.core import StrategySpec, TaskError
 from manyhands.data import as_source
 from manyhands.testing import run_threads
 from manyhands.training import Hand, check_metrics, evaluate
-from manyhands.training.metrics import Sums, compute, parted
+from manyhands.training.metrics import OwnMeter, Sums, compute, parted
 
 from .problems import generator
 
@@ -246,6 +247,45 @@ def test_logits_are_noticed(tmp_path: Path) -> None:
     assert "the metric 'right' gets numbers beyond" in texts["logits"]
     assert "the metric 'mean' gets numbers beyond" not in texts["logits"]
     assert "guesses" not in texts["chances"]
+
+
+class Words:
+    """Keeps what is no plain data."""
+
+    def __init__(self) -> None:
+        self.counter = Counter[str]()
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        self.counter["a"] += 1
+
+    def compute(self) -> float:
+        return float(self.counter["a"])
+
+    def merge(self, other: Words) -> None:
+        self.counter += other.counter
+
+
+class Slots(Words):
+    """Keeps something outside of its attributes' dict."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = 1
+
+
+def test_objects_travel_as_plain_data_where_they_are_nothing_else() -> None:
+    assert isinstance(OwnMeter("it", Counts(), None, torch.device("cpu")).pack(), dict)
+
+    def measure(world: World) -> list[float]:
+        meters = [OwnMeter("it", kind(), None, world.device) for kind in (Words, Slots)]
+        assert all(isinstance(meter.pack(), Opaque) for meter in meters)
+        for meter in meters:
+            meter.update(None, None, 1)
+        return [found for meter in meters for found in compute([meter], world).values()]
+
+    assert run_threads(measure, 3) == [[3.0, 3.0]] * 3
 
 
 def test_nothing_was_seen_by_some_replicas() -> None:

@@ -116,7 +116,11 @@ class World(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Small Python values of all ranks, in rank order."""
+        """Return a Python value of every rank, in rank order.
+
+        Values are plain data: numbers, texts, lists, tuples, dicts, sets, tensors, arrays and classes that were
+        registered with `cluster.message`. Anything else is sent as a `cluster.Opaque`.
+        """
 
     @abstractmethod
     def mark(self, name: str) -> None:

@@ -348,22 +348,7 @@ def _plain_state(metric: Any) -> dict[str, Any] | None:
     state = {} if state is None else state
     if not is_simple or hasattr(metric, "__setstate__") or not isinstance(state, dict):
         return None
-    return state if is_plain(state) and not _shares_parts(state) else None
-
-
-def _shares_parts(value: Any) -> bool:
-    """Whether two places hold one and the same list, dict, set or tensor: plain data would make two of it."""
-    ids: list[int] = []
-
-    def look(part: Any) -> None:
-        if isinstance(part, list | dict | set | Tensor | np.ndarray):
-            ids.append(id(part))
-        if isinstance(part, list | tuple | dict):
-            for each in part.values() if isinstance(part, dict) else part:
-                look(each)
-
-    look(value)
-    return len(set(ids)) < len(ids)
+    return state if is_plain(state) else None
 
 
 def _on(device: torch.device, data: Any) -> Any:
