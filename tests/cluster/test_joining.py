@@ -256,13 +256,28 @@ def test_a_byte_now_and_then_does_not_keep_others_out(waiting: Callable[..., Wai
             with contextlib.suppress(OSError):
                 channel = desk.join(facts())
         assert channel is not None, "nobody got in while they were talking"
-        assert "no join within 1 s" in desk.said
         channel.close()
     finally:
         is_enough.set()
         thread.join()
         for one in slow:
             one.close()
+
+
+def test_a_message_that_never_ends_is_given_up_at_a_deadline(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(seconds=4)
+    where = "127.0.0.1", desk.port
+    with socket.create_connection(where) as idle, socket.create_connection(where) as slow:
+        slow.sendall(struct.pack("!I", MAX_MESSAGE))
+        is_closed = False
+        while not is_closed:
+            time.sleep(0.05)
+            try:
+                slow.send(b"x")
+            except OSError:
+                is_closed = True
+        assert idle.recv(4096), "it was greeted"
+    assert desk.said.count("no join within 1 s") == 2
 
 
 def test_a_number_that_is_none_is_nonsense(waiting: Callable[..., Waiting]) -> None:
@@ -315,7 +330,7 @@ def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(wait
     desk = waiting(num_hosts=4)
     first = desk.connect()
     known = introduce(first, SECRET, facts())
-    desk.desk._token = Token(SECRET.secret, time.time() - 1)
+    desk.desk.token = Token(SECRET.secret, time.time() - 1)
     again = desk.connect()
     with pytest.raises(Refused, match="is in already") as refused:
         introduce(again, SECRET, facts(), known)
@@ -330,7 +345,7 @@ def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(wait
             introduce(stranger, SECRET, facts(name), token)
         assert refused.value.code == "token"
         stranger.close()
-    desk.desk._token = SECRET
+    desk.desk.token = SECRET
     # A first host that was started again knows nobody, and asks for the token.
     desk.desk._passes.clear()
     other = desk.connect()
