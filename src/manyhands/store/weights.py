@@ -208,7 +208,7 @@ def _listed(index: Path) -> list[Path]:
             f"{index} must list the files of the weights", got=f"{type(error).__name__}: {error}"
         ) from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(index.parent / name):
             raise CheckpointError(f"{index} lists files beside it", got=repr(name), remedy="fetch the whole folder")
     return [index.parent / name for name in names]
 
