@@ -371,7 +371,9 @@ class Catalogue:
 
 def _pick(split: list[Share], key: bytes) -> Share:
     """The share of a key, or of chance where there is none."""
-    point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else random.random()
+    # Which part of a split answers is no secret.
+    chance = random.random()  # noqa: S311
+    point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else chance
     point *= sum(share.weight for share in split)
     for share in split:
         point -= share.weight

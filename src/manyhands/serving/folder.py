@@ -39,10 +39,17 @@ def models_in(root: Path) -> dict[str, Path]:
         for entry in sorted(root.iterdir())
         if NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
     }
-    if _has_versions(root) and not any(_has_versions(entry) for entry in found.values()):
+    if is_one_model(root):
         require_name(root.resolve().name)
         return {root.resolve().name: root}
     return found
+
+
+def is_one_model(root: Path) -> bool:
+    """Return whether versions lie in a folder itself, and in none of the folders in it."""
+    with os.scandir(root) as entries:
+        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return _has_versions(root) and not any(_has_versions(folder) for folder in folders)
 
 
 @dataclass(frozen=True)
