@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS
-from ..core.fields import moment, number
+from ..core.fields import count, moment, number
 from .source import PARTS, Source
 from .tail import Tail
 
@@ -60,8 +60,8 @@ class Bucket:
     def quantile(self, share: float) -> float | None:
         """Seconds below which this share of the requests lies."""
         wanted, seen = math.ceil(share * self.num), 0
-        for place, count in enumerate(self.bounds):
-            seen += count
+        for place, num in enumerate(self.bounds):
+            seen += num
             if seen >= wanted > 0:
                 return float(FIRST * RATIO**place)
         return None
@@ -140,7 +140,7 @@ class Log(Source):
 
     def take_access(self, line: dict[str, Any]) -> None:
         """Counts a request that was answered."""
-        if not (moment(line["t"]) and number(line["status"]) and number(line["ms"])):
+        if not (moment(line["t"]) and count(line["status"]) and number(line["ms"]) and math.isfinite(line["ms"])):
             raise ValueError("not a line of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
         at = int(line["t"]) // self.width * self.width

@@ -55,6 +55,7 @@ class Tail:
     def _lines(self) -> list[bytes]:
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
+                self.error = ""
                 size = self._look(file.fileno())
                 if size == self.offset:
                     return []
@@ -66,7 +67,6 @@ class Tail:
             self.error = "" if isinstance(error, FileNotFoundError) else str(error)
             self._pending = 0
             return []
-        self.error = ""
         return self._taken(data, size)
 
     def _taken(self, data: bytes, size: int) -> list[bytes]:
