@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks.attacks.files import KINDS, LINES, plant
+from benchmarks.attacks.files import CONTENTS, KINDS, LINES, plant
 
 from manyhands.core import (
+    CheckpointError,
     EventLog,
     FileError,
     event,
@@ -24,6 +25,7 @@ from manyhands.core import (
     read_json,
 )
 from manyhands.core import files as core_files
+from manyhands.training import Run, launch_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,3 +170,23 @@ def test_events_after_a_full_disk_are_kept(tmp_path: Path) -> None:
         assert found[-2]["text"].startswith(f"{60 - len(numbers)} events are missing here")
     finally:
         subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_run_of_damaged_files_is_opened_or_refused_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"spec": {}, "params": {}, "devices": []}')
+    epoch = {"epoch": 0, "step": 1, "metrics": {"accuracy": 0.5, "none": None}}
+    lines = [*LINES.values(), json.dumps(event("epoch", **epoch)).encode(), b""]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        run = Run(tmp_path)
+    assert run.metrics == {"accuracy": 0.5}
+    assert "accuracy=0.5" in repr(run)
+    for content in CONTENTS.values():
+        (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="run.json must"):
+            Run(tmp_path)
+    for kind in KINDS:
+        plant(tmp_path / kind / "run.json", kind)
+        with pytest.raises(CheckpointError, match="must be a regular file"):
+            Run(tmp_path / kind)
+        assert launch_of(tmp_path / kind) is None

@@ -193,10 +193,12 @@ class Run:
             if entry["kind"] == "steps":
                 self.first_loss = self.first_loss or next(iter(entry["losses"]), "")
                 for name, values in entry["losses"].items():
-                    self.history.setdefault(name, {}).update(zip(entry["steps"], values, strict=True))
+                    measured = zip(entry["steps"], values, strict=True)
+                    self.history.setdefault(name, {}).update((at, one) for at, one in measured if one is not None)
             elif entry["kind"] == "epoch":
                 for name, value in entry["metrics"].items():
-                    self.history.setdefault(name, {})[entry["step"]] = value
+                    if value is not None:
+                        self.history.setdefault(name, {})[entry["step"]] = value
             elif entry["kind"] == "skipped":
                 self.skipped.append(entry["step"])
             elif (entry["kind"] == "start" and entry["step"]) or entry["kind"] == "recovered":
