@@ -31,6 +31,8 @@ unit: $(TOOLS)
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.feed
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m benchmarks.fuzz
 
 # TensorFlow Serving's own client against our server, and a real Triton beside it; fetches TensorFlow and Triton (half a
 # gigabyte each) the first time.

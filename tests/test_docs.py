@@ -75,6 +75,14 @@ def test_commands_of_a_page_exist(page: Path) -> None:
             check(words[words.index("manyhands") + 1 :], line)
 
 
+def test_the_tests_that_security_claims_name_are_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 10
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), f"{file}::{name}"
+
+
 def check(words: list[str], line: str) -> None:
     command: Any = get_command(app)
     while words and hasattr(command, "commands") and words[0] in command.commands:

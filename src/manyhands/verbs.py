@@ -876,9 +876,7 @@ def _begun_before(folder: str | Path) -> Path | None:
 
     def find() -> Path | None:
         records = Path(folder).glob(f"*/{training.RECORD}")
-        return next(
-            (path.parent for path in records if json.loads(path.read_text()).get("launch") == _launch[-1]), None
-        )
+        return next((path.parent for path in records if training.launch_of(path.parent) == _launch[-1]), None)
 
     return cast("Path | None", world.gather_objects(find() if world.is_first else None)[0])
 

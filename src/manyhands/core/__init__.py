@@ -10,6 +10,7 @@ from .errors import (
     CheckpointError,
     DataError,
     DeviceError,
+    FileError,
     LossNotFinite,
     ManyhandsError,
     NoProgress,
@@ -26,6 +27,7 @@ from .errors import (
     WorkerFailed,
 )
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
+from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines
 from .predictor import Predictor, Signature, TensorSpec
 from .randomness import mix, random_state, restore_random_state, seed_all
 from .settings import Resolved, resolve_settings
@@ -90,6 +92,13 @@ __all__ = [
     "event",
     "keep_event",
     "read_events",
+    "LINE_LIMIT",
+    "open_regular",
+    "opened",
+    "parse_json",
+    "read_file",
+    "read_json",
+    "read_lines",
     "mix",
     "seed_all",
     "random_state",
@@ -107,6 +116,7 @@ __all__ = [
     "SettingsError",
     "CheckpointError",
     "ArchiveError",
+    "FileError",
     "SendError",
     "RunError",
     "WorkerFailed",

@@ -9,6 +9,7 @@ ManyhandsError
 │   ├── SettingsError            an option, a configuration file, a task parameter
 │   ├── CheckpointError          a checkpoint that is corrupt, foreign or of another model
 │   ├── ArchiveError             an exported model that is corrupt or could execute code
+│   ├── FileError                a file that is not a regular file, is too large, or is damaged
 │   └── SendError                something that cannot be sent to a worker process
 └── RunError (RuntimeError)      something broke while running
     ├── WorkerFailed             a rank raised or died: who, why, its traceback
@@ -73,6 +74,10 @@ class CheckpointError(UsageError):
 
 class ArchiveError(UsageError):
     """An exported model that is corrupt, or that could execute code."""
+
+
+class FileError(UsageError):
+    """A file that is not a regular file, is larger than its limit, or is damaged."""
 
 
 class SendError(UsageError):

@@ -10,6 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .errors import FileError
+from .fields import is_event
+from .files import open_regular, parse_json, read_lines
+
 SCHEMA = 1
 """Version of the schema; it stands in every line as "v"."""
 
@@ -29,35 +33,51 @@ def event(kind: str, **values: Any) -> Event:
 
 
 class EventLog:
-    """Appends events to a file; a line is written whole or not at all."""
+    """Appends events to a file, one JSON line each.
+
+    A full disk costs events, not the run: a warning is given once, the next event that can be written starts on a line
+    of its own, and a notice before it says how many are missing.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._failed = False
-        self._end_torn_line()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._num_lost, self._reason, self._has_warned = 0, "", False
+        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        size = os.fstat(self._file).st_size
+        # A crash can leave half a line.
+        self._is_torn = bool(size) and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Appends one event; a full disk costs the event, not the run."""
+        """Append one event."""
+        lost = [event("notice", text=f"{self._num_lost} events are missing here: {self._reason}")]
         try:
-            os.write(self._file, (json.dumps(entry, default=_plain) + "\n").encode())
+            self._append("".join(_line(one) for one in [*lost[: self._num_lost], entry]).encode())
         except OSError as error:
-            if not self._failed:
+            self._num_lost, self._reason = self._num_lost + 1, error.strerror or str(error)
+            if not self._has_warned:
                 warnings.warn(f"events are lost, {self.path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
-            self._failed = True
+            self._has_warned = True
+        else:
+            self._num_lost = 0
 
     def close(self) -> None:
-        """Closes the file; further events are an error."""
+        """Close the file; further events are an error."""
         os.close(self._file)
 
-    def _end_torn_line(self) -> None:
-        """A crash can leave half a line; it is closed so that the next event stays readable."""
-        if self.path.exists() and self.path.stat().st_size:
-            with self.path.open("rb+") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
+    def _append(self, lines: bytes) -> None:
+        """Write all bytes, after the end of a line that was left unfinished."""
+        rest = data = b"\n" + lines if self._is_torn else lines
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        finally:
+            if len(rest) < len(data):
+                self._is_torn = data[len(data) - len(rest) - 1 : len(data) - len(rest)] != b"\n"
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, default=_plain) + "\n"
 
 
 def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
@@ -70,17 +90,31 @@ def keep_event(folder: str | Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log, oldest first; torn and foreign lines are passed over."""
-    if not path.exists():
+    """Yield the events of a log, oldest first; a warning says how many lines were damaged and skipped.
+
+    The last line does not count while it is unfinished: it may be written at this moment.
+    """
+    if not os.path.lexists(path):
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(entry, dict) and entry.get("v") == SCHEMA:
+    num_damaged = 0
+    with os.fdopen(open_regular(path), "rb") as file:
+        for line in read_lines(file):
+            entry = None if line is None else parse_event(line)
+            if entry is None:
+                num_damaged += line is None or line.endswith(b"\n")
+            elif entry.get("v") == SCHEMA:
                 yield entry
+    if num_damaged:
+        warnings.warn(f"{num_damaged} lines of {path} could not be read", RuntimeWarning, stacklevel=2)
+
+
+def parse_event(line: bytes) -> Event | None:
+    """Return the event of a line; None where the line is damaged, or not as `fields` describes it."""
+    try:
+        entry = parse_json(line)
+    except FileError:
+        return None
+    return entry if is_event(entry) else None
 
 
 def _plain(value: Any) -> Any:

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .errors import SettingsError
+from .errors import FileError, SettingsError
+from .files import read_file
 from .task import convert
 
 PREFIX = "MANYHANDS_"
 """The setting `epochs` is MANYHANDS_EPOCHS in the environment."""
+MOST_BYTES = 1 << 20
+"""Bytes of a file of settings."""
 ARGUMENT, DEFAULT = "argument", "default"
 
 T = TypeVar("T")
@@ -110,12 +113,13 @@ def _read(
 
 def _parse(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
+        return tomllib.loads(read_file(file, MOST_BYTES, follow_links=True).decode())
+    except (OSError, FileError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise SettingsError(
-            "the configuration file must be readable", got=f"{file} ({error.strerror})", remedy="correct its name"
+            "the configuration file must be readable", got=f"{file} ({reason})", remedy="correct its name"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(
             f"{file} must be TOML", got=str(error), remedy='write lines such as epochs = 3 or on = "cpu*2"'
         ) from None

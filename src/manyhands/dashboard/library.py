@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from ..core import EVENTS
 from .log import ACCESS, Log
 from .metrics import Metrics
 from .run import RECORD, Run
-from .source import Source
+from .source import Source, printable
 from .study import JOURNAL, Study
 
 DEPTH = 4
@@ -22,6 +23,10 @@ DEPTH = 4
 PASSED_OVER = ("checkpoints",)
 INTERVAL = 0.5
 """Seconds between two looks."""
+LONGEST_ERROR = 500
+"""Characters of a reason that pages show."""
+MOST_FOLDERS = 20_000
+"""Folders below one that is shown; further ones are not looked into."""
 LOCKS = Path("/proc/locks")
 
 
@@ -40,6 +45,8 @@ class Library:
         """Its lock is held by whoever reads or changes anything here."""
         self._next = threading.Lock()
         """Held by whoever waits for its turn, so that reading does not keep pages from theirs."""
+        self.error = ""
+        """Why the last look that failed did."""
         self._states: dict[str, str] = {}
         self._scanned_at = float("-inf")
         self._wanted = ""
@@ -57,7 +64,12 @@ class Library:
     def run(self, closing: threading.Event) -> None:
         """Reads until it is closed."""
         while not closing.is_set():
-            if not self.refresh():
+            try:
+                is_more = self.refresh()
+            except Exception as error:
+                # Whatever a look stumbled over, the next one is taken.
+                is_more, self.error = False, f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+            if not is_more:
                 closing.wait(INTERVAL)
 
     def watch_servers(self, closing: threading.Event) -> None:
@@ -94,11 +106,31 @@ class Library:
         """Summaries of everything that changed after a stamp, and the names of all that there are."""
         changed = [source for source in self.sources.values() if source.stamp > since]
         found: dict[str, Any] = {
-            name: [source.summary() for source in changed if source.kind == kind]
+            name: [self._told(source, "summary") for source in changed if source.kind == kind]
             for name, kind in (("runs", Run.kind), ("studies", Study.kind), ("logs", Log.kind))
         }
         pending = sum(source.pending for source in self.sources.values())
-        return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, **found}
+        return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, "error": self.error, **found}
+
+    def detail(self, name: str, kind: str) -> dict[str, Any] | None:
+        """What the page of a source shows; it is read first from now on. None where there is no such source."""
+        source = self.want(name)
+        return self._told(source, "detail") if source is not None and source.kind == kind else None
+
+    def _told(self, source: Source, what: str) -> dict[str, Any]:
+        """The summary or the detail of a source; where it cannot be made, that of an empty one that says why."""
+        try:
+            told = getattr(source, what)()
+        except Exception as error:
+            told = getattr(self._failed(source, error), what)()
+        return dict(told)
+
+    def _failed(self, source: Source, error: Exception) -> Source:
+        """Replaces a source whose files could not be understood; others are read and shown as before."""
+        fresh = self.sources[source.id] = type(source)(source.id, source.path)
+        fresh.failure = f"it could not be read: {type(error).__name__}: {error}"[:LONGEST_ERROR]
+        fresh.signature = fresh.has_read = source.signature
+        return fresh
 
     def plans(self) -> list[dict[str, Any]]:
         """Every plan with what was measured: by the planner itself, and by runs of the same task."""
@@ -118,10 +150,10 @@ class Library:
                 found += [{**about, "cut": source.cut is not None, **place} for place in source.placed()]
             elif isinstance(source, Log) and source.serving:
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
-                host = source.serving.get("host", "this host")
+                host = source.serving.get("host") or "this host"
                 found += [
                     {**about, "host": host, "device": device, "rank": None, "memory": None}
-                    for device in source.serving.get("devices", [])
+                    for device in source.serving.get("devices") or []
                 ]
         return found
 
@@ -142,7 +174,11 @@ class Library:
 
     def _read(self, source: Source) -> bool:
         with self.turn():
-            seen = source.refresh()
+            try:
+                seen = source.refresh()
+            except Exception as error:
+                self._failed(source, error)
+                return True
             if source.was_replaced:
                 self.sources[source.id] = type(source)(source.id, source.path)
             return seen
@@ -200,10 +236,10 @@ class Library:
 
     def _found(self) -> Iterator[tuple[str, type[Source], Path]]:
         for name, base in self._folders.items():
-            for path in _below(base, DEPTH):
+            for path in itertools.islice(_below(base, DEPTH), MOST_FOLDERS):
                 kind = _kind_of(path)
                 if kind is not None:
-                    yield str(Path(name) / path.relative_to(base)), kind, path
+                    yield printable(str(Path(name) / path.relative_to(base))), kind, path
 
 
 def _named(folders: Sequence[Path]) -> dict[str, Path]:
@@ -233,19 +269,19 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def _kind_of(path: Path) -> type[Source] | None:
-    if (path / RECORD).exists():
+    if os.path.lexists(path / RECORD):
         return Run
-    if (path / JOURNAL).exists():
+    if os.path.lexists(path / JOURNAL):
         return Study
-    return Log if (path / EVENTS).exists() else None
+    return Log if os.path.lexists(path / EVENTS) else None
 
 
 def _signature(path: Path) -> tuple[tuple[int, int], ...]:
     """When the files of a folder changed, and their sizes, which grow with every line."""
     found = []
-    for name in (EVENTS, JOURNAL, ACCESS):
+    for name in (EVENTS, JOURNAL, ACCESS, RECORD):
         try:
-            about = (path / name).stat()
+            about = (path / name).lstat()
         except OSError:
             continue
         found.append((about.st_mtime_ns, about.st_size))
@@ -254,7 +290,7 @@ def _signature(path: Path) -> tuple[tuple[int, int], ...]:
 
 def _inode(path: Path) -> int | None:
     try:
-        return path.stat().st_ino
+        return path.lstat().st_ino
     except OSError:
         return None
 
@@ -272,5 +308,5 @@ def _is_of(run: Run, plan: dict[str, Any]) -> bool:
     """Whether a run took the steps that a plan is of, on devices of its kind: a CPU says nothing about GPUs."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
-    is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan["batch_size"]
+    is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")
     return bool(is_alike and on_cpu == (" CPU" in plan["cluster"]))

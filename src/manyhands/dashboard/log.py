@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS
+from ..core.fields import count, moment, number
 from .source import PARTS, Source
 from .tail import Tail
 
 ACCESS = "access.jsonl"
 NUM_NEWS = 1000
+LONGEST_NEWS = 2000
+"""Characters of a line of the time line."""
+MOST_KEPT = 50
+"""Plans and profiles of a log that are kept, the last ones."""
+MOST_NAMES = 1000
+"""Models, and versions of a model, that are kept."""
 NUM_BUCKETS = 600
 """Stretches of time that requests are counted by; with more, two neighbours become one."""
 LATE_SECONDS = 1.5
@@ -53,8 +60,8 @@ class Bucket:
     def quantile(self, share: float) -> float | None:
         """Seconds below which this share of the requests lies."""
         wanted, seen = math.ceil(share * self.num), 0
-        for place, count in enumerate(self.bounds):
-            seen += count
+        for place, num in enumerate(self.bounds):
+            seen += num
             if seen >= wanted > 0:
                 return float(FIRST * RATIO**place)
         return None
@@ -66,8 +73,8 @@ class Log(Source):
     kind, lock = "log", ACCESS
 
     def __init__(self, name: str, path: Path) -> None:
-        self.plans: list[dict[str, Any]] = []
-        self.profiles: list[dict[str, Any]] = []
+        self.plans: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
+        self.profiles: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
         self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
         self.versions: dict[str, dict[str, str]] = {}
         self.splits: dict[str, str] = {}
@@ -79,7 +86,8 @@ class Log(Source):
         super().__init__(name, path)
 
     def _open(self) -> list[tuple[Tail, Any]]:
-        return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take), (Tail(self.path / ACCESS), self.take_access)]
+        events = Tail(self.path / EVENTS, without=(PARTS,))
+        return [(events, self.take_event), (Tail(self.path / ACCESS), self.take_access)]
 
     def on_plan(self, entry: dict[str, Any]) -> None:
         self.plans.append(entry)
@@ -93,7 +101,7 @@ class Log(Source):
         if not self.is_up:
             return "stopped"
         here = socket.gethostname()
-        is_here = self.serving.get("host", here) == here
+        is_here = (self.serving.get("host") or here) == here
         return "interrupted" if is_here and not self.is_alive else "serving"
 
     def on_starting(self, entry: dict[str, Any]) -> None:
@@ -110,7 +118,7 @@ class Log(Source):
 
     def on_split(self, entry: dict[str, Any]) -> None:
         self.splits.pop(entry["model"], None)
-        if entry["shares"]:
+        if entry["shares"] and len(self.splits) < MOST_NAMES:
             self.splits[entry["model"]] = _shared_out(entry["shares"])
 
     def take(self, entry: dict[str, Any]) -> None:
@@ -119,13 +127,22 @@ class Log(Source):
         if kind not in SERVING:
             return
         if kind.startswith("version_"):
-            self.versions.setdefault(entry["model"], {})[str(entry["version"])] = kind.removeprefix("version_")
+            self._note_version(entry["model"], str(entry["version"]), kind.removeprefix("version_"))
         told = [f"{key} {_words(key, value)}" for key, value in entry.items() if key not in ("v", "t", "kind")]
         text = f"{kind.replace('_', ' ')}: {', '.join(told)}" if told else kind
-        self.news.append({"t": entry["t"], "kind": kind, "text": text, "fault": kind in FAULTS})
+        self.news.append({"t": entry["t"], "kind": kind, "text": text[:LONGEST_NEWS], "fault": kind in FAULTS})
+
+    def _note_version(self, model: str, version: str, state: str) -> None:
+        known = self.versions if model in self.versions or len(self.versions) < MOST_NAMES else {}
+        states = known.setdefault(model, {})
+        if version in states or len(states) < MOST_NAMES:
+            states[version] = state
 
     def take_access(self, line: dict[str, Any]) -> None:
         """Counts a request that was answered."""
+        if not (moment(line["t"]) and count(line["status"]) and number(line["ms"]) and math.isfinite(line["ms"])):
+            raise ValueError("not a line of an access log")
+        self.changed = max(self.changed, min(line["t"], time.time()))
         at = int(line["t"]) // self.width * self.width
         bucket = self.buckets.get(at)
         if bucket is None:
@@ -158,14 +175,10 @@ class Log(Source):
 
     def summary(self) -> dict[str, Any]:
         return {
-            "id": self.id,
-            "name": self.path.name,
+            **self.about(),
             "plans": len(self.plans),
             "profiles": len(self.profiles),
             "serves": bool(self.serving),
-            "state": self.state,
-            "changed": self.changed,
-            "pending": self.pending,
         }
 
     def detail(self) -> dict[str, Any]:
@@ -178,7 +191,7 @@ class Log(Source):
             "p99": [bucket.quantile(0.99) for bucket in buckets],
         }
         about = {"serving": self.serving, "versions": self.versions, "splits": self.splits, "news": list(self.news)}
-        return {**self.summary(), **about, "requests": requests, "profiled": self.profiles}
+        return {**self.summary(), **about, "requests": requests, "profiled": list(self.profiles)}
 
 
 def _words(key: str, value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import time
-import urllib.error
 import urllib.request
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 NUM_LOOKS = 900
 MOST_BYTES = 4 << 20
 TIMEOUT = 1.0
+LONGEST_ERROR = 500
+"""Characters of a reason that pages show."""
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Look:
             if name == "manyhands_requests_total":
                 look.requests.setdefault(who, {})[labels.get("code", "")] = value
             elif name == "manyhands_request_seconds_bucket":
-                look.latency.setdefault(who, {})[float(labels["le"].replace("+Inf", "inf"))] = value
+                look.latency.setdefault(who, {})[float(labels.get("le", "").replace("+Inf", "inf"))] = value
             elif "backend" in labels:
                 figure = name.removeprefix("manyhands_backend_").removesuffix("_total")
                 look.backends.setdefault(labels["backend"], {})[figure] = value
@@ -69,12 +71,14 @@ class Metrics:
     def look(self) -> None:
         """Asks once; a server that does not answer is told on the page."""
         try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:
+            # The dashboard accepts only addresses of http and https.
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:  # noqa: S310
                 text = answer.read(MOST_BYTES).decode("utf-8", "replace")
             self._looks.append(Look.parse(text, time.time()))
             self.error = ""
-        except (OSError, ValueError, urllib.error.URLError) as error:
-            self.error = f"{self.url} does not answer: {getattr(error, 'reason', None) or error}"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            self.error = f"{self.url} does not answer: {reason}"[:LONGEST_ERROR]
 
     def to_dict(self) -> dict[str, Any]:
         """Rates and latencies between every two looks, and the last figures."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..core import FileError, fields, read_json
 from .series import Series
-from .source import Source, read_json
+from .source import Source
 
 RECORD = "run.json"
+RECORD_LIMIT = 4 << 20
+"""Bytes of a run.json."""
 NUM_NEWS = 1000
 """Lines of the time line that are kept."""
+LONGEST_NEWS = 2000
+"""Characters of one of them."""
+MOST_CURVES, MOST_RANKS = 1000, 4096
+"""Curves and ranks of one run that are kept; a curve takes up to 48 KiB."""
 NUM_SAMPLES = 64
 """Timed steps of a rank whose median is shown."""
 LEAST_SECONDS = 0.2
@@ -65,10 +72,13 @@ class Run(Source):
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name, path)
         self.record: dict[str, Any] = {}
-        self.losses: defaultdict[str, Series] = defaultdict(Series)
-        self.metrics: defaultdict[str, Series] = defaultdict(Series)
-        self.logged: defaultdict[str, Series] = defaultdict(Series)
-        self.rates: defaultdict[str, Series] = defaultdict(Series)
+        self.record_error = ""
+        self.has_left_out = False
+        """Whether there were more curves than are kept."""
+        self.losses: dict[str, Series] = {}
+        self.metrics: dict[str, Series] = {}
+        self.logged: dict[str, Series] = {}
+        self.rates: dict[str, Series] = {}
         self.speed = Series()
         self.ranks: dict[int, Rank] = {}
         self.news: deque[dict[str, Any]] = deque(maxlen=NUM_NEWS)
@@ -90,10 +100,29 @@ class Run(Source):
 
     def refresh(self) -> bool:
         # The record is there before the first event, and is written again at the end under parameter servers.
+        before = self.unreadable
         seen = super().refresh()
         if seen or not self.record:
-            self.record = read_json(self.path / RECORD) or self.record
-        return seen
+            self._read_record()
+        return seen or self.unreadable != before
+
+    def _read_record(self) -> None:
+        try:
+            found = read_json(self.path / RECORD, RECORD_LIMIT)
+            if not fields.holds(found, fields.RECORD_FIELDS):
+                raise FileError(f"{RECORD} must describe a run", got="fields of other types")
+        except FileNotFoundError:
+            return
+        except (OSError, FileError) as error:
+            self.record_error = str(error)
+        else:
+            self.record, self.record_error = found, ""
+
+    @property
+    def unreadable(self) -> str:
+        limits = f"curves beyond {MOST_CURVES}, or with names beyond {fields.LONGEST_NAME} characters, are left out"
+        parts = [super().unreadable, self.record_error, limits if self.has_left_out else ""]
+        return "; ".join(part for part in parts if part)
 
     @property
     def state(self) -> str:
@@ -132,9 +161,9 @@ class Run(Source):
     def on_steps(self, entry: dict[str, Any]) -> None:
         steps = entry["steps"]
         for name, values in entry["losses"].items():
-            self.losses[name].extend(steps, values)
-        for name, value in entry.get("lr", {}).items():
-            self.rates[name or "lr"].add(steps[-1], value)
+            self._curve(self.losses, name).extend(steps, values)
+        for name, value in (entry.get("lr") or {}).items():
+            self._curve(self.rates, name or "lr").add(steps[-1], value)
         self.step, self.epoch = steps[-1], entry["epoch"]
         self._time(entry["t"])
 
@@ -150,15 +179,26 @@ class Run(Source):
     def on_epoch(self, entry: dict[str, Any]) -> None:
         self.step, self.epoch = max(self.step, entry["step"]), entry["epoch"] + 1
         for name, value in entry["metrics"].items():
-            self.metrics[name].add(entry["step"], value)
+            self._curve(self.metrics, name).add(entry["step"], value)
 
     def on_log(self, entry: dict[str, Any]) -> None:
         for name, value in entry["values"].items():
-            self.logged[name].add(entry["step"], float(value))
+            if fields.number(value):
+                self._curve(self.logged, name).add(entry["step"], value)
+
+    def _curve(self, group: dict[str, Series], name: str) -> Series:
+        """The curve of a name; one that is thrown away where there is no room for it."""
+        if name in group:
+            return group[name]
+        num_curves = sum(map(len, (self.losses, self.metrics, self.logged, self.rates)))
+        if num_curves >= MOST_CURVES or len(name) > fields.LONGEST_NAME:
+            self.has_left_out = True
+            return Series()
+        return group.setdefault(name, Series())
 
     def on_waits(self, entry: dict[str, Any]) -> None:
         rank = self._rank(entry)
-        rank.seconds, rank.limit = entry["seconds"], entry.get("limit", "")
+        rank.seconds, rank.limit = entry["seconds"], entry.get("limit") or ""
         rank.memory.add(entry["t"], entry.get("memory"))
 
     def on_pace(self, entry: dict[str, Any]) -> None:
@@ -190,7 +230,7 @@ class Run(Source):
         self.cut = {name: entry[name] for name in ("title", "boxes", "arrows")}
 
     def on_split(self, entry: dict[str, Any]) -> None:
-        self.split = {"lines": entry["lines"]}
+        self.split = {"lines": entry["lines"] or []}
 
     def on_plan(self, entry: dict[str, Any]) -> None:
         self.plan = entry
@@ -200,11 +240,11 @@ class Run(Source):
 
     def on_end(self, entry: dict[str, Any]) -> None:
         self.step = max(self.step, entry["step"])
-        self.end = {"state": "stopped" if entry["stopped"] else "finished", "t": entry["t"]}
+        self.end = {"state": "stopped" if entry.get("stopped") else "finished", "t": entry["t"]}
         self._tell(entry, self.end["state"])
 
     def on_failed(self, entry: dict[str, Any]) -> None:
-        self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"]}
+        self.end = {"state": "failed", "t": entry["t"], "reason": entry["reason"][:LONGEST_NEWS]}
         self._tell(entry, entry["reason"])
 
     def take(self, entry: dict[str, Any]) -> None:
@@ -221,11 +261,8 @@ class Run(Source):
         batch_size = self.record.get("batch_size")
         speed = self.steps_per_second
         return {
-            "id": self.id,
-            "name": self.path.name,
-            "state": self.state,
+            **self.about(),
             "began": self.began,
-            "changed": self.changed,
             "step": self.step,
             "total": self.total,
             "epoch": self.epoch,
@@ -233,12 +270,11 @@ class Run(Source):
             "metrics": {name: series.last for name, series in self.metrics.items()},
             "steps_per_second": speed,
             "samples_per_second": speed * batch_size if speed is not None and batch_size else None,
-            "task": self.record.get("task", ""),
+            "task": self.record.get("task") or "",
             "strategy": _text(self.record.get("spec", {})),
             "devices": self.record.get("devices", []),
             "faults": self.num_faults,
             "recovered": self.num_recovered,
-            "pending": self.pending,
         }
 
     def detail(self) -> dict[str, Any]:
@@ -279,15 +315,17 @@ class Run(Source):
         return found
 
     def _rank(self, entry: dict[str, Any]) -> Rank:
-        number = int(entry["rank"])
-        rank = self.ranks.get(number)
+        place = entry["rank"]
+        rank = self.ranks.get(place)
         if rank is None:
-            rank = self.ranks[number] = Rank()
+            if place >= MOST_RANKS:
+                raise ValueError("too many ranks")
+            rank = self.ranks[place] = Rank()
         rank.host, rank.device = entry.get("host") or rank.host, entry.get("device") or rank.device
         return rank
 
     def _tell(self, entry: dict[str, Any], text: str) -> None:
-        told = {"t": entry["t"], "kind": entry["kind"], "text": text, "fault": entry["kind"] in FAULTS}
+        told = {"t": entry["t"], "kind": entry["kind"], "text": text[:LONGEST_NEWS], "fault": entry["kind"] in FAULTS}
         self.news.append({**told, "step": entry.get("step"), "rank": entry.get("rank")})
 
     def _forget_after(self, step: int) -> None:

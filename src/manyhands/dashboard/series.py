@@ -38,7 +38,7 @@ class Series:
     def add(self, x: float, value: float | None) -> None:
         """Adds a point behind the others."""
         if value is not None and math.isfinite(value):
-            self._take(x, x, value, 1, value, value)
+            self._take(float(x), float(x), float(value), 1, float(value), float(value))
             self.last = value
 
     def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core import SettingsError
 from .library import Library
+from .source import dump
 
 HOST = "127.0.0.1"
 STATIC = files(__package__) / "static"
@@ -30,6 +30,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+SINCE = re.compile(r"[0-9]{1,18}")
+"""A stamp."""
 MOST_STREAMS = 64
 QUIET_SECONDS = 10.0
 """A stream without news says so after so long, which shows whether somebody still listens."""
@@ -94,10 +96,9 @@ class Dashboard:
         with library.turn():
             if path == "/api/overview":
                 since = query.get("since", "0")
-                return library.overview(int(since) if since.isdecimal() else 0)
+                return library.overview(int(since) if SINCE.fullmatch(since) else 0)
             if path in ("/api/run", "/api/study", "/api/log"):
-                source = library.want(query.get("id", ""))
-                return source.detail() if source is not None and path == f"/api/{source.kind}" else None
+                return library.detail(query.get("id", ""), path.removeprefix("/api/"))
             if path == "/api/plans":
                 return library.plans()
             if path == "/api/cluster":
@@ -201,25 +202,3 @@ def _static_files() -> dict[str, bytes]:
 
 
 _STATIC: dict[str, bytes] = {}
-
-
-def dump(value: Any) -> bytes:
-    """JSON that browsers read: numbers that it does not have become null.
-
-    >>> dump({"loss": float("nan")})
-    b'{"loss": null}'
-    """
-    try:
-        return json.dumps(value, allow_nan=False, default=str).encode()
-    except ValueError:
-        return json.dumps(_finite(value), default=str).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS
+from ..core.fields import is_event
 from .tail import Tail
 
 SILENT_SECONDS = 60.0
@@ -36,12 +38,24 @@ class Source(ABC):
         """What the signature was at the last look."""
         self.is_held = False
         """Whether a program holds its lock."""
+        self.num_refused = 0
+        """Lines that were JSON, but not as readers expect them."""
+        self.failure = ""
+        """Why it is not read any more."""
         self._tails = self._open()
 
     @property
     def pending(self) -> int:
         """Bytes that wait to be read."""
-        return sum(tail.pending for tail, _ in self._tails)
+        return 0 if self.failure else sum(tail.pending for tail, _ in self._tails)
+
+    @property
+    def unreadable(self) -> str:
+        """What could not be read, in words; empty where everything could."""
+        count = self.num_refused + sum(tail.num_damaged for tail, _ in self._tails)
+        lines = [f"{count} {'line' if count == 1 else 'lines'} could not be read"] if count else []
+        errors = [tail.error for tail, _ in self._tails if tail.error]
+        return "; ".join([*lines, *errors, *([self.failure] if self.failure else [])])
 
     @property
     def was_replaced(self) -> bool:
@@ -59,31 +73,49 @@ class Source(ABC):
         """How it is doing, in a word."""
 
     def refresh(self) -> bool:
-        """Reads what is new, a slice of it; whether there was something."""
+        """Read a slice of what is new; return whether there was something."""
+        before = self.unreadable
         seen = False
         self.has_read = self.signature
         for tail, take in self._tails:
             for entry in tail.read():
-                moment = entry.get("t")
-                if isinstance(moment, int | float):
-                    self.began, self.changed = self.began or moment, max(self.changed, moment)
+                seen = True
                 try:
                     take(entry)
-                except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                    continue  # written by another version, or by somebody else
-                finally:
-                    seen = True
-        return seen
+                except Exception:
+                    # Whatever a line of another program does to a reader, the other lines are read.
+                    self.num_refused += 1
+        return seen or self.unreadable != before
 
     def _open(self) -> list[tuple[Tail, Any]]:
         """The files, and who takes their lines; here the events, by methods called `on_KIND`."""
-        return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take)]
+        return [(Tail(self.path / EVENTS, without=(PARTS,)), self.take_event)]
+
+    def take_event(self, entry: dict[str, Any]) -> None:
+        """Take an event; raise where it is not as readers expect it."""
+        if not is_event(entry):
+            raise ValueError("not an event")
+        # A clock may be wrong: what has been read has happened.
+        moment = min(entry["t"], time.time())
+        self.began, self.changed = self.began or moment, max(self.changed, moment)
+        self.take(entry)
 
     def take(self, entry: dict[str, Any]) -> None:
-        """Takes an event."""
+        """Take an event that is as readers expect it."""
         known = getattr(self, f"on_{entry['kind']}", None)
         if known is not None:
             known(entry)
+
+    def about(self) -> dict[str, Any]:
+        """What all sources have in common, for lists and pages."""
+        return {
+            "id": self.id,
+            "name": printable(self.path.name),
+            "state": self.state,
+            "changed": self.changed,
+            "pending": self.pending,
+            "unreadable": self.unreadable,
+        }
 
     @abstractmethod
     def summary(self) -> dict[str, Any]:
@@ -94,10 +126,32 @@ class Source(ABC):
         """What its own page shows."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a small file; empty where there is none, or half of one."""
+def printable(name: str) -> str:
+    """Return a name without control characters and broken Unicode, which file systems allow and pages do not.
+
+    >>> printable("a\\nb")
+    'a\\\\x0ab'
+    """
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
+
+
+def dump(value: Any) -> bytes:
+    """JSON that browsers read: numbers that it does not have become null.
+
+    >>> dump({"loss": float("nan")})
+    b'{"loss": null}'
+    """
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return json.dumps(value, allow_nan=False, default=str).encode()
+    except ValueError:
+        return json.dumps(_finite(value), default=str).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

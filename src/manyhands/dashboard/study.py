@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS
+from ..core import EVENTS, parse_json
+from ..core.fields import CREATE_TRIAL, END_TRIAL, REPORT, STUDY_ATTRIBUTE, TRIAL_ATTRIBUTE, count, is_journal_line
 from .source import Source
 from .tail import Tail
 
 JOURNAL = "journal.log"
-STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 2, 4, 6, 7, 8
 STATES = ("running", "finished", "stopped", "failed")
+MOST_READ, MOST_REPORTS = 100_000, 10_000
+"""Trials of a study, and reports of a trial, that are kept."""
 MOST_TRIALS = 2000
 """Trials that a page gets: the best ones and the last; a summary counts all of them."""
 
@@ -23,7 +25,8 @@ class Study(Source):
     kind, lock = "study", JOURNAL
 
     def __init__(self, name: str, path: Path) -> None:
-        self.about: dict[str, Any] = {}
+        self.study: dict[str, Any] = {}
+        """What is searched for, and how."""
         self.trials: list[dict[str, Any]] = []
         self.ranges: dict[str, dict[str, Any]] = {}
         self.counts = dict.fromkeys(STATES, 0)
@@ -33,7 +36,7 @@ class Study(Source):
         super().__init__(name, path)
 
     def _open(self) -> list[tuple[Tail, Any]]:
-        return [(Tail(self.path / JOURNAL), self.take_line), (Tail(self.path / EVENTS), self.take)]
+        return [(Tail(self.path / JOURNAL), self.take_line), (Tail(self.path / EVENTS), self.take_event)]
 
     @property
     def state(self) -> str:
@@ -45,7 +48,7 @@ class Study(Source):
     @property
     def objectives(self) -> list[list[str]]:
         """Names and modes, "min" or "max"."""
-        return list(self.about.get("objectives", []))
+        return list(self.study.get("objectives") or [])
 
     def on_team(self, entry: dict[str, Any]) -> None:
         self.team = {name: value for name, value in entry.items() if name not in ("v", "kind")}
@@ -58,29 +61,36 @@ class Study(Source):
 
     def take_line(self, line: dict[str, Any]) -> None:
         """Takes a line of the journal."""
+        if not is_journal_line(line):
+            raise ValueError("not a line of a journal")
         code = line["op_code"]
         if code == STUDY_ATTRIBUTE:
-            self.about = line["user_attr"]["manyhands"]
+            self.study = line["user_attr"].get("manyhands", self.study)
         elif code == CREATE_TRIAL:
             self._create(line)
         elif code == REPORT:
             trial = self.trials[line["trial_id"]]
-            trial["reports"].append([line["step"], line["intermediate_value"]])
+            if len(trial["reports"]) < MOST_REPORTS:
+                trial["reports"].append([line["step"], line["intermediate_value"]])
             trial["seconds"] = line["seconds"]
         elif code == TRIAL_ATTRIBUTE and "lease" in line["user_attr"]:
-            self.trials[line["trial_id"]]["worker"] = line["user_attr"]["lease"]["worker"]
+            worker = line["user_attr"]["lease"]["worker"]
+            self.trials[line["trial_id"]]["worker"] = worker if count(worker) else None
         elif code == END_TRIAL:
             self._end(line)
 
     def _create(self, line: dict[str, Any]) -> None:
         number = len(self.trials)
+        if number >= MOST_READ:
+            raise ValueError("too many trials")
         trial = {"number": number, "params": line["given"], "state": STATES[0], "values": [], "metrics": {}}
         self.trials.append({**trial, "reports": [], "seconds": 0.0, "reason": "", "feasible": True, "worker": None})
         self.counts[STATES[0]] += 1
-        described = json.dumps(line["distributions"])
+        described = json.dumps(line.get("distributions") or {})
         if described != self._described:
             self._described = described
-            self.ranges = {name: json.loads(text) for name, text in line["distributions"].items()}
+            found = {name: parse_json(text.encode()) for name, text in (line.get("distributions") or {}).items()}
+            self.ranges = {name: one for name, one in found.items() if _is_range(one)}
 
     def _end(self, line: dict[str, Any]) -> None:
         trial = self.trials[line["trial_id"]]
@@ -103,17 +113,13 @@ class Study(Source):
         if self.state == "interrupted":
             counts = {**counts, STATES[0]: 0, "interrupted": counts[STATES[0]]}
         return {
-            "id": self.id,
-            "name": self.path.name,
-            "state": self.state,
+            **self.about(),
             "counts": counts,
             "objectives": self.objectives,
-            "search": self.about.get("search", ""),
-            "stop": self.about.get("stop"),
+            "search": self.study.get("search") or "",
+            "stop": self.study.get("stop"),
             "best": best,
-            "is_team": self.team is not None or list(self.about.get("space", {})) == ["seed"],
-            "changed": self.changed,
-            "pending": self.pending,
+            "is_team": self.team is not None or list(self.study.get("space") or {}) == ["seed"],
         }
 
     def detail(self) -> dict[str, Any]:
@@ -122,7 +128,11 @@ class Study(Source):
             by_cost = sorted(trials, key=self._cost)
             chosen = {trial["number"] for trial in (*by_cost[: MOST_TRIALS // 2], *trials[-MOST_TRIALS // 2 :])}
             trials = [trial for trial in trials if trial["number"] in chosen]
-        about = {"about": self.about, "ranges": self.ranges, "team": self.team, "num_trials": len(self.trials)}
+        about = {"about": self.study, "ranges": self.ranges, "team": self.team, "num_trials": len(self.trials)}
         if self.state == "interrupted":
             trials = [{**trial, "state": "interrupted"} if trial["state"] == STATES[0] else trial for trial in trials]
         return {**self.summary(), **about, "trials": trials}
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("attributes"), dict)

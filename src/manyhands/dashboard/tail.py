@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core import LINE_LIMIT, FileError, open_regular, parse_json
+
 SLICE = 1 << 18
 """Bytes that are read at a time, so that one long log keeps no other waiting."""
+FEW_BRACKETS = 64
+"""A line with no more brackets than this cannot be nested too deep, so that many such lines are parsed in one go."""
 
 
 class Tail:
     """Yields what was appended since the last look; half a line at the end waits for its rest.
 
     Lines that hold one of `without` are passed over before they are parsed. A file that was replaced or cut is begun
-    anew, and `was_replaced` says so once.
+    anew, and `was_replaced` says so once. Lines that are damaged or longer than `LINE_LIMIT` are counted; a file that
+    is not a regular file is not opened, and `error` says so.
     """
 
     def __init__(self, path: Path, without: tuple[bytes, ...] = ()) -> None:
@@ -25,8 +29,14 @@ class Tail:
         self.offset = self.num_read = 0
         """Where the next look begins, and the bytes that were ever read."""
         self.was_replaced = False
+        self.num_damaged = 0
+        """Lines that could not be read."""
+        self.error = ""
+        """Why the file cannot be read at all."""
         self._file_id: tuple[int, int] | None = None
         self._pending = 0
+        self._is_skipping = False
+        """Whether the rest of a line that is too long comes next."""
 
     @property
     def pending(self) -> int:
@@ -34,29 +44,46 @@ class Tail:
         return self._pending
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects of the next slice; torn and foreign lines are passed over."""
-        lines = self._lines()
+        """Return the objects of the next slice."""
+        lines = [line for line in self._lines() if line.strip()]
         for part in self._without:
             lines = [line for line in lines if part not in line]
-        return [entry for entry in _parsed(lines) if isinstance(entry, dict)]
+        found = [entry for entry in _parsed(lines) if isinstance(entry, dict)]
+        self.num_damaged += len(lines) - len(found)
+        return found
 
     def _lines(self) -> list[bytes]:
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
+                self.error = ""
                 size = self._look(file.fileno())
                 if size == self.offset:
                     return []
                 file.seek(self.offset)
                 data = file.read(SLICE)
-                while b"\n" not in data and self.offset + len(data) < size:
+                while b"\n" not in data and self.offset + len(data) < size and len(data) < LINE_LIMIT:
                     data += file.read(SLICE)
-        except OSError:
+        except (OSError, FileError) as error:
+            self.error = "" if isinstance(error, FileNotFoundError) else str(error)
+            self._pending = 0
             return []
+        return self._taken(data, size)
+
+    def _taken(self, data: bytes, size: int) -> list[bytes]:
+        """The whole lines of what was read; a line that is too long is passed over piece by piece."""
         self.num_read += len(data)
         whole = data.rfind(b"\n") + 1
-        self.offset += whole
-        self._pending = max(0, size - self.offset) if whole else 0
-        return data[:whole].splitlines()
+        is_too_long = not whole and len(data) >= LINE_LIMIT
+        taken = len(data) if is_too_long or (self._is_skipping and not whole) else whole
+        self.offset += taken
+        self._pending = max(0, size - self.offset) if taken else 0
+        lines = data[:whole].split(b"\n")
+        if self._is_skipping and whole:
+            lines, self._is_skipping = lines[1:], False
+        if is_too_long and not self._is_skipping:
+            self._is_skipping = True
+            self.num_damaged += 1
+        return lines
 
     def _look(self, file: int) -> int:
         """The file's size; notes when it is another file than before."""
@@ -69,11 +96,20 @@ class Tail:
         return found.st_size
 
 
-def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
-    """All lines in one go, which is twice as fast; one by one where some are not whole."""
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    """All lines in one go, which is twice as fast; one by one where some are damaged. None stands for those."""
+    if all(line.count(b"[") + line.count(b"{") <= FEW_BRACKETS for line in lines):
+        try:
+            found = json.loads((b"[%b]" % b",".join(lines)).decode())
+        except (ValueError, RecursionError):
+            found = []
+        if len(found) == len(lines):
+            return list(found)
+    return [_object(line) for line in lines]
+
+
+def _object(line: bytes) -> Any:
     try:
-        yield from json.loads(b"[%b]" % b",".join(lines))
-    except ValueError:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+        return parse_json(line)
+    except FileError:
+        return None

@@ -18,7 +18,7 @@ from .computing import Exported, Given
 from .folder import NAME, Policy, Print, complete_versions, models_in
 from .model import Model, Unknown
 from .probation import Probation
-from .version import Place, Version, end_all, nothing
+from .version import END, Place, Version, end_all, nothing
 
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 
@@ -216,15 +216,34 @@ class Catalogue:
         """One look at the folder: loads what is new, one version after the other, and lets go what is not wanted."""
         async with self._turn:
             for name, path in self._folders().items():
-                model = self.models.get(name) or Model(name)
-                # Somebody may have asked for a version that is not among the latest ones.
-                policy = None if model.asked else model.policy or self.settings.policy
-                there = complete_versions(path, policy, model.rejected)
-                # A folder without a version is no model yet.
-                if there or name in self.models:
-                    self.models[name] = model
-                    model.is_awaited |= first
-                    await self._settle(model, there)
+                try:
+                    await self._look_at(name, path, first=first)
+                except Exception as error:
+                    # Whatever is wrong with one model, the others are served.
+                    self._say("watch_failed", model=name, reason=type(error).__name__)
+
+    async def _look_at(self, name: str, path: Path, *, first: bool) -> None:
+        model = self.models.get(name) or Model(name)
+        # Somebody may have asked for a version that is not among the latest ones.
+        policy = None if model.asked else model.policy or self.settings.policy
+        there = complete_versions(path, policy, model.rejected)
+        # A folder without a version is no model yet.
+        if there.complete or there.refused or name in self.models:
+            self.models[name] = model
+            model.is_awaited |= first and bool(there.complete)
+            for number, reason in there.refused.items():
+                self._refuse(model, number, path, reason)
+            await self._settle(model, there.complete)
+
+    def _refuse(self, model: Model, number: int, path: Path, reason: str) -> None:
+        """Reports a version that cannot be loaded, in the log and in the model's status, once for each reason."""
+        known = model.versions.get(number)
+        if known is not None and (not known.is_over or known.error == reason):
+            return
+        source = Exported(path / str(number), self.settings.precision, self.settings.compiles)
+        version = self._version(model, number, source)
+        version.state, version.error = END, reason
+        self._say("version_failed", model=model.name, version=number, reason=reason)
 
     def _folders(self) -> dict[str, Path]:
         if self.settings.root is None:
@@ -233,7 +252,7 @@ class Catalogue:
         return {name: path for name, path in found.items() if self._listed is None or name in self._listed}
 
     def _there(self) -> dict[str, dict[int, Print]]:
-        return {name: complete_versions(path) for name, path in self._folders().items()}
+        return {name: complete_versions(path).complete for name, path in self._folders().items()}
 
     async def _watch(self) -> None:
         while True:
@@ -352,7 +371,9 @@ class Catalogue:
 
 def _pick(split: list[Share], key: bytes) -> Share:
     """The share of a key, or of chance where there is none."""
-    point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else random.random()
+    # Which part of a split answers is no secret.
+    chance = random.random()  # noqa: S311
+    point = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64 if key else chance
     point *= sum(share.weight for share in split)
     for share in split:
         point -= share.weight

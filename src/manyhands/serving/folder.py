@@ -3,61 +3,139 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..core import SettingsError
-from ..store import versions
+from ..core import FileError, SettingsError, parse_json, read_file
+from ..core.fields import count, fields, named
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+VERSION = re.compile(r"[1-9][0-9]{0,8}")
+FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 64 << 10
+"""Bytes of a manifest: it lists three files."""
+MOST_REFUSED = 50
+"""Versions of a model that are refused in one look, so that a folder full of them keeps no other model waiting."""
 Print = tuple[tuple[str, int, int], ...]
 """Names, sizes and times of a version's files: another print is another copy."""
 
 
 def models_in(root: Path) -> dict[str, Path]:
-    """The models under a folder, or the folder itself where versions lie in it; links are not followed."""
-    if versions(root):
-        require_name(root.resolve().name)
-        return {root.resolve().name: root}
+    """Return the models under a folder, or the folder itself where versions lie in it; links are not followed.
+
+    Versions beside models with versions of their own do not make the folder a model: whoever can add one folder must
+    not hide the others.
+    """
     if not root.is_dir():
         return {}
-    return {
+    found = {
         entry.name: entry
         for entry in sorted(root.iterdir())
         if NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
     }
+    if is_one_model(root):
+        require_name(root.resolve().name)
+        return {root.resolve().name: root}
+    return found
 
 
-def complete_versions(model: Path, policy: Policy | None = None, rejected: Collection[int] = ()) -> dict[int, Print]:
-    """Versions whose files all have the sizes that their manifest says, so that half a copy is not seen.
+def is_one_model(root: Path) -> bool:
+    """Return whether versions lie in a folder itself, and in none of the folders in it."""
+    with os.scandir(root) as entries:
+        folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return _has_versions(root) and not any(_has_versions(folder) for folder in folders)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a model: those that are complete, and those that cannot be one, with the reason."""
+
+    complete: dict[int, Print]
+    refused: dict[int, str]
+
+
+def complete_versions(model: Path, policy: Policy | None = None, rejected: Collection[int] = ()) -> Versions:
+    """Find versions whose files all have the sizes that their manifest says, so that half a copy is not seen.
 
     A policy that wants the latest ones needs no look at those before them: old versions pile up, and a look is taken
     every second while requests are answered.
     """
-    found: dict[int, Print] = {}
+    found = Versions({}, {})
     num_fit = 0
-    for number in sorted(versions(model), reverse=True):
-        print_ = _print_of(model / str(number))
+    for number in _numbers(model):
+        if len(found.refused) == MOST_REFUSED:
+            break
+        try:
+            print_ = _print_of(model / str(number))
+        except FileError as error:
+            found.refused[number] = f"{error.rule}, but got {error.got}"
+            continue
         if print_ is not None:
-            found[number] = print_
+            found.complete[number] = print_
             num_fit += number not in rejected
         if policy is not None and policy.specific is None and num_fit == policy.latest:
             break
     return found
 
 
-def _print_of(folder: Path) -> Print | None:
+def _has_versions(model: Path) -> bool:
+    return any(os.path.lexists(model / str(number) / MANIFEST) for number in _numbers(model))
+
+
+def _numbers(model: Path) -> list[int]:
+    """The numbers of folders that are called as versions are, the highest first."""
     try:
-        files = json.loads((folder / MANIFEST).read_bytes())["files"]
-        stats = {name: (folder / name).lstat() for name in files if "/" not in name}
-        if len(stats) < len(files) or any(stats[name].st_size != said["size"] for name, said in files.items()):
+        with os.scandir(model) as entries:
+            names = [e.name for e in entries if VERSION.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return sorted(map(int, names), reverse=True)
+
+
+def _print_of(folder: Path) -> Print | None:
+    """The print of a version; None while it is being copied. Raises FileError where it never can be one."""
+    try:
+        text = read_file(folder / MANIFEST, MANIFEST_LIMIT)
+        if _is_unfinished(text):
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = _files(parse_json(text))
+        stats = {name: (folder / name).lstat() for name in files}
+    except FileError as error:
+        raise FileError(f"{MANIFEST} must list the files of a version", got=error.got) from None
+    except FileNotFoundError:
         return None
-    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()))
+    except OSError as error:
+        raise FileError("the files of a version must be readable", got=error.strerror) from None
+    if odd := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
+        raise FileError("a version is made of regular files", got=f"{odd[0]}, which is none")
+    if any(stats[name].st_size != size for name, size in files.items()):
+        return None
+    return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
+
+
+def _files(manifest: Any) -> dict[str, int]:
+    """The files of a manifest with their sizes."""
+    listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
+    if not named(fields(size=count))(listed) or not all(FILE.fullmatch(name) for name in listed):
+        raise FileError(f"{MANIFEST} must list files", got="something else")
+    return {name: about["size"] for name, about in listed.items()}
+
+
+def _is_unfinished(text: bytes) -> bool:
+    """Whether it is the beginning of some JSON, as while a copy is being made."""
+    try:
+        json.loads(text.decode())
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text.decode().rstrip()) or error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def require_name(name: str) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 from ..cluster import Device, Engine, this_host
 from ..core import Predictor, SettingsError
-from ..store import versions
 from .app import App
 from .background import Background, ListenSettings
 from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
-from .folder import Policy, require_name
+from .folder import Policy, is_one_model, require_name
 from .http import Listener, Request
 from .meeting import Meeting
 from .precision import require_precision
@@ -90,7 +89,7 @@ class Server(Background):
                 got=f"{str(root)!r}, which is none",
                 remedy='export one first: run.export("models/digits")',
             )
-        if root is not None and versions(root):
+        if root is not None and is_one_model(root):
             raise SettingsError(
                 "the first argument is a folder of models",
                 got=f"{str(root)!r}, which is one model",

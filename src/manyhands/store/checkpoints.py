@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core import CheckpointError
+from ..core import CheckpointError, parse_json, read_file, read_json
+from ..core.fields import fields, holds, listed, mapping, maybe, named, number
 from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
 from .snapshot import Snapshot
 from .tensors import read_tensors, write_tensors
@@ -26,9 +28,33 @@ MARKER = "COMMITTED"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
 AVERAGES, POLICY = "averages.safetensors", "policy.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
-CLAIM = re.compile(r"CLAIM-(\d{1,9})")
+CLAIM = re.compile(r"CLAIM-([0-9]{1,18})")
 """Who writes, by number: the highest is the last one who claimed the folder."""
-FOLDER = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+LAST_CLAIM, LAST_GENERATION = 10**18 - 1, 10**9 - 1
+"""The largest numbers that names can hold."""
+FOLDER = re.compile(r"step-([0-9]{9,18})(?:\.([0-9]{1,9}))?")
+JSON_LIMIT = 64 << 20
+"""Bytes of a manifest or a state."""
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is a whole number that names can hold."""
+    return type(value) is int and 0 <= value <= LAST_CLAIM
+
+
+_DIGEST = fields(size=_whole, sha256=lambda value: isinstance(value, str))
+MANIFEST_FIELDS = {
+    "format": _whole,
+    "step": _whole,
+    "score": maybe(number),
+    "claim": maybe(_whole),
+    "files": named(_DIGEST),
+}
+STATE_FIELDS = {
+    "step": _whole,
+    "state": mapping,
+    "optimizers": named(fields(state=named(mapping), groups=listed(mapping))),
+}
 
 
 @dataclass(frozen=True)
@@ -136,13 +162,15 @@ class CheckpointStore:
         while True:
             before = self._claims()
             number = max(before, default=0) + 1
+            _require_room("CLAIM-", number, LAST_CLAIM, self.root)
             try:
                 self._disk.write(self.root / f"CLAIM-{number}", [])
             except FileExistsError:
                 continue
             is_last = max(self._claims()) == number
             for other in before if is_last else [number]:
-                (self.root / f"CLAIM-{other}").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self.root / f"CLAIM-{other}").unlink()
             if is_last:
                 self._disk.fsync(self.root)
                 return number
@@ -285,6 +313,7 @@ class CheckpointStore:
         """Where a step goes; what is there already stays until the new one is committed."""
         taken = [folder.generation for folder in self._folders() if folder.step == step]
         generation = max(taken, default=-1) + 1
+        _require_room(f"step-{step:09d}.", generation, LAST_GENERATION, self.root)
         name = f"step-{step:09d}" + (f".{generation}" if generation else "")
         return _Folder(step, generation, self.root / name)
 
@@ -327,10 +356,10 @@ class CheckpointStore:
     def _is_later(self, folder: _Folder) -> bool:
         """Whether somebody has written this who claimed the root after this one did."""
         try:
-            claim = _object(folder.path / MANIFEST).get("claim")
+            claim: Any = _object(folder.path / MANIFEST).get("claim")
         except (OSError, ValueError):
             return False
-        return self._claim is not None and claim is not None and claim > self._claim
+        return self._claim is not None and _whole(claim) and claim > self._claim
 
     def _remove(self, folder: _Folder) -> None:
         """The marker goes first, so that a crash in between leaves no part that looks whole."""
@@ -338,6 +367,14 @@ class CheckpointStore:
             self._disk.remove(folder.path / MARKER)
             self._disk.fsync(folder.path)
         self._disk.remove_folder(folder.path)
+
+
+def _require_room(begin: str, number: int, last: int, root: Path) -> None:
+    """Raise where the next number is longer than names can hold: no program counts that far by itself."""
+    if number > last:
+        raise CheckpointError(
+            f"names in {root} are numbered up to {last}", got=f"{begin}{last}", remedy="remove what has that name"
+        )
 
 
 def _require_numbers(model: Mapping[str, Tensor]) -> None:
@@ -394,9 +431,13 @@ def _read(folder: _Folder) -> Checkpoint:
     try:
         manifest = _manifest(folder.path)
         for name, said in manifest["files"].items():
-            if digest_of(folder.path / name).to_dict() != said:
+            size = (folder.path / name).lstat().st_size
+            if size != said["size"] or digest_of(folder.path / name).to_dict() != said:
                 raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
-        return _assembled(folder.path, _object(folder.path / STATE), set(manifest["files"]))
+        state = _object(folder.path / STATE)
+        if not holds(state, STATE_FIELDS) or {state["step"], manifest["step"]} != {folder.step}:
+            raise CheckpointError(f"{STATE} must describe a checkpoint of its step", got="other fields or steps")
+        return _assembled(folder.path, state, set(manifest["files"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -404,10 +445,12 @@ def _read(folder: _Folder) -> Checkpoint:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    text = (path / MANIFEST).read_bytes()
-    if (path / MARKER).read_bytes() != _marker(hashlib.sha256(text).hexdigest()):
+    text = read_file(path / MANIFEST, JSON_LIMIT)
+    if read_file(path / MARKER, JSON_LIMIT) != _marker(hashlib.sha256(text).hexdigest()):
         raise CheckpointError("the manifest must have the digest of the marker", got="another")
-    manifest = json.loads(text)
+    manifest = parse_json(text)
+    if not isinstance(manifest, dict) or not holds(manifest, MANIFEST_FIELDS):
+        raise CheckpointError(f"{MANIFEST} must list files with their digests", got="other fields")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"a checkpoint has format {FORMAT}",
@@ -468,13 +511,13 @@ def _best(folders: list[_Folder]) -> _Folder | None:
 def _score(folder: _Folder) -> float | None:
     try:
         score = _object(folder.path / MANIFEST)["score"]
-        return None if score is None else float(score)
-    except (OSError, KeyError, TypeError, ValueError):
+        return None if score is None or math.isnan(score) else float(score)
+    except (OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_bytes()))
+    return read_json(path, JSON_LIMIT)
 
 
 def _json(value: object) -> bytes:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core import open_regular
+
 CHUNK = 4 << 20
 """Bytes per call: large enough that writing and hashing run outside the interpreter's lock."""
 TEMPORARY = ".tmp-"
@@ -101,9 +103,9 @@ def pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def digest_of(path: Path) -> Digest:
-    """The digest of a file as it is on disk."""
+    """Return the digest of a regular file as it is on disk."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while piece := file.read(CHUNK):
             digest.update(piece)
             size += len(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..core import CheckpointError
+from ..core import CheckpointError, open_regular, opened
 from .disk import Digest, Disk, replace_file
 
 DTYPES: dict[torch.dtype, str] = {
@@ -95,10 +96,15 @@ def require_storable(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; nothing in it is executed."""
+def read_tensors(path: Path, *, follow_links: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; nothing in it is executed.
+
+    Raises:
+        CheckpointError: The file is damaged, or not a regular file.
+    """
     try:
-        return dict(load_file(path))
+        with opened(path, follow_links=follow_links) as file:
+            return dict(load_file(file))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} must be a whole safetensors file", got=str(error)) from error
 
@@ -123,7 +129,7 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError("a state dict is one .safetensors file", got=str(path), remedy="pass its path")
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
         start = file.read(8)
     if start[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
         raise CheckpointError(
@@ -132,4 +138,4 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
             remedy="convert it with safetensors where you trust it",
         )
     # The file may be replaced while these tensors live, so they get memory of their own.
-    return {name: tensor.clone() for name, tensor in read_tensors(path).items()}
+    return {name: tensor.clone() for name, tensor in read_tensors(path, follow_links=True).items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
+import os
 import pickle
 import re
 import warnings
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..core import CheckpointError
+from ..core import CheckpointError, FileError, open_regular, opened, read_json
 from .archives import MANIFEST, WEIGHTS, versions
 from .checkpoints import CheckpointStore, describe
 from .tensors import load_state_dict
@@ -35,6 +35,8 @@ FOLDER_FILES = (
     "pytorch_model.bin.index.json",
 )
 """How Hugging Face names the weights of a folder, the better first."""
+INDEX_LIMIT = 64 << 20
+"""Bytes of an index that lists the files of the weights."""
 INSIDE = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 """Keys under which training scripts put a state dict beside other things."""
 PREFIXES = ("_orig_mod.", "module.", "model.")
@@ -200,20 +202,21 @@ def _exported(folder: Path) -> Path | None:
 def _listed(index: Path) -> list[Path]:
     """The files that an index names; only such as lie beside it."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(read_json(index, INDEX_LIMIT, follow_links=True)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{index} must list the files of the weights", got=f"{type(error).__name__}: {error}"
         ) from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(index.parent / name):
             raise CheckpointError(f"{index} lists files beside it", got=repr(name), remedy="fetch the whole folder")
     return [index.parent / name for name in names]
 
 
 def _header(path: Path) -> Shapes:
     try:
-        with safe_open(path, "pt") as file:
+        # Folders of Hugging Face's cache hold links to the files themselves.
+        with opened(path, follow_links=True) as found, safe_open(found, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} must be a whole safetensors file", got=str(error)) from error
@@ -224,7 +227,8 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of old ways of saving, which are the author's
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with opened(path, follow_links=True) as file:
+                loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:
         raise _refused(path, error) from None
     inside = [loaded[key] for key in INSIDE if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
@@ -252,8 +256,11 @@ def _refused(path: Path, error: Exception) -> CheckpointError:
 
 
 def _damage(path: Path) -> str:
-    with path.open("rb") as file:
-        begin = file.read(16)
+    try:
+        with os.fdopen(open_regular(path, follow_links=True), "rb") as file:
+            begin = file.read(16)
+    except (OSError, FileError) as error:
+        return str(error)
     if not begin:
         return "an empty file"
     if begin.startswith(b"PK"):

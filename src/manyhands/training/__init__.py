@@ -17,7 +17,7 @@ from .predictor import ModelPredictor, answers, inputs_of
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
-from .run import RECORD, Run, as_weights, new_folder
+from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
 from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
@@ -66,6 +66,8 @@ __all__ = [
     "check_patience",
     "Run",
     "new_folder",
+    "launch_of",
+    "read_record",
     "as_weights",
     "check_start",
     "EVENTS",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,15 +13,18 @@ from torch import Tensor, float64, nn
 from ..core import (
     EVENTS,
     CheckpointError,
+    FileError,
     SettingsError,
     Task,
     TaskError,
     as_task,
     read_events,
+    read_json,
     restore_random_state,
     seed_all,
 )
 from ..core import random_state as _random_state
+from ..core.fields import RECORD_FIELDS, holds
 from ..data import Cursor, Feed, as_source
 from ..store import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .loop import CHECKPOINTS, Outcome
@@ -31,6 +33,8 @@ from .sampling import Breakdown, breakdowns
 from .tables import with_tables
 
 RECORD = "run.json"
+RECORD_LIMIT = 4 << 20
+"""Bytes of a run.json."""
 NUM_EXAMPLES = 8
 """Small batches that a Predictor's signature is made from: a dim in which they differ is free."""
 
@@ -51,12 +55,8 @@ class Run:
     ) -> None:
         """`record` is what was asked for, where the run lies on another host's disk."""
         self.path, self.outcome = Path(path), outcome
-        if record is None and not (self.path / RECORD).exists():
-            raise CheckpointError(
-                "a run is a folder with a run.json", got=str(path), remedy="name a folder under runs/"
-            )
-        self.record: dict[str, Any] = json.loads((self.path / RECORD).read_text()) if record is None else record
-        params = None if isinstance(task, Task) else self.record["params"]
+        self.record: dict[str, Any] = read_record(self.path) if record is None else record
+        params = None if isinstance(task, Task) else self.record.get("params") or {}
         self.task = None if task is None else as_task(task, params)
         self.history: dict[str, dict[int, float]] = {}
         self.skipped: list[int] = []
@@ -189,13 +189,16 @@ class Run:
 
     def _read_history(self) -> None:
         for entry in read_events(self.path / EVENTS):
+            # `read_events` yields only events whose fields have the types that are needed here.
             if entry["kind"] == "steps":
                 self.first_loss = self.first_loss or next(iter(entry["losses"]), "")
                 for name, values in entry["losses"].items():
-                    self.history.setdefault(name, {}).update(zip(entry["steps"], values, strict=True))
+                    measured = zip(entry["steps"], values, strict=True)
+                    self.history.setdefault(name, {}).update((at, one) for at, one in measured if one is not None)
             elif entry["kind"] == "epoch":
                 for name, value in entry["metrics"].items():
-                    self.history.setdefault(name, {})[entry["step"]] = value
+                    if value is not None:
+                        self.history.setdefault(name, {})[entry["step"]] = value
             elif entry["kind"] == "skipped":
                 self.skipped.append(entry["step"])
             elif (entry["kind"] == "start" and entry["step"]) or entry["kind"] == "recovered":
@@ -210,6 +213,34 @@ class Run:
     def __repr__(self) -> str:
         shown = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
         return f"Run({', '.join([repr(self.name), f'{self.num_steps} steps', *shown])})"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return what was asked for when a run began.
+
+    Raises:
+        CheckpointError: The folder has no run.json, or a damaged one.
+    """
+    try:
+        record = read_json(folder / RECORD, RECORD_LIMIT)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"a run is a folder with a {RECORD}", got=str(folder), remedy="name a folder under runs/"
+        ) from None
+    except (OSError, FileError) as error:
+        raise CheckpointError(f"{folder / RECORD} must be readable", got=str(error)) from None
+    if not holds(record, RECORD_FIELDS):
+        raise CheckpointError(f"{folder / RECORD} must describe a run", got="missing fields, or fields of other types")
+    return record
+
+
+def launch_of(folder: Path) -> str | None:
+    """Return the name of the launch that a run belongs to; None where there is none, or its record is damaged."""
+    try:
+        name = read_record(folder).get("launch")
+    except CheckpointError:
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _require_folder(folder: Path) -> None:

@@ -1,29 +1,55 @@
 """The journal: every fact of a study, one line each, in the file format of Optuna's journal.
 
 So optuna-dashboard and Optuna itself read it, while a study goes on too. Ours are further fields, which Optuna passes
-over. A line counts once it is whole: what a killed program left unfinished at the end is cut off by the next one.
+over. A line counts once it is whole: what a killed program left unfinished at the end is cut off by the next one. A
+line that was damaged later costs what it says, and no other.
 Results are pushed to the disk at once, but at most ten times a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..core import RunError, SettingsError
+from ..core import (
+    LINE_LIMIT,
+    CheckpointError,
+    FileError,
+    RunError,
+    SettingsError,
+    open_regular,
+    parse_json,
+    read_lines,
+)
+from ..core.fields import (
+    CREATE_STUDY,
+    CREATE_TRIAL,
+    END_TRIAL,
+    REPORT,
+    STUDY_ATTRIBUTE,
+    TRIAL_ATTRIBUTE,
+    is_journal_line,
+)
 from .objective import Objective
 from .space import Choice, Integers, Range, Space, Uniform
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 
 JOURNAL = "journal.log"
 SYNC_SECONDS = 0.1
-CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 0, 2, 4, 6, 7, 8
+DAMAGED = "journal.damaged"
+"""Where unfinished lines are kept that were cut off the journal."""
+_CREATES = re.compile(rb'\{"op_code": ?%d,' % CREATE_TRIAL)
+_GIVEN = '"given":'
 _STATES = {RUNNING: 0, FINISHED: 1, STOPPED: 2, FAILED: 3}
 _NAMES = {number: name for name, number in _STATES.items()}
 
@@ -36,7 +62,7 @@ class Journal:
         self._described = {name: json.dumps(describe(one)) for name, one in space.items()}
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JOURNAL
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -46,7 +72,7 @@ class Journal:
                 got=f"{folder}, which another one holds",
                 remedy="wait for it to end",
             ) from None
-        self._size = _cut(self._file)
+        self._size = _cut(self._file, folder / DAMAGED)
         self._synced_at = 0.0
         self._is_synced = True
         self._who = f"manyhands-{os.getpid()}"
@@ -132,38 +158,113 @@ class Journal:
 
 
 def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
-    """A study's record and its trials, as far as lines are whole."""
+    """Return a study's record and its trials, as far as lines are whole.
+
+    A damaged line is skipped, with a warning that names it, and stays in the file. A trial whose parameters were in
+    that line counts as failed; a trial whose end was in it counts as running, and is taken up again.
+
+    Raises:
+        CheckpointError: So much is damaged that results cannot be assigned to their trials.
+        FileError: The journal is not a regular file.
+    """
+    lines = _lines(folder / JOURNAL)
+    _tell_lost_trials(folder / JOURNAL, lines)
     record: dict[str, Any] = {}
     trials: list[Trial] = []
-    for line in _lines(folder / JOURNAL):
-        code = line["op_code"]
-        if code == STUDY_ATTRIBUTE:
-            record = line["user_attr"]["manyhands"]
-        elif code == CREATE_TRIAL:
-            trials.append(Trial(len(trials), line["given"]))
-        elif code == REPORT:
-            trial = trials[line["trial_id"]]
-            trial.reports[line["step"]] = line["intermediate_value"]
-            trial.seconds = line["seconds"]
-        elif code == END_TRIAL:
-            trial = trials[line["trial_id"]]
-            trial.state, trial.values = _NAMES[line["state"]], tuple(line["values"] or ())
-            trial.metrics, trial.seconds = line["metrics"], line["seconds"]
-            trial.reason, trial.is_feasible = line["reason"], line["feasible"]
+    for line in lines:
+        fact = line.fact
+        if line.creates:
+            trials.append(_created(line, len(trials)))
+        elif fact is None:
+            continue
+        elif fact["op_code"] == STUDY_ATTRIBUTE:
+            record = fact["user_attr"].get("manyhands", record)
+        elif fact["op_code"] in (REPORT, END_TRIAL) and fact["trial_id"] < len(trials):
+            _take(trials[fact["trial_id"]], fact)
     return record, trials
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
+@dataclass
+class _Line:
+    """A line of a journal: what it says, or that it is damaged."""
+
+    number: int
+    raw: bytes
+    fact: dict[str, Any] | None
+    """None where the line is damaged."""
+    creates: bool
+    """Whether it begins a trial, as far as it can be read."""
+
+
+def _lines(path: Path) -> list[_Line]:
+    if not os.path.lexists(path):
+        return []
+    with os.fdopen(open_regular(path), "rb") as file:
+        found = [_line(number, raw or b"") for number, raw in enumerate(read_lines(file), 1)]
+    # The last line may be written at this moment.
+    return found[:-1] if found and found[-1].raw and not found[-1].raw.endswith(b"\n") else found
+
+
+def _line(number: int, raw: bytes) -> _Line:
+    try:
+        fact = parse_json(raw)
+    except FileError:
+        return _Line(number, raw, None, bool(_CREATES.match(raw)))
+    if is_journal_line(fact):
+        return _Line(number, b"\n", fact, fact["op_code"] == CREATE_TRIAL)
+    return _Line(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == CREATE_TRIAL)
+
+
+def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
+    """Find out which damaged lines began a trial: trials are numbered by these lines, and results name the numbers."""
+    unknown = [line for line in lines if line.fact is None and not line.creates]
+    num_begun = sum(line.creates for line in lines)
+    for line in lines:
+        if line.fact is not None and line.fact.get("trial_id", 0) >= max(1, num_begun + len(unknown)):
+            line.fact = None
+    damaged = [line for line in lines if line.fact is None]
+    num_lost = max((line.fact.get("trial_id", -1) for line in lines if line.fact), default=-1) + 1 - num_begun
+    numbers = ", ".join(str(line.number) for line in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
+    if num_lost > 0 and num_lost != len(unknown):
+        raise CheckpointError(
+            f"results in {path} must belong to trials that it begins",
+            got=f"{num_lost} trials without a beginning, and damaged lines {numbers or 'none'}",
+            remedy="restore the journal from a copy, or begin a study of another name",
+        )
+    for line in unknown if num_lost > 0 else ():
+        line.creates = True
+    if damaged:
+        text = f"{path}: {len(damaged)} damaged lines were skipped ({numbers}); they stay in the file"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _created(line: _Line, number: int) -> Trial:
+    """The trial that a line begins; of a damaged line, with the parameters if that part of it can be read."""
+    if line.fact is not None:
+        return Trial(number, line.fact["given"])
+    try:
+        text = line.raw.decode(errors="replace")
+        given = json.JSONDecoder().raw_decode(text, text.index(_GIVEN) + len(_GIVEN))[0]
+        if isinstance(given, dict):
+            return Trial(number, given)
+    except (ValueError, RecursionError):
+        pass
+    return Trial(number, {}, state=FAILED, reason=f"line {line.number} of the journal, which began it, is damaged")
+
+
+def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
+    if not trial.params and trial.state == FAILED:
         return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+    trial.seconds = fact["seconds"]
+    if fact["op_code"] == REPORT:
+        trial.reports[fact["step"]] = fact["intermediate_value"]
+        return
+    trial.state, trial.values = _NAMES[fact["state"]], tuple(fact["values"] or ())
+    trial.metrics, trial.reason, trial.is_feasible = fact["metrics"], fact["reason"], fact["feasible"]
 
 
-def _cut(file: int) -> int:
-    """Cuts an unfinished last line off; returns the length of what is whole."""
+def _cut(file: int, damaged: Path) -> int:
+    """Cut an unfinished last line off, keep a copy of it, and return the length of what is whole."""
     size = os.fstat(file).st_size
     whole = size
     while whole:
@@ -174,6 +275,10 @@ def _cut(file: int) -> int:
             break
         whole = start
     if whole != size:
+        with contextlib.suppress(OSError, FileError):
+            copy = open_regular(damaged, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(copy, os.pread(file, min(size - whole, LINE_LIMIT), whole) + b"\n")
+            os.close(copy)
         os.ftruncate(file, whole)
     return whole
 

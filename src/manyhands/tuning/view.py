@@ -129,7 +129,7 @@ class LiveView(LineView):
 
     def _draw(self) -> Group:
         table = Table(box=None, padding=(0, 2), header_style="bold")
-        names = list(self.trials[0].params) if self.trials else []
+        names = list(dict.fromkeys(name for trial in self.trials[-NUM_ROWS:] for name in trial.params))
         for column in ("trial", "state", *names, *(one.name for one in self._objectives), "curve"):
             table.add_column(column)
         for trial in self.trials[-NUM_ROWS:]:
@@ -143,7 +143,7 @@ class LiveView(LineView):
         return [
             f"{trial.number}{mark}",
             Text(trial.state, style=_COLOURS[trial.state]),
-            *(_short(trial.params[name]) for name in names),
+            *(_short(trial.params.get(name, "")) for name in names),
             *values,
             sparkline(list(trial.reports.values()), 20),
         ]

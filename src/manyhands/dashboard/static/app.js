@@ -19,7 +19,7 @@ const VIEWS = { ...PAGES, run, study, log };
 const PAUSE = 700;
 
 // Everything that the lists show, by kind and id, and the runs that are ticked to be compared.
-export const store = { stamp: 0, pending: 0, run: new Map(), study: new Map(), log: new Map(), chosen: new Set() };
+export const store = { stamp: 0, pending: 0, error: "", run: new Map(), study: new Map(), log: new Map(), chosen: new Set() };
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 let view = null;
@@ -35,7 +35,7 @@ async function refresh() {
   try {
     await pull();
     await view?.update();
-    say(store.pending > 1e6 ? `reading, ${bytes(store.pending)} left` : "live");
+    say(store.error ? `a look failed: ${store.error}` : store.pending > 1e6 ? `reading, ${bytes(store.pending)} left` : "live");
   } catch (error) {
     if (!(error instanceof TypeError)) throw error;
     say("not connected");
@@ -52,7 +52,7 @@ async function refresh() {
 
 async function pull() {
   const found = await get("overview", { since: store.stamp });
-  Object.assign(store, { stamp: found.stamp, pending: found.pending });
+  Object.assign(store, { stamp: found.stamp, pending: found.pending, error: found.error });
   const ids = new Set(found.ids);
   for (const [kind, list] of [["run", found.runs], ["study", found.studies], ["log", found.logs]]) {
     for (const one of list) store[kind].set(one.id, one);

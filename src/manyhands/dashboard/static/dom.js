@@ -31,6 +31,11 @@ export function fill(host, ...children) {
   if (key !== undefined) host.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
 }
 
+// What could not be read of a source, below its title.
+export function unreadable(source) {
+  return source.unreadable ? h("p", { class: "fault", role: "status" }, source.unreadable) : null;
+}
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

@@ -313,5 +313,9 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     """The message of these bytes; `msgspec.DecodeError` where they are none."""
     if len(data) > MAX_HEADER:
         raise msgspec.DecodeError(f"a message has at most {MAX_HEADER} bytes, but got {len(data)}")
-    message: AnyMessage = _decoder.decode(data)
+    try:
+        message: AnyMessage = _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        # msgspec lets errors of texts and of depth through as they are.
+        raise msgspec.DecodeError(f"not a message: {error}") from None
     return message

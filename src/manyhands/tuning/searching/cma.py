@@ -62,10 +62,16 @@ class CMA(Searcher):
         costs = [self._cost(trial) for trial in trials]
         finite = [cost for cost in costs if math.isfinite(cost)]
         worst = max(finite, default=0.0) + 1.0
-        places = [np.array([one.share(trial.params[name]) for name, one in self.space.items()]) for trial in trials]
+        places = [self._place(trial) for trial in trials]
         bounded = [cost if math.isfinite(cost) else worst for cost in costs]
         self._cma.tell(list(zip(places, bounded, strict=True)))
         self._told += 1
+
+    def _place(self, trial: Trial) -> np.ndarray[Any, Any]:
+        """Where a trial was; of one whose parameters are not known any more, where it was asked to be."""
+        if not trial.params:
+            return self._asked[trial.number]
+        return np.array([one.share(trial.params[name]) for name, one in self.space.items()])
 
     def _cost(self, trial: Trial) -> float:
         if trial.state == FAILED or not trial.is_feasible:

@@ -1,6 +1,6 @@
 // The log of one server: requests, latency, versions, splits, what happened.
 import { Charts } from "../charts.js";
-import { facts, fill, get, h, missing, moment, seconds, state, table } from "../dom.js";
+import { facts, fill, get, h, missing, moment, seconds, state, table, unreadable } from "../dom.js";
 import { timeline } from "../drawings.js";
 
 export const title = "Server";
@@ -18,7 +18,7 @@ export function open(host, [id], store) {
       fill(head, missing("log", id, "serving"));
       return;
     }
-    fill(head, h("h1", {}, log.id, state(log.state)), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["host", log.serving.host], ["HTTP", port(log.serving.http)], ["gRPC", port(log.serving.grpc)], ["since", moment(log.serving.t)]]));
+    fill(head, h("h1", {}, log.id, state(log.state)), unreadable(log), facts([log.serving.backends ? ["servers", log.serving.backends.join(", ")] : ["devices", (log.serving.devices ?? []).join(", ")], ["host", log.serving.host], ["HTTP", port(log.serving.http)], ["gRPC", port(log.serving.grpc)], ["since", moment(log.serving.t)]]));
     const { x, rate, refused, p50, p99 } = log.requests;
     charts.update({ "Requests a second": { curves: x.length ? { "all requests": { x, mean: rate }, refused: { x, mean: refused } } : {}, time: true }, Latency: { curves: x.length ? { p50: { x, mean: p50 }, p99: { x, mean: p99 } } : {}, time: true, format: seconds } });
     const versions = Object.entries(log.versions).flatMap(([model, all]) => Object.entries(all).map(([version, how]) => ({ model, version, how })));

@@ -1,6 +1,6 @@
 // One run: curves, ranks, time line, the network in pieces.
 import { Charts } from "../charts.js";
-import { bytes, facts, fill, get, h, link, missing, moment, number, seconds, state, table, value } from "../dom.js";
+import { bytes, facts, fill, get, h, link, missing, moment, number, seconds, state, table, unreadable, value } from "../dom.js";
 import { bars, pieces, timeline } from "../drawings.js";
 
 export const title = "Run";
@@ -39,7 +39,7 @@ export function open(host, [id], store) {
       return;
     }
     run = found;
-    fill(head, h("h1", {}, run.id, state(run.state)), run.reason ? h("p", { class: "fault" }, run.reason) : null, about(run));
+    fill(head, h("h1", {}, run.id, state(run.state)), run.reason ? h("p", { class: "fault" }, run.reason) : null, unreadable(run), about(run));
     charts.update({
       Loss: { curves: run.series.losses },
       Metrics: { curves: run.series.metrics },

@@ -1,6 +1,6 @@
 // One study: its course, parallel coordinates, slices, curves of its trials, and the trials.
 import { Charts } from "../charts.js";
-import { facts, fill, get, h, link, missing, number, seconds, state, table, value } from "../dom.js";
+import { facts, fill, get, h, link, missing, number, seconds, state, table, unreadable, value } from "../dom.js";
 import { parallel } from "../drawings.js";
 
 export const title = "Study";
@@ -30,7 +30,7 @@ export function open(host, [id], store) {
     const done = study.trials.filter((trial) => Number.isFinite(reached(trial)));
     const finished = done.filter((trial) => trial.state === "finished");
     const fronts = study.objectives.length > 1 ? front(finished, study.objectives) : [];
-    fill(head, h("h1", {}, study.id, state(study.state)), facts([
+    fill(head, h("h1", {}, study.id, state(study.state)), unreadable(study), facts([
       ["objective", study.objectives.map(([one, how]) => `${one} (${how})`).join(", ")],
       ["trials", number(study.num_trials)],
       ...Object.entries(study.counts).map(([one, count]) => [one, number(count)]),

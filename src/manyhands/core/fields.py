@@ -1,0 +1,196 @@
+"""The fields of events, of journals and of run.json that readers depend on, with their types.
+
+A log may be damaged, or written by another program: a line that is not as described here is skipped as a whole, so
+that readers and pages need no checks of their own. Fields that are not listed may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], bool]
+Fields = Mapping[str, Check]
+
+LATEST = 1e11
+"""Seconds since the epoch that an event can have happened at: about the year 5138."""
+LONGEST_NAME = 300
+"""Characters of the name of a host, a device, a model, a phase or a curve."""
+MOST_PHASES = 100
+"""Phases that a step is divided into."""
+MOST_STEPS = 10**8
+"""Steps of one run: lists of losses have one entry for each."""
+
+
+def number(value: Any) -> bool:
+    """Whether it is a number that fits into 64 bits; NaN and infinity are such numbers."""
+    return isinstance(value, float) or (type(value) is int and -(2**63) <= value < 2**63)
+
+
+def count(value: Any) -> bool:
+    """Whether it is a whole number that a float can hold exactly."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def step(value: Any) -> bool:
+    """Whether it can be the number of a step."""
+    return type(value) is int and 0 <= value <= MOST_STEPS
+
+
+def moment(value: Any) -> bool:
+    """Whether it can be a time of an event, in seconds since the epoch."""
+    return number(value) and 0 <= value <= LATEST
+
+
+def text(value: Any) -> bool:
+    """Whether it is a string."""
+    return isinstance(value, str)
+
+
+def label(value: Any) -> bool:
+    """Whether it is a string of the length of a name."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME
+
+
+def phases(value: Any) -> bool:
+    """Whether it says how many seconds each of a few phases took."""
+    return named(number)(value) and len(value) <= MOST_PHASES and all(map(label, value))
+
+
+def mapping(value: Any) -> bool:
+    """Whether it is an object."""
+    return isinstance(value, dict)
+
+
+def maybe(check: Check) -> Check:
+    """Return a check that also accepts None, and a field that is missing."""
+    return lambda value: value is None or check(value)
+
+
+def listed(check: Check) -> Check:
+    """Return a check of lists, by that of their items."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def named(check: Check) -> Check:
+    """Return a check of objects, by that of their values."""
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def fields(**checks: Check) -> Check:
+    """Return a check of objects with these fields."""
+    return lambda value: isinstance(value, dict) and holds(value, checks)
+
+
+def holds(value: Mapping[str, Any], checks: Fields) -> bool:
+    """Return whether an object has these fields."""
+    return all(check(value.get(name)) for name, check in checks.items())
+
+
+_ANY = {"rank": maybe(count), "step": maybe(step)}
+_PLACE = {"rank": count, "host": maybe(label), "device": maybe(label)}
+_OPTION = fields(strategy=text, devices=count, seconds=maybe(number), measured=maybe(number), memory=maybe(number))
+_CURVE = fields(
+    devices=listed(count),
+    speedup=listed(number),
+    saturates=number,
+    reason=text,
+    remedies=listed(fields(text=text, gain=number, saturates=number)),
+)
+_SHARE = fields(model=label, weight=number)
+_VERSION = {"model": label, "version": count}
+FIELDS: dict[str, Fields] = {
+    "start": {"total": maybe(count), "parameters": maybe(count), "step": step},
+    "steps": {
+        "steps": lambda value: listed(step)(value) and bool(value),
+        "losses": named(listed(maybe(number))),
+        "lr": maybe(named(maybe(number))),
+        "epoch": count,
+    },
+    "epoch": {"epoch": count, "step": step, "metrics": named(maybe(number))},
+    "log": {"step": step, "values": mapping},
+    "waits": {**_PLACE, "seconds": phases, "limit": maybe(text), "memory": maybe(number)},
+    "pace": {**_PLACE, "step": step, "seconds": number},
+    "profile": {**_PLACE, "step": step, "seconds": phases, "total": number, "peak": number},
+    "used": {**_PLACE, "parameters": number, "optimizer": number, "peak": number},
+    "straggler": {**_PLACE, "step": maybe(step), "text": text},
+    "skipped": {"step": step},
+    "lost": {"rank": maybe(count), "step": maybe(step)},
+    "recovered": {"step": step, "size": count},
+    "checkpoint": {"step": step},
+    "parts": {
+        "rank": count, "size": count, "steps": listed(step), "losses": listed(number), "accumulate": maybe(count)
+    },
+    "cut": {
+        "title": text,
+        "boxes": listed(fields(parts=listed(text))),
+        "arrows": listed(fields(num_bytes=maybe(number))),
+    },
+    "split": {"lines": maybe(listed(text)), "model": maybe(label), "shares": maybe(listed(_SHARE))},
+    "plan": {
+        "task": text, "cluster": text, "batch_size": maybe(count), "best": text, "alone": maybe(number),
+        "options": listed(_OPTION), "curve": _CURVE,
+    },
+    "profiled": {
+        "task": text,
+        "strategy": text,
+        "seconds": number,
+        "ranks": listed(fields(rank=count, phases=named(number))),
+        "advice": listed(fields(name=text)),
+    },
+    "team": {"members": maybe(lambda value: isinstance(value, list)), "calibration": maybe(mapping)},
+    "end": {"step": step},
+    "failed": {"reason": text},
+    "notice": {"text": text},
+    "serving": {"devices": maybe(listed(text)), "host": maybe(label)},
+    "routing": {"devices": maybe(listed(text)), "host": maybe(label), "backends": maybe(listed(text))},
+    **{f"version_{state}": _VERSION for state in ("loading", "failed", "available", "ended")},
+}  # fmt: skip
+"""By kind of event, its fields."""
+RECORD_FIELDS: Fields = {
+    "spec": mapping,
+    "params": maybe(mapping),
+    "devices": listed(text),
+    "batch_size": maybe(count),
+    "task": maybe(text),
+    "servers": maybe(mapping),
+}
+"""The fields of a run.json."""
+CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 0, 2, 4, 6, 7, 8
+"""What a line of a study's journal says, as Optuna numbers it."""
+_STUDY = fields(
+    objectives=maybe(listed(lambda value: listed(text)(value) and len(value) == 2)),
+    space=maybe(mapping),
+    search=maybe(text),
+)
+JOURNAL_FIELDS: dict[int, Fields] = {
+    STUDY_ATTRIBUTE: {"user_attr": lambda value: mapping(value) and _STUDY(value.get("manyhands", {}))},
+    CREATE_TRIAL: {"given": mapping, "distributions": maybe(named(text))},
+    END_TRIAL: {
+        "trial_id": count, "state": lambda value: value in (0, 1, 2, 3), "values": maybe(listed(number)),
+        "metrics": named(maybe(number)), "seconds": number, "reason": text,
+        "feasible": lambda value: isinstance(value, bool),
+    },
+    REPORT: {"trial_id": count, "step": count, "intermediate_value": number, "seconds": number},
+    TRIAL_ATTRIBUTE: {"trial_id": count, "user_attr": mapping},
+}  # fmt: skip
+"""By what a line of a study's journal says, its fields."""
+
+
+def is_journal_line(value: Any) -> bool:
+    """Return whether a value is a line of a study's journal as readers expect it."""
+    is_line = isinstance(value, dict) and type(value.get("op_code")) is int
+    return is_line and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
+
+
+def is_event(value: Any) -> bool:
+    """Return whether a value is an event as readers expect it.
+
+    >>> is_event({"t": 1.0, "kind": "end", "step": 3}), is_event({"t": 1.0, "kind": "end", "step": "3"})
+    (True, False)
+    """
+    if not (isinstance(value, dict) and isinstance(value.get("kind"), str) and moment(value.get("t"))):
+        return False
+    if not holds(value, FIELDS.get(value["kind"], {})) or not holds(value, _ANY):
+        return False
+    return value["kind"] != "steps" or all(len(one) == len(value["steps"]) for one in value["losses"].values())

@@ -1,0 +1,133 @@
+"""Open and parse files that another program, or an attacker, may have written.
+
+A folder of runs, models or checkpoints may hold a FIFO, a device, a link or a damaged file where a plain file is
+expected. These functions never block on one, never follow a link unless told to, never read more than a limit, and
+raise `FileError` with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import FileError
+
+LINE_LIMIT = 4 << 20
+"""Bytes of one line of a log or a journal."""
+DEPTH_LIMIT = 64
+"""Levels of nested JSON: deeper than anything that is written here, and far from Python's recursion limit."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow_links: bool = False) -> int:
+    """Open a regular file without blocking and return its descriptor.
+
+    The kind is checked on the open descriptor, so a file that is replaced between a check and the open is found too.
+
+    Raises:
+        FileError: It is a FIFO, a socket, a device, a folder, or a symbolic link (unless `follow_links`).
+        OSError: It cannot be opened for another reason, such as FileNotFoundError.
+    """
+    safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        file = os.open(path, flags | safe, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK):
+            raise _not_regular(path) from None
+        raise
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise _not_regular(path)
+
+
+def _not_regular(path: str | Path) -> FileError:
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "another kind of file")
+    except OSError:
+        kind = "another kind of file"
+    return FileError(f"{path} must be a regular file", got=kind, remedy="remove it, or copy the file again")
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[Path]:
+    """Open a regular file for a library that takes a path: yield a path of the open descriptor."""
+    file = open_regular(path, follow_links=follow_links)
+    try:
+        name = Path(f"/dev/fd/{file}")
+        # Where no such file system is mounted, the path itself; its kind was checked a moment ago.
+        yield name if name.exists() else Path(path)
+    finally:
+        os.close(file)
+
+
+def read_file(path: str | Path, limit: int, *, follow_links: bool = False) -> bytes:
+    """Return the bytes of a regular file of at most `limit` bytes."""
+    with os.fdopen(open_regular(path, follow_links=follow_links), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise FileError(f"{path} must have at most {limit:,} bytes", got="more", remedy="copy the file again")
+    return data
+
+
+def read_json(path: str | Path, limit: int, *, follow_links: bool = False) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    value = parse_json(read_file(path, limit, follow_links=follow_links))
+    if not isinstance(value, dict):
+        raise FileError(f"{path} must hold a JSON object", got=type(value).__name__)
+    return value
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON in UTF-8 that is nested at most `DEPTH_LIMIT` deep.
+
+    >>> parse_json(b'{"a": [1]}')
+    {'a': [1]}
+    """
+    try:
+        value = json.loads(data.decode())
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise FileError("a line or file of JSON must be whole", got=str(error)[:200]) from None
+    if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
+        _require_shallow(value)
+    return value
+
+
+def _require_shallow(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH_LIMIT + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> FileError:
+    return FileError(f"JSON must be nested at most {DEPTH_LIMIT} deep", got="deeper")
+
+
+def read_lines(file: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None stands for a line of more than `limit` bytes, which is never held in memory."""
+    while line := file.readline(limit + 1):
+        if len(line) <= limit:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(limit)
+        yield None

@@ -1,0 +1,192 @@
+"""Files that others may have written: no kind of file blocks a reader, and a full disk costs no later event."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from benchmarks.attacks.files import CONTENTS, KINDS, LINES, plant
+
+from manyhands.core import (
+    CheckpointError,
+    EventLog,
+    FileError,
+    event,
+    open_regular,
+    opened,
+    parse_json,
+    read_events,
+    read_file,
+    read_json,
+)
+from manyhands.core import files as core_files
+from manyhands.training import Run, launch_of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    plant(path, kind)
+    uses: list[Callable[[], object]] = [
+        lambda: open_regular(path),
+        lambda: open_regular(path, os.O_WRONLY | os.O_APPEND),
+        lambda: read_file(path, 100),
+        lambda: EventLog(path),
+        lambda: list(read_events(path)),
+        lambda: opened(path).__enter__(),
+    ]
+    for use in uses:
+        with pytest.raises(FileError, match="must be a regular file, but got a"):
+            use()
+
+
+def test_a_file_that_becomes_a_fifo_between_check_and_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("{}")
+    real = os.open
+
+    def exchanged(name: str | Path, flags: int, mode: int = 0o777) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return real(name, flags, mode)
+
+    monkeypatch.setattr(core_files.os, "open", exchanged)
+    with pytest.raises(FileError, match="but got a FIFO"):
+        read_json(path, 100)
+
+
+def test_links_are_followed_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"a": 1}')
+    (tmp_path / "link").symlink_to("file")
+    assert read_json(tmp_path / "link", 100, follow_links=True) == {"a": 1}
+    with pytest.raises(FileError, match="a symbolic link"):
+        read_json(tmp_path / "link", 100)
+
+
+def test_a_file_of_more_than_its_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b" " * 101)
+    assert read_file(tmp_path / "file", 101) == b" " * 101
+    with pytest.raises(FileError, match="at most 100 bytes"):
+        read_file(tmp_path / "file", 100)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 200_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"[" * 66 + b"]" * 66, b"\xff", b"\0{", b"9" * 5000, b""],
+)
+def test_json_that_no_program_of_ours_writes_is_refused(text: bytes) -> None:
+    with pytest.raises(FileError):
+        parse_json(text)
+
+
+def test_json_with_many_brackets_side_by_side_is_read() -> None:
+    assert len(parse_json(json.dumps([[] for _ in range(1000)]).encode())) == 1000
+    deepest = json.loads("[" * 64 + "]" * 64)
+    assert parse_json(json.dumps(deepest).encode()) == deepest
+
+
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    good = json.dumps(event("end", step=1)).encode()
+    path.write_bytes(b"\n".join([good, *LINES.values(), b"x" * (5 << 20), good, b'{"half": ']))
+    # A rank of a billion is a number like any other to those who make no room for it.
+    harmless = {"rank_beyond_memory"}
+    with pytest.warns(RuntimeWarning, match=f"{len(LINES) - len(harmless) + 1} lines of .* could not be read"):
+        found = list(read_events(path))
+    assert [entry["kind"] for entry in found] == ["end", "pace", "end"]
+
+
+def test_a_short_write_does_not_spoil_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    real, room = os.write, [1000]
+
+    def short(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        count = real(file, data[: room[0]])
+        room[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", short)
+    log.write(event("first"))
+    room[0] = 10
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        log.write(event("second"))
+        log.write(event("third"))
+    assert [str(one.message).startswith("events are lost") for one in said] == [True]
+    room[0] = 5
+    log.write(event("fourth"))
+    room[0] = 10_000
+    log.write(event("fifth"))
+    log.write(event("sixth"))
+    log.close()
+    with pytest.warns(RuntimeWarning, match="2 lines"):
+        found = list(read_events(log.path))
+    assert [entry["kind"] for entry in found] == ["first", "notice", "fifth", "sixth"]
+    assert found[1]["text"] == "3 events are missing here: No space left on device"
+
+
+def test_a_write_in_several_pieces_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))
+    log.write(event("first"))
+    log.write(event("second"))
+    log.close()
+    assert [entry["kind"] for entry in read_events(log.path)] == ["first", "second"]
+
+
+def write_all(log: EventLog) -> None:
+    for number in range(60):
+        log.write(event("filler", number=number, text="x" * 1000))
+
+
+@pytest.mark.root
+def test_events_after_a_full_disk_are_kept(tmp_path: Path) -> None:
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)], check=True)
+    try:
+        log = EventLog(mounted / "events.jsonl")
+        (mounted / "ballast").write_bytes(bytes(40 << 10))
+        with pytest.warns(RuntimeWarning, match="No space left on device"):
+            write_all(log)
+        (mounted / "ballast").unlink()
+        log.write(event("after"))
+        log.close()
+        with pytest.warns(RuntimeWarning, match="could not be read"):
+            found = list(read_events(log.path))
+        numbers = [entry["number"] for entry in found if entry["kind"] == "filler"]
+        assert numbers == list(range(len(numbers)))
+        assert [entry["kind"] for entry in found[-2:]] == ["notice", "after"]
+        assert found[-2]["text"].startswith(f"{60 - len(numbers)} events are missing here")
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_run_of_damaged_files_is_opened_or_refused_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"spec": {}, "params": {}, "devices": []}')
+    epoch = {"epoch": 0, "step": 1, "metrics": {"accuracy": 0.5, "none": None}}
+    lines = [*LINES.values(), json.dumps(event("epoch", **epoch)).encode(), b""]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        run = Run(tmp_path)
+    assert run.metrics == {"accuracy": 0.5}
+    assert "accuracy=0.5" in repr(run)
+    for content in CONTENTS.values():
+        (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="run.json must"):
+            Run(tmp_path)
+    for kind in KINDS:
+        plant(tmp_path / kind / "run.json", kind)
+        with pytest.raises(CheckpointError, match="must be a regular file"):
+            Run(tmp_path / kind)
+        assert launch_of(tmp_path / kind) is None

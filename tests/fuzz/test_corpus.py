@@ -1,0 +1,56 @@
+"""Every decoder on the inputs that fuzzing found interesting, and the fuzzer itself on decoders with known defects."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from benchmarks.fuzzing import engine
+
+NAMES = sorted(path.name for path in engine.CORPUS.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_of_the_corpus_show_no_defect(name: str) -> None:
+    target, seeds = engine.targets()[name]
+    inputs = engine.inputs_of(name, seeds)
+    assert inputs
+    for data in inputs:
+        target(data)
+
+
+def test_every_target_has_a_corpus() -> None:
+    assert sorted(engine.targets()) == NAMES
+    size = sum(path.stat().st_size for path in engine.CORPUS.rglob("*") if path.is_file())
+    assert size < 300 << 10
+
+
+def test_random_mutations_find_defects_and_keep_one_input_of_each(tmp_path: Path) -> None:
+    def fragile(data: bytes) -> None:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(value, dict):
+            _ = [*value.get("list", [])]
+
+    count = engine.at_random(fragile, [b'{"list": [1, 2]}'], 1.0, tmp_path)
+    assert count > 10
+    (found,) = (tmp_path / "findings").iterdir()
+    assert found.name.startswith("TypeError-test_corpus-")
+    with pytest.raises(TypeError):
+        fragile(found.read_bytes())
+
+
+def test_an_input_that_takes_long_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SLOWEST", 0.01)
+
+    def slow(data: bytes) -> None:
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+
+    with pytest.raises(engine.Hang):
+        engine.timed(slow)(b"x")
