@@ -1,7 +1,7 @@
 """How a step is executed: recorded as CUDA graphs where it can be; what it holds; a network traced and cut."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
-from .blame import culprit
+from .blame import calling_line, culprit
 from .call import Call
 from .compilers import stop_compilers
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
@@ -31,6 +31,7 @@ __all__ = [
     "lie_alike",
     "CAPTURABLE",
     "skips_on_device",
+    "calling_line",
     "culprit",
     "trace",
     "Call",

@@ -35,6 +35,7 @@ from ..graph import (
     trace,
     works_of,
 )
+from .double_backward import on_gradients, refuse_gradients
 from .holding import Holding
 from .homes import REST, automatic, by_map, check_map, measured, module_names, parameters_of
 from .recompute import SELECTIVE, recomputed_by, selective_contexts
@@ -83,7 +84,7 @@ def calling(
     states, put_back = random_state(device), remember_buffers(model)
     model.forward = forward
     try:
-        with torch.no_grad(), scope, looks:
+        with torch.no_grad(), scope, looks, on_gradients(refuse_gradients):
             value = probe(model, lambda batch: batch)
     except _Seen:
         return Calling(calls[0], False, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torch import float64, nn
+from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
@@ -53,7 +54,7 @@ def realise(
     if fill is None:
         _require_place(model, world)
     if spec.precision == "fp64":
-        model = model.to(float64)
+        model = in_double(model)
     if fill is None:
         model = model.to(world.device)
         if world.size > 1:
@@ -65,12 +66,10 @@ def realise(
         holding.hold(model)
         optimizers = optimizers_of(model, make_optimizer)
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement, holding)
-    if spec.shards != 1 and world.size > 1 and spec.sharding == "optimizer":
-        from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
-
-        recompute(model, spec.recompute, own_randomness=not spec.deterministic)
-        parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
-        return OptimizerShardedReplica(spec, world, model, parted, shadows)
+    if spec.shards != 1 and world.size > 1:
+        whole = _whole_in_a_step(spec, world, model, make_optimizer, probe, fill)
+        if whole is not None:
+            return whole
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
         return _in_parts(spec, world, model, make_optimizer, probe, layout, fill)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
@@ -81,6 +80,59 @@ def realise(
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer))
     return replicated(spec, world, model, optimizers_of(model, make_optimizer))
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """Return a network in double precision; complex tensors stay complex, which Module.double() makes real."""
+
+    def widened(tensor: Tensor) -> Tensor:
+        wide = complex128 if tensor.is_complex() else float64 if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(wide)
+
+    made: nn.Module = model._apply(widened)
+    return made
+
+
+def _whole_in_a_step(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica | None:
+    """Return a replica whose optimizer state alone is sharded, where that is asked for or the network needs it."""
+    why = ""
+    if spec.sharding != "optimizer":
+        # torch's fake tensors take a while to import, and few need them.
+        from .by_block import why_not_by_block
+
+        why = next(filter(None, world.gather_objects(why_not_by_block(model, probe, world.device))), "")
+        if not why:
+            return None
+        _require_whole_possible(spec, why)
+        spec = dataclasses.replace(spec, sharding="optimizer")
+    from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
+    from .sharded import taking
+
+    if fill is not None:
+        model.to_empty(device=world.device)
+        fill(taking(model))
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+    parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
+    replica = OptimizerShardedReplica(spec, world, model, parted, shadows)
+    if why:
+        replica.notes.append(f'{why}: parameters and gradients stay whole on every rank, as with sharding="optimizer"')
+    return replica
+
+
+def _require_whole_possible(spec: StrategySpec, why: str) -> None:
+    if spec.tensor > 1 or isinstance(make_policy(spec.sync), Local):
+        raise StrategyError(
+            "shards of a network that is also split by tensor=, or whose replicas run local steps, run the same blocks",
+            got=f"{why}, and {spec}",
+            remedy="use mh.Mirrored(), or mh.Sharded() without tensor and with another sync",
+        )
 
 
 def _in_parts(

@@ -25,7 +25,7 @@ from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
 from .deferred import Take
 from .local import common_slots
-from .mirrored import hash_of
+from .mirrored import hash_of, require_dense
 from .own_parts import own_part, parted
 from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
@@ -41,6 +41,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     """
     if isinstance(model, CONTAINERS) and not apart:
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+    require_dense(model)
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
     # A single number has no parts: every rank keeps it.
@@ -49,6 +50,7 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     _require_own(model, roots)
     for block in blocks_of(model).values():
         if block not in roots:
+            block.register_forward_hook(_without_views)
             fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
     for root in roots:
         root.register_forward_hook(_without_views)

@@ -182,7 +182,8 @@ class Hand:
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
         is_known = self.layout is not None and self.spec.stages == 1
-        if compute is None or is_known or self.spec.tensor * self.spec.stages == 1:
+        is_split = self.spec.tensor * self.spec.stages != 1 or self.spec.axes.get("shards", 1) != 1
+        if compute is None or is_known or not is_split:
             return None
         at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
         rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
@@ -204,6 +205,7 @@ class Hand:
     ) -> None:
         """Puts a network under the strategy, and makes its optimizer there; `fill` brings values that it lacks."""
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
+        self.spec = self._replica.spec
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None

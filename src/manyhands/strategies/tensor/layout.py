@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...core import Mean, StrategyError
+from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued
@@ -200,7 +201,8 @@ def _follow(
     undo = dress(model, axis, layout, decides=decides)
     try:
         with glued(axis, on_sections if decides else None, draws=False), _Traffic(axis) as traffic:
-            found = probe(model, fake)
+            with on_gradients(refuse_gradients):
+                found = probe(model, fake)
             results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
             ends = [result.sum() for result in results if result.requires_grad]
             if ends and not decides:
