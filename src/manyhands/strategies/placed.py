@@ -317,6 +317,9 @@ class PlacedReplica(Replica):
                 _put(parts, path, tensor)
         return parts
 
+    def whole(self, tensor: Tensor, name: str = "") -> Tensor:
+        return self.holding.whole(tensor, name)
+
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         return torch.empty_like(whole, device="meta") if like.is_meta else self.holding.part_for(whole, like, name)
 

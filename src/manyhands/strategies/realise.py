@@ -15,6 +15,7 @@ from ..cluster import World
 from ..core import StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
 from .deferred import Take
+from .gradient_hooks import GradientHooks, refuse_hooks
 from .holding import Holding
 from .local import replicated
 from .mirrored import mirror
@@ -51,6 +52,26 @@ def realise(
     `fill` brings the values of a network that has none yet, which shards alone can do without.
     """
     require_built(spec)
+    hooks = GradientHooks()
+    if not (world.size == 1 and "optimizer" in spec.offloaded):
+        hooks.adopt(model.named_parameters())
+    if spec.servers:
+        refuse_hooks(hooks)
+    replica = _built(spec, world, model, make_optimizer, probe, look, layout, fill)
+    replica.hooks = hooks
+    return replica
+
+
+def _built(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    look: Callable[[nn.Module], None] | None,
+    layout: Layout | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica:
     if fill is None:
         _require_place(model, world)
     if spec.precision == "fp64":

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategySpec
 from ..graph import fuse_on_cpu
+from .gradient_hooks import GradientHooks
 from .own_parts import on_own_parts
 from .skipping import step_where
 
@@ -32,6 +33,8 @@ class Replica:
         """Whether the network is computed in bfloat16."""
         self.group: World = world
         """The ranks whose gradients are summed in every step; all of them, unless replicas go apart."""
+        self.hooks = GradientHooks()
+        """The user's hooks on parameters, which are called with complete gradients."""
         self.notes: list[str] = []
         """What a person should know of how the network was split."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}

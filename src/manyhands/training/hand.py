@@ -469,6 +469,7 @@ class Hand:
             )
         tally.receive()
         self.replica.finish(key, tally.count)
+        self.replica.hooks.call(self.replica, key)
         tally.settle()
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None

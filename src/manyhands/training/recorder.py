@@ -138,7 +138,7 @@ class Recorder:
         hand = self._hand
         self._hold_rates()
         watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
-        hooked = watch.hooked()
+        hooked = watch.hooked() or next(iter(hand.replica.hooks.names), "")
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")
             return ""

@@ -62,8 +62,8 @@ class Heads(Way):
         elif not layer.batch_first:
             result = result.transpose(0, 1)
         if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = axis.as_parted(weights.squeeze(0) if is_single else weights).redistribute(placements=[WHOLE])
+            weights = _returned(axis, weights, layer.num_heads if average_attn_weights else 0)
+            weights = weights.squeeze(0) if is_single else weights
         return axis.summed(result, self.target(axis, result)), weights
 
     @staticmethod
@@ -91,6 +91,13 @@ def _attention(axis: Axis, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         is_by_head = mask.dim() == 4 and mask.shape[1] > 1
         scores = scores + (axis.part(mask, 1) if is_by_head else mask)
     return axis.sharded(scores.softmax(-1), 1, q.shape[1])
+
+
+def _returned(axis: Axis, weights: Tensor, num_averaged: int) -> Tensor:
+    """All of the attention weights: of each head, or their mean over so many."""
+    if not num_averaged:
+        return axis.as_parted(weights).redistribute(placements=[WHOLE])
+    return axis.summed(axis.part(weights, 1).sum(1) / num_averaged)
 
 
 def _mask(
