@@ -5,7 +5,7 @@ from .blame import calling_line, culprit
 from .call import Call
 from .compilers import stop_compilers
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
-from .following import Facts, Value, follow, mutated, plainly
+from .following import Facts, Value, changed_at_root, follow, plainly
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, fuse_on_cpu, lie_alike, make_capturable, skips_on_device
@@ -41,7 +41,7 @@ __all__ = [
     "follow",
     "Facts",
     "Value",
-    "mutated",
+    "changed_at_root",
     "plainly",
     "Layer",
     "layer_of",

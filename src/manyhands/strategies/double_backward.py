@@ -1,4 +1,4 @@
-"""Double backward: losses that differentiate by themselves, as gradient penalties do."""
+"""Own gradients: losses that differentiate by themselves, as gradient penalties do, and backward code of the user."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
 
 from ..core import StrategyError
 from ..graph import calling_line
@@ -33,5 +35,34 @@ def refuse_gradients(line: str) -> None:
     raise StrategyError(
         "a loss does not call torch.autograd.grad where several ranks compute the network together",
         got=line,
+        remedy="use mh.Mirrored() or mh.Sharded()",
+    )
+
+
+@contextmanager
+def untraceable() -> Iterator[None]:
+    """Refuse what a trace of forward does not contain: hooks on results, and a user's torch.autograd.Function."""
+    own_apply, own_hook = Function.__dict__["apply"], Tensor.register_hook
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):
+            _refuse_own_backward(f"{kind.__name__}, in {calling_line()}")
+        return own_apply.__get__(None, kind)(*args, **kwargs)
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        _refuse_own_backward(f"a hook, in {calling_line()}")
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply, Tensor.register_hook = own_apply, own_hook  # type: ignore[method-assign]
+
+
+def _refuse_own_backward(got: str) -> None:
+    raise StrategyError(
+        "a network that is cut is traced, and the trace does not contain a backward written by the user",
+        got=got,
         remedy="use mh.Mirrored() or mh.Sharded()",
     )

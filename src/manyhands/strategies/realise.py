@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategyError, StrategySpec, TaskError
+from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
+from .buffers import Buffers, Rules, find_rules
 from .deferred import Take
 from .gradient_hooks import GradientHooks, refuse_hooks
 from .holding import Holding
 from .local import replicated
 from .mirrored import mirror
 from .offload import OffloadedReplica
+from .optimizer_traits import require_in_stages
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica, place
 from .placed import PlacedReplica
@@ -57,9 +59,45 @@ def realise(
         hooks.adopt(model.named_parameters())
     if spec.servers:
         refuse_hooks(hooks)
+    if fill is None:
+        _require_place(model, world)
+    if spec.precision == "fp64":
+        model = in_double(model)
+    if fill is None:
+        model = model.to(world.device)
+        if world.size > 1:
+            _require_sums(model)
+            mirror(model, world)
+    rules: Rules | None = None
+    if spec.stages != 1:
+        # What is cut is tried while it is whole.
+        rules = find_rules(model, probe, nullcontext()) if _splits(spec, world) else {}
     replica = _built(spec, world, model, make_optimizer, probe, look, layout, fill)
     replica.hooks = hooks
+    if rules is None:
+        rules = find_rules(model, probe, replica.scope()) if _splits(spec, world) else {}
+    _follow_buffers(replica, rules)
     return replica
+
+
+def _splits(spec: StrategySpec, world: World) -> bool:
+    """Whether what a forward sees is a part of a batch, and buffers are those of the batch."""
+    num_parts = spec.accumulate * spec.microbatches * world.along(spec.axes, *DATA_AXES).size
+    is_local = spec.batch_stats == "local" or (spec.replicas != 1 and isinstance(make_policy(spec.sync), Local))
+    return (num_parts > 1 or spec.servers > 0) and not is_local
+
+
+def _follow_buffers(replica: Replica, rules: Rules) -> None:
+    spec, world = replica.spec, replica.world
+    held = dict(replica.model.named_buffers())
+    mine = {name: rule for name, rule in rules.items() if not held[name].is_meta}
+    replica.buffers = Buffers(replica.model, mine, world.along(spec.axes, *DATA_AXES))
+    if spec.servers and replica.buffers.names:
+        raise StrategyError(
+            "on parameter servers a forward leaves the network's buffers as they are",
+            got=f"{replica.buffers.names[0]}, which is updated from samples",
+            remedy="use mh.Mirrored() or mh.Sharded()",
+        )
 
 
 def _built(
@@ -72,20 +110,13 @@ def _built(
     layout: Layout | None,
     fill: Callable[[Take], None] | None,
 ) -> Replica:
-    if fill is None:
-        _require_place(model, world)
-    if spec.precision == "fp64":
-        model = in_double(model)
-    if fill is None:
-        model = model.to(world.device)
-        if world.size > 1:
-            _require_sums(model)
-            mirror(model, world)
     if spec.stages != 1:
         holding = _holding(spec, world, model, probe, layout)
         placement = place(spec, world, model, probe, look, holding.layers)
         holding.hold(model)
         optimizers = optimizers_of(model, make_optimizer)
+        for optimizer in optimizers.values():
+            require_in_stages(optimizer)
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement, holding)
     if spec.shards != 1 and world.size > 1:
         whole = _whole_in_a_step(spec, world, model, make_optimizer, probe, fill)

@@ -206,12 +206,19 @@ class ShardedReplica(Replica):
         """Means over the shards for what every one of them keeps, as torch does for the rest."""
         if not self._roots:
             return
-        kept = [own_part(p.grad) for p in self.groups[key].values() if not _is_sharded(p) and p.grad is not None]
-        if kept:
-            flat = torch.cat([gradient.flatten() for gradient in kept])
-            self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
-            sums = flat.split([gradient.numel() for gradient in kept])
-            torch._foreach_copy_(kept, [part.view_as(gradient) for part, gradient in zip(sums, kept, strict=True)])
+        kept = [p for p in self.groups[key].values() if not _is_sharded(p) and p.requires_grad]
+        if not kept:
+            return
+        # A rank that did not use one of them takes part all the same; what no rank used keeps no gradient.
+        gradients = [torch.zeros_like(own_part(p)) if p.grad is None else own_part(p.grad) for p in kept]
+        used = torch.tensor([float(p.grad is not None) for p in kept], device=gradients[0].device)
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), used.to(gradients[0].dtype)])
+        self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
+        *means, used = flat.split([*(gradient.numel() for gradient in gradients), len(kept)])
+        for parameter, mean, is_used in zip(kept, means, used.tolist(), strict=True):
+            if is_used:
+                mean = mean.to(parameter.dtype).view_as(own_part(parameter))
+                parameter.grad = parted(mean, parameter) if isinstance(parameter, DTensor) else mean
 
     @property
     def drifts(self) -> bool:

@@ -221,6 +221,13 @@ class Glue(TorchFunctionMode):
         local = func(input.to_local(), *args, **kwargs)
         return in_tensors(lambda tensor: self._axis.sharded(tensor, dim, input.shape[dim]), local)
 
+    def with_own_statistics(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Norms that update the running statistics they are given see whole tensors, and the statistics themselves."""
+        if not isinstance(input, DTensor):
+            return NotImplemented
+        args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
+        return func(self._axis.whole(input), *args, **kwargs)
+
 
 def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
     """A tensor whose sections are cut one by one, in the order of the whole."""
@@ -290,6 +297,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.cat: Glue.cat,
     torch.dropout: Glue.dropout,
     F.interpolate: Glue.by_channel,
+    **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
