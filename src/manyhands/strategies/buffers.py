@@ -5,7 +5,7 @@ new value comes from its old one and the samples is found before training, from 
 
 - the same from every part, as a counter of steps or the vectors of spectral norm: every part has the right value;
 - a mean over samples, as in `mean.lerp_(x.mean(0), 0.1)`: the mean of the parts' values, weighted by their samples;
-- a sum over samples, as in `counts.mul_(0.9).add_(hits.sum(0))`: the sum of the parts' values, the old one counted once.
+- a sum over samples, as in `counts.mul_(0.9).add_(hits.sum(0))`: the sum of the parts' values, with the old one once.
 
 Every part starts from the old value. Any other update is refused. BatchNorm layers have rules of their own.
 """
@@ -13,7 +13,7 @@ Every part starts from the old value. Any other update is refused. BatchNorm lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,10 +288,8 @@ def _row_counts(probe: Probe) -> int:
         found.extend(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         raise _Seen
 
-    try:
+    with suppress(_Seen):
         probe(nn.Module(), look)
-    except _Seen:
-        pass
     return found[0] if found and found[0] >= 3 and len(set(found)) == 1 else 0
 
 

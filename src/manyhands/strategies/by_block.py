@@ -19,12 +19,46 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..core import UsageError, as_written, random_state, restore_random_state
+from ..cluster import World
+from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
 from ..graph import culprit
 from .double_backward import on_gradients
 from .recompute import blocks_of
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+
+
+NUM_COMPARED = 50
+"""Forwards on a GPU in which ranks compare their blocks: each comparison waits for the device."""
+
+
+class SameBlocks:
+    """Compares the blocks that ranks run, where that could not be found out before training.
+
+    Ranks that gather different blocks would compute with each other's parameters, or wait for ever.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], world: World) -> None:
+        self._names, self._world = [*blocks, "the end of the network"], world
+        self._num_left = NUM_COMPARED if world.device.type != "cpu" else -1
+        for index, block in enumerate(blocks.values()):
+            block.register_forward_pre_hook(lambda *_, index=index: self._meet(index), prepend=True)
+        model.register_forward_hook(lambda *_: self._end())
+
+    def _meet(self, index: int) -> None:
+        if not self._num_left:
+            return
+        found = self._world.all_gather(torch.tensor([index], device=self._world.device)).flatten().tolist()
+        if len(set(found)) > 1:
+            raise StrategyError(
+                "ranks that share one network run the same blocks of it, whatever their samples are",
+                got=", ".join(f"rank {rank} at {self._names[place]}" for rank, place in enumerate(found)),
+                remedy='use sharding="optimizer", which keeps parameters whole, or mh.Mirrored()',
+            )
+
+    def _end(self) -> None:
+        self._meet(len(self._names) - 1)
+        self._num_left -= self._num_left > 0
 
 
 def why_not_by_block(model: nn.Module, probe: Probe | None, device: torch.device) -> str:

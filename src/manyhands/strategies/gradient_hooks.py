@@ -1,12 +1,13 @@
 """Gradient hooks: the user's hooks on parameters see the complete gradient of a step, as they do on one device.
 
 `parameter.register_hook` and `register_post_accumulate_grad_hook` are called by autograd with what one backward of one
-rank adds: a part of the batch, or of the parameter. A hook that clamps, or looks at a norm, would do something else with
-each part. So hooks are taken off the parameters and called when the gradient is complete, whole and divided.
+rank adds: a part of the batch, or of the parameter. A hook that clamps, or looks at a norm, would do something else
+with each part. So hooks are taken off the parameters and called when the gradient is complete, whole and divided.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ class GradientHooks:
                 hooks = getattr(parameter, attribute, None)
                 if hooks and not held.get(name) and not any(_is_ours(hook) for hook in hooks.values()):
                     held[name] = hooks
-                    setattr(parameter, attribute, None)
+                    # None would leave what torch has noted of the old ones in place.
+                    setattr(parameter, attribute, OrderedDict())
 
     @property
     def names(self) -> list[str]:

@@ -25,7 +25,7 @@ BY_ELEMENT = (
 
 @contextmanager
 def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
-    """An optimizer whose parameters, gradients and state are this rank's parts of them, if it works element by element."""
+    """An optimizer whose parameters, gradients and state are this rank's parts, if it works element by element."""
     groups = optimizer.param_groups
     cut: list[Any] = [
         p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")

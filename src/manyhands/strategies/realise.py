@@ -214,7 +214,8 @@ def _in_parts(
     scope = ExitStack if cutting is None else cutting.scope
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
     if spec.shards != 1:
-        shard(model, spec, world, apart=len(optimizers_of(model, make_optimizer)) > 1)
+        apart = len(optimizers_of(model, make_optimizer)) > 1
+        shard(model, spec, world, apart=apart, compares=probe is None)
     if fill is not None:
         model.to_empty(device=world.device)
         fill(taking(model))

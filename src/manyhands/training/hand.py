@@ -181,7 +181,7 @@ class Hand:
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
-        is_known = self.layout is not None and self.spec.stages == 1
+        is_known = self.layout is not None and self.spec.stages == 1 and self.size * self.spec.accumulate == 1
         is_split = self.spec.accumulate > 1 or self.world.size > 1 or self.spec.servers > 0
         if compute is None or is_known or not is_split:
             return None

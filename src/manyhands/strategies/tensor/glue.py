@@ -39,6 +39,8 @@ class Glue(TorchFunctionMode):
             result = rule(self, func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _changes_view(func, args):
+            raise NotImplementedError(f"{func.__name__} in place on a view of a tensor that is in parts")
         if func not in _HARMLESS:
             args, kwargs = self._settled(args, kwargs)
         return func(*args, **kwargs)
@@ -236,6 +238,17 @@ def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
     return torch.cat([axis.sharded(p, -1, size).redistribute(placements=[WHOLE]) for p, size in parts], -1)
 
 
+def _changes_view(func: Any, args: Any) -> bool:
+    """Whether an operation changes a tensor in parts through a view of it, which may be a copy of a part."""
+    name = getattr(func, "__name__", "")
+    if not args or not isinstance(args[0], DTensor):
+        return False
+    if name == "__setitem__":
+        return True
+    is_in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place and args[0]._is_view()
+
+
 @contextmanager
 def replicating() -> Iterator[None]:
     """Where plain tensors count as the same on every rank; torch's own ends where one within it does."""
@@ -273,6 +286,8 @@ def glued(
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "mod")}
+"""Python's operators that change what is on their left."""
 _ATEN = torch.ops.aten
 _CHUNKS = {torch.chunk, Tensor.chunk, _ATEN.chunk.default}
 _HARMLESS = {
