@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..cluster import World
 from ..core import LayoutFree, StrategyError, UsageError, random_state, remember_buffers, restore_random_state
+from .own_parts import own_part
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 TOLERANCE = 1e-5
@@ -120,11 +121,9 @@ class Buffers:
         self._old, self._sums, self._counts = {}, {}, [0.0, 0.0]
 
     def _held(self, name: str) -> Tensor:
-        """The buffer as it is now: a forward may have replaced it."""
+        """What this rank has of the buffer as it is now: a forward may have replaced it."""
         owner, _, last = name.rpartition(".")
-        held = self._model.get_submodule(owner)._buffers[last]
-        assert held is not None
-        return held
+        return own_part(self._model.get_submodule(owner)._buffers[last])
 
     def _put(self, name: str, value: Tensor) -> None:
         self._held(name).copy_(value)
@@ -198,7 +197,7 @@ class _Trial:
 
         def values() -> dict[str, Tensor]:
             held = dict(model.named_buffers())
-            return {name: _wide(getattr(held[name], "_local_tensor", held[name])).clone() for name in names}
+            return {name: _wide(own_part(held[name])).clone() for name in names}
 
         def after(begin: int, end: int) -> dict[str, Tensor]:
             draws.load(0, 0, np.arange(begin, end))
@@ -235,7 +234,11 @@ class _Trial:
         """The share of the old value that remains; None where the old value is zero everywhere."""
         old, kept = self.old[name].flatten(), self.kept(name).flatten()
         square = (old * old.conj()).sum().real
-        return float((kept * old.conj()).sum().real / square) if square > 0 else None
+        if square == 0:
+            return None
+        found = float((kept * old.conj()).sum().real / square)
+        # Numbers that people write, such as 0.999, are exact; what was found from float32 values is nearly so.
+        return round(found, 5) if abs(found - round(found, 5)) < 2e-6 else found
 
     def is_sum(self, name: str, decay: float) -> bool:
         largest = max(float(part[name].abs().amax()) for part in (*self.parts, self.whole, self.old))

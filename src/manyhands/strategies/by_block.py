@@ -8,6 +8,7 @@ but no values: an operation that needs a value raises there. Nothing of the netw
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..cluster import World
@@ -82,6 +84,9 @@ def _odd_types(model: nn.Module) -> str:
 def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     """Return what makes ranks with other samples run other blocks, or makes a block run again in backward."""
     states, python, numpy = random_state(device), random.getstate(), np.random.get_state()
+    # torch logs every operation that fails on fake tensors, which is what is looked for here.
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         all_rows, fewer_rows = (_blocks_run(model, probe, device, fewer) for fewer in (0, 1))
         if random.getstate() != python or str(np.random.get_state()) != str(numpy):
@@ -91,16 +96,44 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
     except Exception as error:
         return f"what it computes may depend on values ({culprit(error)})"
     finally:
+        logging.disable(before)
         restore_random_state(states, device)
         random.setstate(python)
         np.random.set_state(numpy)
     if all_rows != fewer_rows:
         return "which layers it runs depends on the number of samples"
+    read = next((name.removeprefix(_READ) for name in all_rows if name.startswith(_READ)), "")
+    if read:
+        return f"the loss reads {read} by itself"
     line = next((name.removeprefix(_GRADIENT) for name in all_rows if name.startswith(_GRADIENT)), "")
     return f"what a block gathered for forward is needed by a second backward ({line})" if line else ""
 
 
-_GRADIENT = "gradient "
+_GRADIENT, _READ = "gradient ", "read "
+
+
+class _Reads(TorchFunctionMode):
+    """Notes parameters that are computed with outside of the network's forward, which alone gathers them."""
+
+    def __init__(self, model: nn.Module, ran: list[str]) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._ran, self._depth = ran, 0
+        model.register_forward_pre_hook(lambda *_: self._enter(1))
+        model.register_forward_hook(lambda *_: self._enter(-1))
+
+    def _enter(self, by: int) -> None:
+        self._depth += by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._depth and not _asks(func):
+            self._ran += [_READ + self._names[id(arg)] for arg in tree_leaves((args, kwargs)) if id(arg) in self._names]
+        return func(*args, **(kwargs or {}))
+
+
+def _asks(func: Any) -> bool:
+    """Whether a function only asks a tensor about itself, its shape, its device or whether it has a gradient."""
+    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "is_floating_point", "is_complex")
 
 
 def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int) -> list[str]:
@@ -125,6 +158,7 @@ def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int
         scope.enter_context(as_written())
         scope.enter_context(on_gradients(lambda line: ran.append(_GRADIENT + line)))
         scope.enter_context(mode)
+        scope.enter_context(_Reads(twin, ran))
         probe(twin, few)
     return ran
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,8 +192,8 @@ class Hand:
             if self.spec.stages == 1
             else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
         )
-        batch = self.peek(source, batch_size, rows)
-        return lambda model, fake: compute(model, fake(batch))
+        few = functools.cache(lambda: self.peek(source, batch_size, rows))
+        return lambda model, fake: compute(model, fake(few()))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
         """Some of the first samples."""

@@ -223,6 +223,10 @@ class Glue(TorchFunctionMode):
         local = func(input.to_local(), *args, **kwargs)
         return in_tensors(lambda tensor: self._axis.sharded(tensor, dim, input.shape[dim]), local)
 
+    def looked_at(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
+        return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
+
     def with_own_statistics(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Norms that update the running statistics they are given see whole tensors, and the statistics themselves."""
         if not isinstance(input, DTensor):
@@ -312,6 +316,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.cat: Glue.cat,
     torch.dropout: Glue.dropout,
     F.interpolate: Glue.by_channel,
+    **dict.fromkeys(
+        (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__), Glue.looked_at
+    ),
     **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),

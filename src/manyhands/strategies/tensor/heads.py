@@ -47,7 +47,7 @@ class Heads(Way):
         q, k, v = (axis.sharded(part, 1, layer.num_heads) for part in heads)
         mask = _mask(axis, layer, rows, key_padding_mask, attn_mask, q.dtype)
         dropout = layer.dropout if layer.training else 0.0
-        weights = None
+        weights: Tensor | None = None
         if need_weights:
             weights = F.dropout(_attention(axis, q, k, mask), dropout)
             found = axis.sharded(axis.part(weights, 1) @ heads[2], 1, layer.num_heads)
