@@ -193,6 +193,9 @@ class Hand:
             else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
         )
         few = functools.cache(lambda: self.peek(source, batch_size, rows))
+        if self.spec.axes.keys() - {"replicas"}:
+            # They are followed through the network on tensors without values, where none can be read any more.
+            few()
         return lambda model, fake: compute(model, fake(few()))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
