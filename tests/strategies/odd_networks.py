@@ -57,7 +57,7 @@ def blocks(width: int = 8) -> nn.ModuleList:
 
 
 class Experts(nn.Module):
-    """Blocks of equal size of which each batch uses some, and a number that no rank uses in every step."""
+    """Blocks of equal size of which each batch uses some, and a number that the first of them uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,9 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = (which == index).nonzero().flatten()
             if len(rows):
-                mixed = mixed.index_add(0, rows, expert(hidden[rows]))
-        return self.head(mixed * self.scale if bool((which == 0).any()) else mixed)
+                found = expert(hidden[rows])
+                mixed = mixed.index_add(0, rows, found if index else found * self.scale)
+        return self.head(mixed)
 
 
 class InPlace(nn.Module):

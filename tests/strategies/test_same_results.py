@@ -88,7 +88,7 @@ def refusals(world: World, names: list[str], spec: mh.StrategySpec, folder: Path
     found = {}
     for name in names:
         try:
-            train(world, Job(task=TASKS[name], spec=spec.with_devices(world.size), folder=folder / name, steps=1))
+            train(world, Job(task=TASKS[name], spec=spec.with_devices(world.size), folder=folder / name, steps=3))
             found[name] = ""
         except UsageError as error:
             found[name] = str(error)

@@ -262,13 +262,21 @@ def _forward(
             result = layout.ways[name].run(axis, module, plain, *args, **kwargs)
         elif gets_whole:
             with _own_whole(axis, module):
-                result = plain(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
+                given = in_tensors(lambda tensor: _own(axis, tensor), (args, kwargs))
+                result = plain(*given[0], **given[1])
         else:
             result = plain(*args, **kwargs)
         result = gathered(result) if gathers else result
-        return in_tensors(axis.whole, result) if gives_whole else result
+        return in_tensors(lambda tensor: _own(axis, tensor), result) if gives_whole else result
 
     return forward
+
+
+def _own(axis: Axis, tensor: Tensor) -> Tensor:
+    """All of a tensor, not as a view, which autograd would not let a module change in place."""
+    whole = axis.whole(tensor)
+    is_view = whole is not tensor and whole.requires_grad and whole._is_view()
+    return torch.ops.aten._unsafe_view(whole, whole.shape) if is_view else whole
 
 
 def _caller(name: str, module: nn.Module, layout: Layout) -> bool:
