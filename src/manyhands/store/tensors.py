@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..core import CheckpointError, open_regular, opened
+from ..core import CheckpointError, open_regular, opened, parse_json
 from .disk import Digest, Disk, replace_file
 
 DTYPES: dict[torch.dtype, str] = {
@@ -31,10 +31,13 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint32: "U32",
     torch.uint64: "U64",
     torch.complex64: "C64",
+    torch.complex128: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The format's own names of what it can hold."""
+"""The format's own names of what it can hold; complex128, which it lacks, is held as pairs of float64."""
+PAIRS = "complex128"
+"""The key of a file's metadata that lists the tensors held as pairs."""
 
 HEADER_CAP = 100_000_000
 """The format's own limit of a header, checked here because a reader refuses what is longer."""
@@ -53,13 +56,17 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """
     # Wide elements first: then every tensor starts at a multiple of its element size, as readers expect.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, offset = {}, 0
+    header: dict[str, Any] = {}
+    offset = 0
+    pairs = [name for name in order if tensors[name].dtype == torch.complex128]
+    if pairs:
+        header["__metadata__"] = {PAIRS: json.dumps(pairs)}
     for name in order:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "shape": [*tensor.shape, 2] if name in pairs else list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -104,9 +111,20 @@ def read_tensors(path: Path, *, follow_links: bool = False) -> dict[str, Tensor]
     """
     try:
         with opened(path, follow_links=follow_links) as file:
-            return dict(load_file(file))
-    except (SafetensorError, OSError, ValueError) as error:
+            pairs = _pairs_of(file)
+            return {
+                name: torch.view_as_complex(tensor) if name in pairs else tensor
+                for name, tensor in load_file(file).items()
+            }
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path.name} must be a whole safetensors file", got=str(error)) from error
+
+
+def _pairs_of(path: Path) -> list[str]:
+    """The names of tensors that a file holds as pairs of numbers."""
+    with safe_open(path, "pt") as file:
+        pairs = parse_json((file.metadata() or {}).get(PAIRS, "[]").encode())
+    return pairs if isinstance(pairs, list) else []
 
 
 def save_state_dict(model_state: dict[str, Tensor], path: Path) -> None:

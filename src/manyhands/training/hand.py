@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ..strategies import Layout
 
 Key = str
-NUM_FOLLOWED, MAX_FOLLOWED = 4, 64
+NUM_FOLLOWED, MAX_FOLLOWED, NUM_TRIED = 4, 64, 6
 """Samples that are followed through a network to find out how to split it; more where stages are measured."""
 TELL_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
@@ -181,13 +182,21 @@ class Hand:
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
-        is_known = self.layout is not None and self.spec.stages == 1
-        if compute is None or is_known or self.spec.tensor * self.spec.stages == 1:
+        is_known = self.layout is not None and self.spec.stages == 1 and self.size * self.spec.accumulate == 1
+        is_split = self.spec.accumulate > 1 or self.world.size > 1 or self.spec.servers > 0
+        if compute is None or is_known or not is_split:
             return None
         at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
-        rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
-        batch = self.peek(source, batch_size, rows)
-        return lambda model, fake: compute(model, fake(batch))
+        rows = (
+            (NUM_FOLLOWED if self.spec.tensor > 1 else NUM_TRIED)
+            if self.spec.stages == 1
+            else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
+        )
+        few = functools.cache(lambda: self.peek(source, batch_size, rows))
+        if self.spec.axes.keys() - {"replicas"}:
+            # They are followed through the network on tensors without values, where none can be read any more.
+            few()
+        return lambda model, fake: compute(model, fake(few()))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
         """Some of the first samples."""
@@ -204,6 +213,7 @@ class Hand:
     ) -> None:
         """Puts a network under the strategy, and makes its optimizer there; `fill` brings values that it lacks."""
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
+        self.spec = self._replica.spec
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None
@@ -358,7 +368,13 @@ class Hand:
         self.part = Part(batch.num_samples, batch.global_samples)
         self.draw_for(batch)
         if self._replica is not None:
-            self._replica.ghost(self.part.is_ghost)
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        """Say what the next micro-batch is before it is computed."""
+        self.replica.ghost(self.part.is_ghost)
+        if self.replica.buffers:
+            self.replica.buffers.begin()
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:
         """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
@@ -380,7 +396,7 @@ class Hand:
             self.part = Part(size, current.global_samples, last=index == num_micros - 1)
             self.start = sum(current.sizes[:index])
             self.select(self.start, size)
-            self.replica.ghost(self.part.is_ghost)
+            self._begin_part()
             yield data
         self.part = Part(current.num_samples, current.global_samples)
         self._draw_next()
@@ -407,6 +423,8 @@ class Hand:
         # A forward that is computed again must draw the same numbers again.
         with self.during("backward"), self.drawing():
             self.replica.backward(objective, key, last=self.part.last)
+        if self.replica.buffers and key == next(iter(self.replica.groups)):
+            self.replica.buffers.end(self.part.size, last=self.part.last)
 
     def open_tally(self, key: Key = MAIN) -> Tally:
         """The tally of the step under way."""
@@ -467,6 +485,7 @@ class Hand:
             )
         tally.receive()
         self.replica.finish(key, tally.count)
+        self.replica.hooks.call(self.replica, key)
         tally.settle()
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
@@ -536,6 +555,7 @@ class Hand:
         """Gives up the step under way: its losses and gradients."""
         self._tallies.clear()
         self.replica.forget()
+        self.replica.buffers.reset()
 
     def recorded_tally(self) -> Tally:
         """The tally of the step that was just recorded, open or closed."""
