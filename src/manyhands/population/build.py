@@ -64,7 +64,7 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
         model = model.to(dtype) if dtype is not None else model
         if not model.training:
             model.train()
-        optimizer = task.optimizer(model)
+        optimizer = task.make_optimizer(model)
     finally:
         restore_random_state(states, CPU)
     if isinstance(optimizer, Mapping):

@@ -6,12 +6,13 @@ Torch would ask for every operation of it how it is done over all ranks, which t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from ..core import each_of
 from ..graph import lie_alike
 
 if TYPE_CHECKING:
@@ -26,12 +27,22 @@ BY_ELEMENT = (
 @contextmanager
 def on_own_parts(optimizer: Optimizer) -> Iterator[None]:
     """An optimizer whose parameters, gradients and state are this rank's parts of them."""
+    with ExitStack() as held:
+        hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+        # Whoever looks at an update sees the tensors of all ranks.
+        if all(hook is lie_alike for hook in hooks):
+            for member in each_of(optimizer):
+                held.enter_context(_on_own_parts(member))
+        yield
+
+
+@contextmanager
+def _on_own_parts(optimizer: Optimizer) -> Iterator[None]:
     groups = optimizer.param_groups
     cut: list[Any] = [
         p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")
     ]
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    # Whoever looks at an update sees the tensors of all ranks.
     if not cut or type(optimizer) not in BY_ELEMENT or any(hook is not lie_alike for hook in hooks):
         yield
         return
