@@ -129,6 +129,6 @@ def test_a_network_that_draws_now_and_then_only_is_seen_when_it_does() -> None:
 
     population = Population([task(seed=seed).replace(loss=seldom) for seed in range(2)], device="cpu", epochs=4)
     asked[:] = []
-    assert not population._program.is_random
+    assert not population._way._program.is_random
     assert population.step(20).isfinite().all()
-    assert population._program.is_random
+    assert population._way._program.is_random

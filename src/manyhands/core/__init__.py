@@ -48,7 +48,7 @@ from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
-    from .optimizers import Joined, each_of, groups_of, joined, nested_in, parameters_of
+    from .optimizers import Joined, each_of, groups_of, has_scheduler, joined, nested_in, parameters_of
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         from . import layout_free
 
         return getattr(layout_free, name)
-    if name in ("Joined", "each_of", "groups_of", "joined", "nested_in", "parameters_of"):
+    if name in ("Joined", "each_of", "groups_of", "has_scheduler", "joined", "nested_in", "parameters_of"):
         from . import optimizers
 
         return getattr(optimizers, name)
@@ -108,6 +108,7 @@ __all__ = [
     "joined",
     "each_of",
     "groups_of",
+    "has_scheduler",
     "nested_in",
     "parameters_of",
     "ManyhandsError",

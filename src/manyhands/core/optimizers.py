@@ -189,10 +189,20 @@ def _refuse_scheduler(made: Iterable[Any]) -> None:
 
 
 def _scheduler_of(made: Any) -> str:
-    """The name of the scheduler that this is, or that was made for this optimizer; empty where there is none."""
+    """The name of a scheduler that this is, or that nothing but a user's loop could step; empty where there is none."""
     if isinstance(made, LRScheduler):
         return type(made).__name__
-    # torch marks the step of an optimizer that a scheduler counts; which one is known where it is still alive.
-    if not getattr(getattr(made, "step", None), "_wrapped_by_lr_sched", False):
+    if not isinstance(made, Optimizer) or not has_scheduler(made) or _steps_by_itself(made):
         return ""
     return next((type(one).__name__ for one in gc.get_referrers(made) if isinstance(one, LRScheduler)), "LRScheduler")
+
+
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether a learning-rate scheduler was made for an optimizer: torch marks its step then."""
+    return any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in each_of(optimizer))
+
+
+def _steps_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's own step may step its scheduler: in a hook, or because it holds the scheduler."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or any(isinstance(value, LRScheduler) for value in vars(optimizer).values())

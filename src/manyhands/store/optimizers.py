@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import CheckpointError, each_of, nested_in
+from ..core import CheckpointError, each_of, has_scheduler, nested_in
 
 Slots = dict[str, Any]
 EXECUTION = ("fused", "foreach", "capturable")
@@ -27,7 +27,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
         for parameter in group["params"]
         if parameter in optimizer.state
     }
-    found = {"state": state, "groups": [_group(group, names) for group in optimizer.param_groups]}
+    found: dict[str, Any] = {"state": state, "groups": [_group(g, names) for g in optimizer.param_groups]}
     for attribute, one in _inner(optimizer).items():
         own = optimizer_state(one, names)
         found.setdefault("inner", {})[attribute] = {key: value for key, value in own.items() if key != "state"}
@@ -54,6 +54,12 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
     capturable or fused, as torch itself has it.
     """
     saved = data["groups"]
+    if has_scheduler(optimizer):
+        raise CheckpointError(
+            "a run goes on with the schedule of its task",
+            got="an optimizer function that makes a learning-rate scheduler, whose place no checkpoint has",
+            remedy="pass Task(schedule=lambda step, total: ...) instead of the scheduler",
+        )
     _require_same_groups(optimizer, names, saved)
     inner, known = _inner(optimizer), data.get("inner", {})
     if inner.keys() != known.keys():

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core import Joined, TaskError, nested_in
+from ...core import Joined, TaskError, has_scheduler, nested_in
+from ...graph import lie_alike
 from .layout import Piece, Share, tensor_of
 from .messages import Shaped, Slots
 
@@ -122,9 +123,14 @@ def needs_whole(optimizer: Optimizer) -> bool:
 def _require_movable(optimizer: Optimizer) -> None:
     """Refuses an optimizer that servers cannot move onto their own tensors."""
     name, inner = type(optimizer).__name__, [type(one).__name__ for one in nested_in(optimizer).values()]
+    hooks = [hook for hook in _hooks(optimizer) if hook is not lie_alike]
     why, remedy = "", "use for instance torch.optim.AdamW, or mh.Mirrored()"
     if inner:
         why, remedy = f"which steps {', '.join(inner)} inside it", f"return them as a list, [{', '.join(inner)}]"
+    elif hooks:
+        why, remedy = "whose step has hooks that servers would not run as written", "leave them out"
+        if has_scheduler(optimizer):
+            remedy = "pass Task(schedule=lambda step, total: ...) instead of a scheduler"
     elif any(_draws(optimizer, group) for group in optimizer.param_groups):
         why, remedy = "which draws random numbers, other ones on every server", "use mh.Mirrored()"
     elif not all(_moves(optimizer, group) for group in optimizer.param_groups):
@@ -135,6 +141,10 @@ def _require_movable(optimizer: Optimizer) -> None:
             got=f"{name}, {why}",
             remedy=remedy,
         )
+
+
+def _hooks(optimizer: Optimizer) -> list[Any]:
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def _draws(optimizer: Optimizer, group: dict[str, Any]) -> bool:
