@@ -146,7 +146,13 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "weight norm by hooks": (lambda: Network(nn.utils.weight_norm(nn.Linear(8, 8))), vectors, "can be copied"),
     "LSTM": (lambda: Recurrent(nn.LSTM), texts, ""),
     "LSTM with all it has": (
-        lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3, dropout=0.2),
+        lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
+        texts,
+        "",
+    ),
+    "GRU without biases": (lambda: Recurrent(nn.GRU, bias=False), texts, ""),
+    "LSTM with dropout": (
+        lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.2),
         texts,
         "",
     ),

@@ -19,6 +19,7 @@ from .build import Built
 from .casting import Cast
 from .chances import given_chances
 from .convolutions import GROUPED, Unfolded
+from .recurrent import Unrolled
 from .stack import (
     AVERAGES,
     BUFFERS,
@@ -179,6 +180,7 @@ class Program:
         """Where networks are computed: the precision, and kernels that know of stacks."""
         with contextlib.ExitStack() as held:
             held.enter_context(Folded())
+            held.enter_context(Unrolled())
             if self.unfolds:
                 held.enter_context(Unfolded(self.unfolds))
             if self._spec.precision == "bf16":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cluster import Device
-from ..core import LayoutFree, StrategySpec, Task, TaskError, UsageError
+from ..core import LayoutFree, OutOfMemory, StrategySpec, Task, TaskError, UsageError
 from .build import Built, build, row_of
 from .chances import chances
 from .course import Block, Course
@@ -252,7 +252,7 @@ def _stacking(work: Callable[[], Result]) -> Result:
     """Does what only tasks that stack can do; why it fails is told as `CannotStack`, where the rest may still train."""
     try:
         return work()
-    except (CannotStack, torch.OutOfMemoryError):
+    except (CannotStack, OutOfMemory, torch.OutOfMemoryError):
         raise
     except UsageError as error:
         why = error.rule if error.got is None else f"{error.rule}, and this has {error.got}"
