@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": {"core", "cluster", "graph"},
     "strategies": {"core", "cluster", "sync", "graph", "costs"},
     "training": {"core", "graph", "strategies", "data", "store", "cluster"},
-    "population": {"core", "training", "data", "graph", "cluster"},
+    "population": {"core", "store", "training", "data", "graph", "cluster"},
     "profiling": {"core", "training", "costs", "cluster"},
     "planning": {"core", "costs", "cluster"},
     "tuning": {"core", "store", "training", "population", "cluster"},

@@ -913,7 +913,7 @@ def _act(
     computed = (
         task.loss if act is training.evaluate and task.loss is not None else functools.partial(training.answers, task)
     )
-    hand.realise(task.model(), task.optimizer, hand.probe(computed, source, size))
+    hand.realise(task.model(), task.make_optimizer, hand.probe(computed, source, size))
     hand.replica.load(weights)
     feed = hand.make_feed(source, size, shuffle=False)
     try:

@@ -39,7 +39,7 @@ def test_unfolded_convolutions_are_convolutions(settings: dict[str, object]) -> 
 def test_every_way_gives_the_same_curve(way: tuple[int, int | None], tmp_path: Path) -> None:
     tasks = [task("cnn", adamw(1e-2), seed=seed) for seed in range(3)]
     population = Population(tasks, mh.Single(precision="fp64", deterministic=True), device="cpu", epochs=2)
-    population._rounds._set(way)
+    population._way._rounds._set(way)
     curves = population.step(population.total)
     run = alone(tasks[1], tmp_path, epochs=2)
     torch.testing.assert_close(curves[:, 1], torch.tensor(run.losses, dtype=torch.float64), rtol=1e-9, atol=0)
@@ -72,7 +72,7 @@ def test_half_precision_is_what_it_is_alone(way: int, tmp_path: Path) -> None:
 
     tasks = [task("cnn", adamw(1e-3), seed=seed).replace(model=lambda: Viewing(seen), loss=measured) for seed in (0, 1)]
     population = Population(tasks, mh.Single(precision="bf16", deterministic=True), device="cpu")
-    population._rounds._set((way, None))
+    population._way._rounds._set((way, None))
     seen.clear(), losses.clear()
     curves = population.step(4)
     assert set(seen) == {torch.bfloat16}
@@ -92,7 +92,7 @@ def test_compiled_steps_follow_the_same_course(kind: str, monkeypatch: pytest.Mo
     plain = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=3)
     with fast:
         torch.testing.assert_close(fast.step(4), plain.step(4), rtol=1e-9, atol=0)
-        assert fast._rounds._compiled._made
+        assert fast._way._rounds._compiled._made
     assert not notices
 
 
@@ -145,7 +145,7 @@ def test_rounds_of_a_recording_count_for_themselves(monkeypatch: pytest.MonkeyPa
     ]
     spec = mh.Single(precision="fp64")
     recorded, plain = (Population(tasks, spec, device="cpu", epochs=4) for _ in range(2))
-    recorded._rounds._records = True
+    recorded._way._rounds._records = True
     curves = [torch.cat([p.step(7), p.step(9)]) for p in (recorded, plain)]
     assert Rerun.num_made == 1
     torch.testing.assert_close(*curves, rtol=1e-12, atol=0)
@@ -169,7 +169,7 @@ def test_a_step_that_waits_for_the_device_is_told_and_taken_plainly(monkeypatch:
     monkeypatch.setattr(rounds, "rehearsing", waits)
     tasks, notices = [task("mlp", seed=seed) for seed in range(2)], list[str]()
     recorded = Population(tasks, device="cpu", epochs=2, notice=notices.append)
-    recorded._rounds._records = True
+    recorded._way._rounds._records = True
     plain = Population(tasks, device="cpu", epochs=2)
     torch.testing.assert_close(recorded.step(12), plain.step(12))
     assert notices == ["steps are not recorded: train.py:3: outputs.item() waits for the GPU in every step"]

@@ -398,10 +398,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TaskError,
         "optimizer must be a function of the model, but got one that takes parameters",
     ),
-    "an optimizer that misses parameters": (
-        {"optimizer": lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)},
+    "an optimizer of frozen parameters alone": (
+        {"optimizer": lambda model: torch.optim.SGD(model[0].requires_grad_(False).parameters(), lr=0.1)},
         TaskError,
-        "must hold every trainable parameter, but got 2 missing: 3.weight, 3.bias; pass them",
+        "must hold a trainable parameter, but got none of 3.weight, 3.bias; build it from model.parameters",
     ),
     "an optimizer of another model": (
         {"optimizer": lambda model: torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)},

@@ -200,14 +200,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path: Path) -> None:
         fit(made, 1, tmp_path)
 
 
-def test_a_loss_with_several_optimizers_is_refused(tmp_path: Path) -> None:
-    def two(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-        return {"w": torch.optim.SGD([model.weight], lr=0.1), "b": torch.optim.SGD([model.bias], lr=0.1)}
-
-    with pytest.raises(TaskError, match="by one optimizer, but got several, w, b"):
-        fit(task(lambda: nn.Linear(12, 5), optimizer=two), 1, tmp_path)
-
-
 def test_a_frozen_parameter_in_one_of_several_optimizers(tmp_path: Path) -> None:
     def build() -> nn.Module:
         net = nn.ModuleDict({"a": nn.Linear(12, 5), "b": nn.Linear(12, 5)})

@@ -29,7 +29,7 @@ from .errors import (
 from .events import EVENTS, Event, EventLog, event, keep_event, read_events
 from .files import LINE_LIMIT, open_regular, opened, parse_json, read_file, read_json, read_lines
 from .predictor import Predictor, Signature, TensorSpec
-from .randomness import mix, random_state, restore_random_state, seed_all
+from .randomness import mix, random_state, restore_random_state, seed_all, seeded
 from .settings import Resolved, resolve_settings
 from .spec import (
     DATA_AXES,
@@ -50,14 +50,19 @@ from .task import Mean, Task, as_task, mean, task_name, typed
 
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
+    from .optimizers import Joined, each_of, groups_of, has_scheduler, joined, nested_in, parameters_of
 
 
 def __getattr__(name: str) -> Any:
-    """Layout-free randomness needs torch, which a command line that only helps must not wait for."""
+    """Layout-free randomness and optimizers need torch, which a command line that only helps must not wait for."""
     if name in ("LayoutFree", "as_written", "stacked_keys"):
         from . import layout_free
 
         return getattr(layout_free, name)
+    if name in ("Joined", "each_of", "groups_of", "has_scheduler", "joined", "nested_in", "parameters_of"):
+        from . import optimizers
+
+        return getattr(optimizers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -101,12 +106,20 @@ __all__ = [
     "read_lines",
     "mix",
     "seed_all",
+    "seeded",
     "random_state",
     "remember_buffers",
     "restore_random_state",
     "LayoutFree",
     "as_written",
     "stacked_keys",
+    "Joined",
+    "joined",
+    "each_of",
+    "groups_of",
+    "has_scheduler",
+    "nested_in",
+    "parameters_of",
     "ManyhandsError",
     "UsageError",
     "TaskError",

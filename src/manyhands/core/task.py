@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def mean(total: Tensor, count: Tensor | int) -> Mean:
 
 
 Loss = Callable[[Any, Any], "Tensor | Mean"]
-Optimizers = Mapping[str, "Optimizer"]
+Optimizers = Mapping[str, "Optimizer"] | Sequence["Optimizer"]
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -74,7 +74,9 @@ class Task:
     `step(hand, batch)` may do its own arithmetic with `hand.minimize(...)`.
 
     - `model`: makes the network, on the CPU; it is called once in every process;
-    - `optimizer`: makes the optimizer of a model, or a dict of them keyed by submodule;
+    - `optimizer`: makes the optimizer of a model. A list or a dict of optimizers over disjoint parameters takes its
+      steps together (matrices to Muon and the rest to AdamW, say); with `step` the keys of a dict name them for
+      `hand.minimize`. Parameters that no optimizer holds stay as they are;
     - `data`: arrays or tensors (alone, in a tuple or a dict), a dataset, an iterable, a DataLoader, a Hugging Face
       dataset, `mh.files(...)`, `mh.bucketed(...)`, or a function that makes one;
     - `loss`, `step`: what is minimised, one of the two;
@@ -213,6 +215,12 @@ class Task:
         parts = [f"{name}={getattr(v, '__name__', type(v).__name__)}" for name, v in shown.items() if v is not None]
         data = f"data={type(self.data).__name__}, batch_size={self.batch_size}, seed={self.seed}"
         return f"Task({', '.join(parts)}, {data})"
+
+    def make_optimizer(self, model: nn.Module) -> Any:
+        """The optimizer of a network, several of them joined into one; with `step` a dict of them stays one."""
+        from .optimizers import make_optimizers
+
+        return make_optimizers(self.optimizer, model, keyed=self.step is not None)
 
     def replace(self, **changes: Any) -> Task:
         """A copy with some fields changed."""

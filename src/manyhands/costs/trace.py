@@ -446,7 +446,7 @@ def state_bytes(task: Task, model: nn.Module) -> int:
     """What the optimizer will keep: its first step is taken on tensors without numbers."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        made: Any = task.optimizer(model)
+        made: Any = task.make_optimizer(model)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         optimizers = list(made.values()) if isinstance(made, Mapping) else [made]

@@ -59,22 +59,16 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
     states = random_state(CPU)
     try:
         seed_all(mix(task.seed, 0))
-        model = task.model()
+        model = _made(task, dtype)
         _require_ready(model)
-        model = model.to(dtype) if dtype is not None else model
-        if not model.training:
-            model.train()
-        optimizer = task.optimizer(model)
+        optimizer = task.make_optimizer(model)
     finally:
         restore_random_state(states, CPU)
-    if isinstance(optimizer, Mapping):
-        raise TaskError(
-            "a stacked task has one optimizer", got=f"{len(optimizer)} of them", remedy="train it by itself"
-        )
     kind = update_for(optimizer)
     if kind is None:
         got = type(optimizer).__name__
         raise TaskError(f"stacked optimizers are {KNOWN}", got=got, remedy="use one of these, or train it by itself")
+    _require_no_hooks(model, optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
     frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
@@ -82,6 +76,38 @@ def build(task: Task, dtype: torch.dtype | None = None) -> Built:
     settings = tuple(_settings(group) for group in optimizer.param_groups)
     updates = tuple(kind(group) for group in settings)
     return Built(task, model, type(optimizer).__name__, groups, held, settings, updates)
+
+
+def build_model(task: Task, dtype: torch.dtype | None = None) -> nn.Module:
+    """A task's network alone, with its first values; the generators are left as they were."""
+    states = random_state(CPU)
+    try:
+        seed_all(mix(task.seed, 0))
+        return _made(task, dtype)
+    finally:
+        restore_random_state(states, CPU)
+
+
+def _made(task: Task, dtype: torch.dtype | None) -> nn.Module:
+    model = task.model()
+    if dtype is not None:
+        # Complex numbers keep both parts, which nn.Module.to would not.
+        wide = dtype.to_complex()
+        model._apply(lambda t: t.to(wide if t.is_complex() else dtype if t.is_floating_point() else t.dtype))
+    return model.train()
+
+
+def _require_no_hooks(model: nn.Module, optimizer: Any) -> None:
+    """Refuses hooks on gradients and updates: a stack computes both for all members at once, without the hooks."""
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        hooked.append(f"the step of {type(optimizer).__name__}")
+    if hooked:
+        raise TaskError(
+            "a stacked network has no hooks on its gradients or its optimizer",
+            got=f"one on {hooked[0]}",
+            remedy="leave it out, or train the task by itself",
+        )
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def _alone_seconds(task: Task, strategy: StrategySpec | None, device: Any) -> fl
     if population.device.type != "cpu":
         return stacked
     model: Any = build(task).model
-    optimizer: Any = task.optimizer(model)
+    optimizer: Any = task.make_optimizer(model)
     source = as_source(task.data, collate=task.collate)
     feed = Feed(source, batch_size=check_source(source, task.batch_size), device=population.device)
     batch = next(feed.epoch(Cursor()))

@@ -69,6 +69,10 @@ def check_stackable(task: Task) -> None:
     """Refuses what no population can hold."""
     if task.loss is None:
         raise TaskError("a stacked task has a loss", got="a step of its own", remedy="train it by itself")
+    if task.weights is not None:
+        raise TaskError(
+            "a stacked task begins with the values of its model function", got="weights=", remedy="train it by itself"
+        )
     source = as_source(task.data, collate=task.collate)
     if not lies_in_memory(source):
         raise TaskError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from .chances import chances
 
@@ -41,24 +42,26 @@ def network_difference(first: nn.Module, second: nn.Module) -> str:
 
 def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str]) -> str:
     named = f"{path}." if path else ""
-    if type(layer) is not type(other):
+    # torch makes a class of its own for every layer with parametrized weights.
+    mine, theirs = type_before_parametrizations(layer), type_before_parametrizations(other)
+    if mine is not theirs or is_parametrized(layer) is not is_parametrized(other):
         return f"{path or 'the network'} is a {type(layer).__name__} in one and a {type(other).__name__} in another"
-    for own, theirs in ((layer._parameters, other._parameters), (layer._buffers, other._buffers)):
-        if list(own) != list(theirs):
-            return f"{path or 'the network'} has {_some(set(own) ^ set(theirs))} in one only"
+    for own, its in ((layer._parameters, other._parameters), (layer._buffers, other._buffers)):
+        if list(own) != list(its):
+            return f"{path or 'the network'} has {_some(set(own) ^ set(its))} in one only"
         for name in own:
-            shapes = [_outline(tensors[name]) for tensors in (own, theirs)]
+            shapes = [_outline(tensors[name]) for tensors in (own, its)]
             if shapes[0] != shapes[1]:
                 return f"{named}{name} is {shapes[0]} in one and {shapes[1]} in another"
-    mine, its = (_attributes(module) for module in (layer, other))
-    alike = [name for name in mine if f"{named}{name}" not in free]
-    odd = sorted(set(mine) ^ set(its)) or [name for name in alike if difference(mine[name], its[name])]
+    first, second = (_attributes(module) for module in (layer, other))
+    alike = [name for name in first if f"{named}{name}" not in free]
+    odd = sorted(set(first) ^ set(second)) or [name for name in alike if difference(first[name], second[name])]
     if not odd:
         return ""
     name = odd[0]
-    if name not in mine or name not in its:
+    if name not in first or name not in second:
         return f"{named}{name} is set in one only"
-    return f"{named}{name} {difference(mine[name], its[name])}"
+    return f"{named}{name} {difference(first[name], second[name])}"
 
 
 def difference(first: Any, second: Any) -> str:
@@ -139,7 +142,13 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
+    # Older layers with a norm on their weights compute an attribute of this name before every call.
+    computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
+    if isinstance(layer, nn.RNNBase):
+        computed |= {"_flat_weights", "_flat_weight_refs"}  # its parameters under other names
+    held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
+    # Hooks lie under numbers that count all hooks of the process.
+    return {n: list(v.values()) if "_hooks" in n and isinstance(v, Mapping) else v for n, v in held.items()}
 
 
 def _outline(tensor: Tensor | None) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import Task
 from ..data import Cursor
@@ -61,6 +62,16 @@ class Member:
         if not skips or self.num_skipped >= MAX_SKIPPED:
             self.status = FAILED
             self.reason = f"its loss became {loss} at step {self.step}; lower the learning rate, or set clip=1.0"
+
+    def loop_state(self) -> dict[str, Any]:
+        """What `fit` keeps of its loop in a checkpoint."""
+        validated = {name: value for name, value in self.metrics.items() if name.startswith("valid_")}
+        return {"metrics": validated, "measured": {}, "sums": {"loss": [self.total, self.count]}}
+
+    def take_up(self, loop: Mapping[str, Any]) -> None:
+        """Goes on from what `loop_state` gave."""
+        self.metrics = dict(loop.get("metrics", {}))
+        self.total, self.count = loop.get("sums", {}).get("loss", (0.0, 0))
 
     def take_mean(self) -> dict[str, float]:
         """The mean loss since the last measurement."""

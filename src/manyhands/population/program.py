@@ -19,6 +19,7 @@ from .build import Built
 from .casting import Cast
 from .chances import given_chances
 from .convolutions import GROUPED, Unfolded
+from .recurrent import Unrolled
 from .stack import (
     AVERAGES,
     BUFFERS,
@@ -35,6 +36,7 @@ from .stack import (
     Stack,
 )
 from .updates import along
+from .way import CannotStack
 
 _AS_IT_IS = contextlib.nullcontext()
 FIRST_PASS = 1
@@ -56,6 +58,8 @@ class Program:
         """Whether random numbers are drawn; where none are, nothing needs to watch for them."""
         self.own_chances = False
         """Whether members have probabilities of dropout of their own."""
+        self.used: frozenset[str] | None = None
+        """Parameters that get gradients, which are the same in every step; None before the first one."""
         self.unfolds = GROUPED
         """Which convolutions are unfolded; vmap makes grouped ones of the others."""
 
@@ -89,7 +93,7 @@ class Program:
             numbers = {name: stack[name, str(index)] for name in update.numbers}
             made = update.factors({**numbers, "count": stack[COUNT], "lr": numbers["lr"] * factor})
             dtypes = {stack[PARAMETERS, name].dtype for name in names}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+            dtype = dtypes.pop().to_real() if len(dtypes) == 1 else torch.float64
             found.append({name: value.to(dtype) for name, value in made.items()})
         found.append({"rest": 1 - stack[DECAY]} if stack.named(AVERAGES) else {})
         return found
@@ -117,6 +121,7 @@ class Program:
             total = total / count.to(total.dtype)
         found = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True)
         gradients = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        self._require_same_use(frozenset(gradients))
         with torch.no_grad():
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()} if self.skips else {}
             self._update(stack, gradients, buffers, factors)
@@ -124,6 +129,13 @@ class Program:
                 _keep_where(_finite(gradients, total), stack, before)
             stack[STEP].add_(1)
         return total.detach()
+
+    def _require_same_use(self, used: frozenset[str]) -> None:
+        """All parameters of a stack count the same updates, so each is used in every step or in none."""
+        if self.used is not None and used != self.used:
+            some = sorted(used ^ self.used)
+            raise CannotStack(f"{some[0]} gets a gradient in some steps only, and a stack counts updates together")
+        self.used = used
 
     def compute(
         self,
@@ -168,6 +180,7 @@ class Program:
         """Where networks are computed: the precision, and kernels that know of stacks."""
         with contextlib.ExitStack() as held:
             held.enter_context(Folded())
+            held.enter_context(Unrolled())
             if self.unfolds:
                 held.enter_context(Unfolded(self.unfolds))
             if self._spec.precision == "bf16":
@@ -191,9 +204,10 @@ class Program:
             used = [name for name in names if name in gradients]
             if not used:
                 continue
-            slots = {slot: [stack[slot, name] for name in used] for slot in update.slots}
-            parameters = [stack[PARAMETERS, name] for name in used]
-            update.apply(parameters, [gradients[name] for name in used], slots, own, self.decays)
+            # Complex numbers are updated as pairs of real ones, as torch does.
+            slots = {slot: [_real(stack[slot, name]) for name in used] for slot in update.slots}
+            parameters = [_real(stack[PARAMETERS, name]) for name in used]
+            update.apply(parameters, [_real(gradients[name]) for name in used], slots, own, self.decays)
         stack[COUNT].add_(1)
         live = {**stack.named(BUFFERS), **stack.named(PARAMETERS)}
         for name, average in stack.named(AVERAGES).items():
@@ -247,6 +261,10 @@ def pair_of(loss: Any) -> tuple[Tensor, Tensor | None]:
             remedy="end it with .mean(), or return mh.mean(losses.sum(), count)",
         )
     return total, count
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:

@@ -58,6 +58,8 @@ class Rounds:
         self._has_convolutions, self._is_settled = has_convolutions(program.model), deterministic
         self._compiled = Compiled(program)
         self._largest = 0
+        self.losses = torch.empty(0, 0, dtype=torch.float64)
+        """Of the rounds that were taken last, by round and member."""
         self.chunk: int | None = None
         """Members that are computed at a time; None for all of them."""
 
@@ -81,7 +83,11 @@ class Rounds:
         self._compiled.forget()
 
     def take(self, stack: Stack, block: Block, factors: Tensor, left: int = 0) -> Tensor:
-        """Takes all rounds of a block; returns their losses by round and member. `left` rounds follow in all."""
+        """Takes all rounds of a block; returns their losses by round and member. `left` rounds follow in all.
+
+        Where a round fails, `losses` holds those of the rounds before it.
+        """
+        self.losses = torch.empty(0, len(stack), dtype=torch.float64)
         if self._has_convolutions and not self._is_settled:
             self._choose(stack, block, factors)
         key = (block.ids.shape[1:], block.shared)
@@ -90,6 +96,7 @@ class Rounds:
         while start < block.num_rounds and not self._is_recorded(key):
             losses[start] = self._round(stack, block, start, factors, key)
             start += 1
+            self.losses = losses[:start]
         if start < block.num_rounds:
             made = self._made.get(key) or self._record(stack, block, key)
             if made is not None:
@@ -99,9 +106,10 @@ class Rounds:
                 made.round.zero_()
                 self._replay(made, rest, left)
                 losses[start:] = made.losses[:rest]
-                start = block.num_rounds
+                self.losses, start = losses, block.num_rounds
         for number in range(start, block.num_rounds):
             losses[number] = self._round(stack, block, number, factors, key)
+            self.losses = losses[: number + 1]
         return losses
 
     def take_plainly(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:

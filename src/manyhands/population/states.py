@@ -13,21 +13,26 @@ from ..data import Cursor
 from .build import Built
 from .member import Member
 from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
+from .way import CannotStack
 
 COUNTED = ("exp_avg_sq", "square_avg")
 """Slots beside which torch keeps a counter of its own."""
 
 
-def state_of(member: Member, row: Row, built: Built, spec: StrategySpec) -> dict[str, Any]:
-    """The fields of a checkpoint, as `fit` writes one: `step`, `model`, `optimizers`, `state`, `averages`, `random`."""
+def state_of(
+    member: Member, row: Row, built: Built, spec: StrategySpec, used: frozenset[str] | None = None
+) -> dict[str, Any]:
+    """The fields of a checkpoint, as `fit` writes one: `step`, `model`, `optimizers`, `state`, `averages`, `random`.
+
+    `used` names the parameters that get gradients, where some do not: an optimizer has no state of the others.
+    """
     held = {name: tensor.cpu() for kind in (PARAMETERS, FROZEN, BUFFERS) for name, tensor in _kind(row, kind).items()}
     model = {name: held[_source(name, built, held)] for name in built.model.state_dict()}
-    loop = {"metrics": _validated(member.metrics), "measured": {}, "sums": {"loss": [member.total, member.count]}}
     return {
         "step": member.step,
         "model": model,
-        "optimizers": {"": _optimizer(member, row, built)},
-        "state": {"cursors": [member.cursor.to_dict()], "spec": spec.to_dict(), "state": loop},
+        "optimizers": {"": _optimizer(member, row, built, used)},
+        "state": {"cursors": [member.cursor.to_dict()], "spec": spec.to_dict(), "state": member.loop_state()},
         "random": {},
         "averages": {name: tensor.cpu() for name, tensor in _kind(row, AVERAGES).items()},
     }
@@ -61,12 +66,12 @@ def fill(member: Member, row: Row, built: Built, state: Mapping[str, Any]) -> No
                 row[slot, name].zero_() if value is None else row[slot, name].copy_(value)
     member.step = int(state["step"])
     counts = [int(values["step"]) for values in slots.values() if "step" in values]
+    if len(set(counts)) > 1:
+        raise CannotStack("parameters were updated a different number of times, and a stack counts updates together")
     row[COUNT].fill_(max(counts, default=member.step))
     row[STEP].fill_(member.step)
     member.cursor = Cursor.from_dict(state["state"]["cursors"][0])
-    loop = state["state"].get("state", {})
-    member.metrics = dict(loop.get("metrics", {}))
-    member.total, member.count = loop.get("sums", {}).get("loss", (0.0, 0))
+    member.take_up(state["state"].get("state", {}))
 
 
 def row_names(row: Row) -> dict[str, Tensor]:
@@ -88,10 +93,10 @@ def _source(name: str, built: Built, held: Mapping[str, Tensor]) -> str:
     return next(other for other in held if other in every and every[other] is every[name])
 
 
-def _optimizer(member: Member, row: Row, built: Built) -> dict[str, Any]:
+def _optimizer(member: Member, row: Row, built: Built, used: frozenset[str] | None) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for names, update in zip(built.groups, built.updates, strict=True):
-        for name in names if member.step else ():
+        for name in (name for name in names if member.step and (used is None or name in used)):
             slots: dict[str, Any] = {slot: row[slot, name].cpu() for slot in update.slots}
             if any(slot in slots for slot in COUNTED):
                 slots["step"] = row[COUNT].cpu().float()
@@ -105,7 +110,3 @@ def _optimizer(member: Member, row: Row, built: Built) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith("valid_")}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import LayoutFree, Mean, StrategySpec, TaskError, UsageError, stacked_keys
 from ..data import Resident, as_source, in_memory
@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 def try_stacked(built: Built) -> None:
     """Computes the loss and its gradients for two members at once and for one alone; they must agree."""
-    own = dataclasses.replace(built, model=copy.deepcopy(built.model))
+    own = dataclasses.replace(built, model=_copied(built.model))
     draws = LayoutFree(CPU)
     program = Program(own, StrategySpec(), CPU, draws)
     source = as_source(built.task.data, collate=built.task.collate)
@@ -40,10 +40,9 @@ def try_stacked(built: Built) -> None:
     except UsageError:
         raise
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TaskError(
             "a stacked loss is computed for many networks at once",
-            got=f"{culprit(error)}, which cannot be ({said[:160]})",
+            got=said_of(error),
             remedy="avoid .item(), branches on values and layers without a rule for vmap, or train it by itself",
         ) from error
     drawn = draws.drew_on_host()
@@ -61,6 +60,21 @@ def try_stacked(built: Built) -> None:
     for name, slope in own_slopes.items():
         if name in slopes and not torch.allclose(slopes[name][0], slope, rtol=TOLERANCE, atol=TOLERANCE * scale):
             _refuse(f"another gradient of {name}")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise TaskError(
+            "a stacked network can be copied", got=f"one that cannot ({error})", remedy="train it by itself"
+        ) from error
+
+
+def said_of(error: Exception) -> str:
+    """The line that cannot be computed for many networks at once, and what torch said of it."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{culprit(error)}, which cannot be ({said[:160]})"
 
 
 def _together(

@@ -492,7 +492,7 @@ def _parted(optimizers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tens
                 tensors[f"{key}/{parameter}/{slot}"] = value
             else:
                 state[parameter][slot] = value
-        plain[key] = {"state": state, "groups": data["groups"]}
+        plain[key] = {**data, "state": state}
     return tensors, plain
 
 

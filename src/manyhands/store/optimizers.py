@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import CheckpointError
+from ..core import CheckpointError, each_of, has_scheduler, nested_in
 
 Slots = dict[str, Any]
 EXECUTION = ("fused", "foreach", "capturable")
@@ -18,7 +18,8 @@ EXECUTION = ("fused", "foreach", "capturable")
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """`{"state": {name: {slot: value}}, "groups": [{"params": [names], **hyperparameters}]}` of an optimizer.
 
-    The tensors are the optimizer's own, not copies.
+    Slots of an optimizer that it keeps inside are named "attribute:slot"; its groups are in "inner" by attribute. The
+    tensors are the optimizer's own, not copies.
     """
     state = {
         _name(parameter, names): dict(optimizer.state[parameter])
@@ -26,7 +27,24 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
         for parameter in group["params"]
         if parameter in optimizer.state
     }
-    return {"state": state, "groups": [_group(group, names) for group in optimizer.param_groups]}
+    found: dict[str, Any] = {"state": state, "groups": [_group(g, names) for g in optimizer.param_groups]}
+    for attribute, one in _inner(optimizer).items():
+        own = optimizer_state(one, names)
+        found.setdefault("inner", {})[attribute] = {key: value for key, value in own.items() if key != "state"}
+        for name, slots in own["state"].items():
+            state.setdefault(name, {}).update({f"{attribute}:{slot}": value for slot, value in slots.items()})
+    return found
+
+
+def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Optimizers that an optimizer keeps inside, without those whose state is its own; of members by number too."""
+    members = each_of(optimizer)
+    return {
+        f"{number}.{attribute}" if len(members) > 1 else attribute: one
+        for number, member in enumerate(members)
+        for attribute, one in nested_in(member).items()
+        if one.state is not member.state
+    }
 
 
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any]) -> None:
@@ -36,22 +54,63 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], data
     capturable or fused, as torch itself has it.
     """
     saved = data["groups"]
+    if has_scheduler(optimizer):
+        raise CheckpointError(
+            "a run goes on with the schedule of its task",
+            got="an optimizer function that makes a learning-rate scheduler, whose place no checkpoint has",
+            remedy="pass Task(schedule=lambda step, total: ...) instead of the scheduler",
+        )
     _require_same_groups(optimizer, names, saved)
+    inner, known = _inner(optimizer), data.get("inner", {})
+    if inner.keys() != known.keys():
+        raise CheckpointError(
+            f"the optimizer keeps {', '.join(inner) or 'no other ones'} inside",
+            got=f"{', '.join(known) or 'none'} in the checkpoint",
+            remedy="make the optimizer as it was when the checkpoint was saved",
+        )
+    alike = [one for one in nested_in(optimizer).values() if one.state is optimizer.state]
+    _load(optimizer, names, {**data, "state": _slots(data["state"], "", [f"{attribute}:" for attribute in inner])})
+    for one in alike:
+        one.state = optimizer.state
+    for attribute, one in inner.items():
+        load_optimizer_state(one, names, {**known[attribute], "state": _slots(data["state"], f"{attribute}:")})
+
+
+def _slots(state: Mapping[str, Slots], prefix: str, without: Sequence[str] = ()) -> dict[str, Slots]:
+    """The slots whose names begin so, by what follows."""
+    found = {
+        name: {
+            slot.removeprefix(prefix): value
+            for slot, value in slots.items()
+            if slot.startswith(prefix) and not slot.startswith(tuple(without))
+        }
+        for name, slots in state.items()
+    }
+    return {name: slots for name, slots in found.items() if slots}
+
+
+def _load(optimizer: Optimizer, names: Mapping[Tensor, str], data: Mapping[str, Any]) -> None:
     state: dict[int, Slots] = {}
     groups, index = [], 0
-    for current, group in zip(optimizer.param_groups, saved, strict=True):
+    for current, group in zip(optimizer.param_groups, data["groups"], strict=True):
         # torch matches by position, so the names are taken in the current order.
         places = {names[parameter]: index + i for i, parameter in enumerate(current["params"])}
         index += len(places)
         state |= {at: _copied(data["state"][name]) for name, at in places.items() if name in data["state"]}
         groups.append({**_restored(current, group), "params": list(places.values())})
-    held = [{key: value for key, value in g.items() if isinstance(value, Tensor)} for g in optimizer.param_groups]
+    # Captured graphs read the tensors among the hyperparameters, and other optimizers may share the groups themselves.
+    held = [(member, member.param_groups, list(member.param_groups)) for member in each_of(optimizer)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for group, tensors, new in zip(optimizer.param_groups, held, saved, strict=True):
-        for key, tensor in tensors.items():
-            # A captured graph reads this very tensor, so its value changes and not the tensor.
-            tensor.fill_(new.get(key, tensor.item()))
-            group[key] = tensor
+    for member, kept, before in held:
+        for group, new in zip(before, member.param_groups, strict=True):
+            group.update({key: _into(group.get(key), value) for key, value in new.items() if key != "params"})
+        kept[:] = before
+        member.param_groups = kept
+
+
+def _into(held: Any, value: Any) -> Any:
+    """A new value; where a tensor held the old one, that tensor with the new value."""
+    return held.fill_(value) if isinstance(held, Tensor) and held.numel() == 1 else value
 
 
 def _group(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategyError, random_state, restore_random_state
+from ..core import StrategyError, each_of, nested_in, random_state, restore_random_state
 from .own_parts import BY_ELEMENT, on_own_parts
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def _tried(optimizer: Optimizer) -> Traits:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those that it holds and steps itself."""
-    held = [
-        item for value in vars(optimizer).values() for item in (value if isinstance(value, list | tuple) else (value,))
-    ]
-    return [optimizer, *(found for inner in held if isinstance(inner, Optimizer) for found in inner_optimizers(inner))]
+    """Return the optimizers that take an optimizer's step: its members, and those that each of them keeps inside."""
+    every = []
+    for member in each_of(optimizer):
+        every += [member, *(found for inner in nested_in(member).values() for found in inner_optimizers(inner))]
+    return every
 
 
 def require_in_stages(optimizer: Optimizer) -> None:

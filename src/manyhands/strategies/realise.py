@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError
+from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError, each_of, joined, nested_in, parameters_of
 from ..sync import Auto, Local, Policy, make_policy
 from .buffers import Buffers, Rules, find_rules
 from .deferred import Take
@@ -322,7 +324,7 @@ def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
 def optimizers_of(
     model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 ) -> dict[str, Optimizer]:
-    """The optimizers of a network by key, checked to cover every trainable parameter once."""
+    """The optimizers of a network by key, checked to hold parameters of it, each once."""
     try:
         made = make(model)
     except TypeError as error:
@@ -333,29 +335,30 @@ def optimizers_of(
             got=f"one that takes parameters ({error})",
             remedy="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
         ) from error
+    made = joined(made) if isinstance(made, list | tuple) else made
     optimizers: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {MAIN: made}
     for key, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise TaskError(
-                "the optimizer factory returns a torch optimizer or a dict of them",
+                "the optimizer factory returns a torch optimizer, or a list or a dict of them",
                 got=f"{key + ': ' if key else ''}{type(optimizer).__name__}",
                 remedy="return torch.optim.AdamW(model.parameters())",
             )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TaskError(
-                "the optimizer must take a step from one gradient",
-                got=f"{type(optimizer).__name__}, which computes the loss several times in a step",
-                remedy="use for instance torch.optim.AdamW",
-            )
-    covered = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
-    known = set(covered)
+        for member in each_of(optimizer):
+            _require_single_gradient(member)
+    _require_parameters(model, [p for optimizer in optimizers.values() for p in parameters_of(optimizer)])
+    return optimizers
+
+
+def _require_parameters(model: nn.Module, held: list[Tensor]) -> None:
+    """Optimizers hold parameters of this model, each once, and at least one that is trained."""
+    known = set(held)
     missed = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
-    if missed:
+    if missed and not any(p.requires_grad for p in held):
         raise TaskError(
-            "the optimizer must hold every trainable parameter",
-            got=f"{len(missed)} missing: {', '.join(missed[:5])}{' …' if len(missed) > 5 else ''}",
-            remedy="pass them to the optimizer, or freeze them with requires_grad_(False)",
+            "the optimizer must hold a trainable parameter",
+            got=f"none of {', '.join(missed[:5])}{' …' if len(missed) > 5 else ''}",
+            remedy="build it from model.parameters()",
         )
     foreign = len(known - set(model.parameters()))
     if foreign:
@@ -364,11 +367,51 @@ def optimizers_of(
             got=f"{foreign} of another",
             remedy="build it from its argument",
         )
-    if len(known) != len(covered):
+    if len(known) != len(held):
+        twice = next(name for name, p in model.named_parameters() if sum(p is one for one in held) > 1)
         raise TaskError(
-            "a parameter belongs to one optimizer", got="one in two of them", remedy="split them by submodule"
+            "a parameter belongs to one optimizer",
+            got=f"{twice} in two of them",
+            remedy="pass each parameter to one of them",
         )
-    return optimizers
+
+
+def _require_single_gradient(optimizer: Optimizer) -> None:
+    """An optimizer takes its step from one gradient of the parameters in its groups."""
+    name, inner = type(optimizer).__name__, nested_in(optimizer)
+    hidden = {p for one in inner.values() for p in parameters_of(one)} - set(parameters_of(optimizer))
+    if hidden:
+        kinds = ", ".join(type(one).__name__ for one in inner.values())
+        raise TaskError(
+            "the parameter groups of an optimizer hold all that it updates",
+            got=f"{name}, whose inner optimizers ({kinds}) hold {len(hidden)} parameters that are in no group of it",
+            remedy=f"return the inner optimizers themselves as a list, [{kinds}]",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    why = "" if needs_closure or not inner else _failed_step(optimizer)
+    if needs_closure or why:
+        raise TaskError(
+            "the optimizer must take a step from one gradient",
+            got=f"{name}, which computes the loss several times in a step{why and f' ({why})'}",
+            remedy="use for instance torch.optim.AdamW",
+        )
+
+
+def _failed_step(optimizer: Optimizer) -> str:
+    """Why a step without a closure fails, on a copy; empty where it does not, or where it cannot be copied."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    try:
+        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # torch's own way to copy one drops its attributes
+        for parameter in parameters_of(copied):
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.random.fork_rng(devices=[]):
+            copied.step()
+    except (AssertionError, TypeError) as error:  # what calling or requiring a closure of None raises
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return ""
+    return ""
 
 
 def _require_sums(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategySpec
+from ..core import StrategySpec, each_of
 from ..graph import fuse_on_cpu
 from .buffers import Buffers
 from .gradient_hooks import GradientHooks
@@ -48,8 +48,15 @@ class Replica:
 
             self._parked = {key: Parking(optimizer, world.device) for key, optimizer in self.optimizers.items()}
         for key in self.optimizers.keys() - self._parked.keys():
-            with on_own_parts(self.optimizers[key], by_element=type(self.optimizers[key]) in BY_ELEMENT):
-                fuse_on_cpu(self.optimizers[key])
+            for member in each_of(self.optimizers[key]):
+                with on_own_parts(member, by_element=type(member) in BY_ELEMENT):
+                    fuse_on_cpu(member)
+        held = {name for group in self.groups.values() for name in group}
+        self._untrained = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in held}
+        if self._untrained:
+            shown = list(self._untrained)
+            names = f"{', '.join(shown[:5])}{' …' if len(shown) > 5 else ''}"
+            self.notes.append(f"{len(shown)} parameters are in no optimizer and stay as they are: {names}")
         if spec.offload and world.device.type == "cpu":
             self.notes.append(f"offload={spec.offload} changes nothing on a CPU: its memory is the host's")
 
@@ -187,6 +194,8 @@ class Replica:
             with stepping(self, self.optimizers[key]):
                 step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
+        for parameter in self._untrained.values():
+            parameter.grad = None
 
     def bringing(self, key: str) -> Callable[[nn.Parameter], Tensor | None]:
         """Takes the gradients off the parameters of one optimizer, and gives them one by one."""

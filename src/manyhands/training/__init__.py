@@ -5,6 +5,7 @@ from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import StepRecord, Verdict, compare, one_step
 from .cuts import check_pieces, outline_of
+from .draws import learn_draws
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
 from .fitting import fit_in
@@ -19,10 +20,13 @@ from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
 from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
 from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
+from .schedule import follow_schedule
 from .served import check_served, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
+from .snapshot import restore_snapshot, take_snapshot
 from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
+from .stepping import take_step
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
 
@@ -88,6 +92,11 @@ __all__ = [
     "one_step",
     "compare",
     "Stragglers",
+    "learn_draws",
+    "follow_schedule",
+    "take_snapshot",
+    "restore_snapshot",
+    "take_step",
     "PHASES",
     "IDLE",
     "Span",

@@ -90,6 +90,6 @@ def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
 
 def slots_of(task: Task, model: nn.Module) -> float:
     """Bytes of optimizer state for a byte of parameters."""
-    optimizers = optimizers_of(model, task.optimizer).values()
+    optimizers = optimizers_of(model, task.make_optimizer).values()
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(map(state_bytes, optimizers)) / max(1, trained)

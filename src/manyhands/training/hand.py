@@ -17,7 +17,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..cluster import DEFAULT_TIMEOUT, TRAINERS, DirectLine, NullWorld, World, current_world, join_launched, resolve
-from ..core import DATA_AXES, LayoutFree, Mean, StrategyError, StrategySpec, Task, TaskError, event, mix, seed_all
+from ..core import (
+    DATA_AXES,
+    LayoutFree,
+    Mean,
+    StrategyError,
+    StrategySpec,
+    Task,
+    TaskError,
+    each_of,
+    event,
+    mix,
+    seed_all,
+    seeded,
+)
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
 from ..store import CheckpointStore
 from ..strategies import (
@@ -48,6 +61,8 @@ if TYPE_CHECKING:
 Key = str
 NUM_FOLLOWED, MAX_FOLLOWED, NUM_TRIED = 4, 64, 6
 """Samples that are followed through a network to find out how to split it; more where stages are measured."""
+OPTIMIZER_DRAWS = 0x0971
+"""Tells the seeds of optimizers from those of networks."""
 TELL_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
@@ -124,8 +139,12 @@ class Hand:
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
-    def setup(self, model: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]) -> tuple[nn.Module, Any]:
+    def setup(
+        self, model: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
+    ) -> tuple[nn.Module, Any]:
         """Puts a network and its optimizer under the strategy; returns both, ready to use.
+
+        A list of optimizers takes its steps together; those of a dict are named by their keys.
 
         >>> hand = Hand(NullWorld(), StrategySpec())
         >>> net = nn.Linear(2, 1)
@@ -150,14 +169,8 @@ class Hand:
             )
         source = as_source(task.data, collate=task.collate)
         probe = self.probe(task.loss, source, check_source(source, task.batch_size))
-        self.realise(model, task.optimizer, probe, look, None if deferred is None else deferred.fill)
+        self.realise(model, task.make_optimizer, probe, look, None if deferred is None else deferred.fill)
         _built.add(model)
-        if task.loss is not None and MAIN not in self.optimizers:
-            raise TaskError(
-                "a loss is minimised by one optimizer",
-                got=f"several, {', '.join(map(str, self.optimizers))}",
-                remedy="return one with several parameter groups, or write a step that calls hand.minimize(loss, key)",
-            )
         self.clip = task.clip
         self.skips = task.not_finite == "skip"
         if task.ema is not None:
@@ -491,13 +504,20 @@ class Hand:
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
             flag = self._flag(key, norm, tally)
             self.is_midway = True
-            self.replica.update(key, flag)
+            with self._drawing_alike(key):
+                self.replica.update(key, flag)
             if self.averages is not None:
                 self.averages.update(key, flag)
         self.losses[key] = tally.loss
         self._last_tally = tally
         if key == MAIN:
             self.num_steps += 1
+
+    def _drawing_alike(self, key: Key) -> contextlib.AbstractContextManager[None]:
+        """Where an optimizer of the user's own takes its step: what it draws is the same on every replica."""
+        if all(type(one).__module__.startswith("torch.optim.") for one in each_of(self.optimizers[key])):
+            return _AS_IT_IS  # none of torch's own draws, and their updates may be part of a CUDA graph
+        return seeded(mix(self._seed, self.num_steps, *key.encode(), OPTIMIZER_DRAWS), self.device)
 
     def note(self, key: Key = MAIN) -> None:
         """A step was taken: where replicas drift, what it learnt from is kept until they agree, which may be now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core import Task
+from ..core import Task, groups_of
 from .hand import Hand
 
 
@@ -17,7 +17,7 @@ def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | N
     if factor == before:
         return factor
     for optimizer in hand.optimizers.values():
-        for group in optimizer.param_groups:
+        for group in groups_of(optimizer):
             base = group.setdefault("initial_lr", float(group["lr"]))
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core import TaskError
+from ...core import TaskError, each_of, parameters_of
 from ..embedding import Embedding, first_rows
 
 SLOTS: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
@@ -22,11 +22,12 @@ FIRST = 1024
 
 def kind_of(table: Embedding, optimizer: Any) -> str:
     """What trains a table's rows: what was asked for, or the kind that the task's optimizer is."""
-    kind = table.optimizer or kind_of_optimizer(optimizer)
+    mine = next((m for m in each_of(optimizer) if any(table.weight is p for p in parameters_of(m))), optimizer)
+    kind = table.optimizer or kind_of_optimizer(mine)
     if kind is None:
         raise TaskError(
             "rows of a table need an optimizer that trains single rows",
-            got=f"{type(optimizer).__name__} for all",
+            got=f"{type(mine).__name__} for all",
             remedy='write mh.Embedding(rows, dim, optimizer="adagrad")',
         )
     return kind

@@ -10,19 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core import TaskError
+from ...core import Joined, TaskError, has_scheduler, nested_in
+from ...graph import lie_alike
 from .layout import Piece, Share, tensor_of
 from .messages import Shaped, Slots
 
 DTYPES = {
     name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 }
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""What an optimizer raises that cannot take the tensors it is tried on."""
 NUM_STEPS = 3
 """Steps that show whether an optimizer looks at one element at a time; the first of them may be a plain one."""
 
 
 def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) -> Optimizer:
     """A copy of an optimizer that holds these parts instead of its parameters; the first slots are cut likewise."""
+    if isinstance(optimizer, Joined):
+        return Joined([moved(member, parts) for member in optimizer.members])
     copy = _twin(optimizer)
     copy.param_groups = [
         {**group, "params": [part for parameter in group["params"] for part in parts.get(parameter, ())]}
@@ -94,7 +99,15 @@ def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether it must see whole tensors; seen by trying it. One that needs several at once is refused."""
+    """Whether it must see whole tensors; seen by trying it. One that needs several at once is refused.
+
+    Raises:
+        TaskError: It has optimizers inside it, draws random numbers, does not update what its groups hold, or its
+            update of one tensor depends on others.
+    """
+    if isinstance(optimizer, Joined):
+        return max(map(needs_whole, optimizer.members))  # which asks all of them: each may be refused
+    _require_movable(optimizer)
     if is_by_element(optimizer):
         return False
     if is_by_tensor(optimizer):
@@ -118,18 +131,65 @@ def is_by_tensor(optimizer: Optimizer) -> bool:
 
 def draws_numbers(optimizer: Optimizer) -> bool:
     """Return whether an optimizer draws random numbers from torch's generator, seen by trying it."""
+    return any(_draws(optimizer, group) for group in optimizer.param_groups)
+
+
+def _require_movable(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that servers cannot move onto their own tensors."""
+    name, inner = type(optimizer).__name__, [type(one).__name__ for one in nested_in(optimizer).values()]
+    hooks = [hook for hook in _hooks(optimizer) if hook is not lie_alike]
+    why, remedy = "", "use for instance torch.optim.AdamW, or mh.Mirrored()"
+    if inner:
+        why, remedy = f"which steps {', '.join(inner)} inside it", f"return them as a list, [{', '.join(inner)}]"
+    elif hooks:
+        why, remedy = "whose step has hooks that servers would not run as written", "leave them out"
+        if has_scheduler(optimizer):
+            remedy = "pass Task(schedule=lambda step, total: ...) instead of a scheduler"
+    elif draws_numbers(optimizer):
+        why, remedy = "which draws random numbers, other ones on every server", "use mh.Mirrored()"
+    elif not all(_moves(optimizer, group) for group in optimizer.param_groups):
+        why = "which does not update the tensors of its parameter groups"
+    if why:
+        raise TaskError(
+            "parameter servers update the tensors that an optimizer's groups hold, each server its own",
+            got=f"{name}, {why}",
+            remedy=remedy,
+        )
+
+
+def _hooks(optimizer: Optimizer) -> list[Any]:
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def _draws(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether steps take numbers from torch's generator."""
+    before = torch.get_rng_state()
+    try:
+        _tried(optimizer, group)
+        return not torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_rng_state(before)
+
+
+def _moves(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether steps change the tensors that are put in its group, or fail on them."""
+    found = _tried(optimizer, group)
+    return found is None or not all(torch.equal(after, before) for before, after in zip(*found, strict=True))
+
+
+def _tried(optimizer: Optimizer, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Matrices before and after a few steps; None where it cannot take them."""
+    start, *gradients = _samples()
+    try:
+        return start, _walk(optimizer, group, start, gradients)
+    except FAILURES:
+        return None
+
+
+def _samples() -> list[list[Tensor]]:
+    """Two matrices, and their gradients in a few steps."""
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = [[torch.randn(4, 6, generator=generator, dtype=torch.float64)] for _ in range(NUM_STEPS + 1)]
-    for group in optimizer.param_groups:
-        try:
-            _walk(optimizer, group, start, gradients)
-        except (RuntimeError, ValueError, IndexError, AssertionError):
-            continue
-        before = torch.get_rng_state()
-        _walk(optimizer, group, start, gradients)
-        if not torch.equal(before, torch.get_rng_state()):
-            return True
-    return False
+    return [list(torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)) for _ in range(NUM_STEPS + 1)]
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:
@@ -142,13 +202,11 @@ def _alone(tensor: Tensor) -> list[Tensor]:
 
 def _agree(optimizer: Optimizer, group: dict[str, Any], split: Callable[[Tensor], list[Tensor]]) -> bool:
     """Whether a few steps on parts end where the same steps on two whole matrices do."""
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(NUM_STEPS + 1)]
-    start, *gradients = [list(pair) for pair in draws]
+    start, *gradients = _samples()
     try:
         whole = _walk(optimizer, group, start, gradients)
         parts = [_walk(optimizer, group, split(start[i]), [split(g[i]) for g in gradients]) for i in range(2)]
-    except (RuntimeError, ValueError, IndexError, AssertionError):
+    except FAILURES:
         return False
     joined = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
     return all(torch.allclose(a.flatten(), b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, joined, strict=True))
