@@ -158,6 +158,7 @@ def fit(
     memory: str | int | None = None,
     fit_in: str | int | None = None,
     profile: bool | int = False,
+    verify: bool = True,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
@@ -180,14 +181,16 @@ def fit(
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
     - `memory`: what each replica may take on its device at most, such as "8GiB";
     - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
-    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`.
+    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`;
+    - `verify`: compares the first two steps, on a float64 copy of the network, with those of one device before
+      training, where that takes a few seconds at most; a difference is refused, `run.verdict` tells the outcome.
 
     Ctrl-C ends the run after the current step and returns it; a SIGTERM does so too, and then ends the program.
 
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "plan", "cut", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
+    "start", "plan", "cut", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
     "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` shows them.
 
     >>> import tempfile, torch, manyhands as mh
@@ -265,6 +268,7 @@ def fit(
         memory=limit,
         layout=layout,
         profile=training.EVERY if profile is True else int(profile),
+        verify=verify,
     )
     with (
         _ending_well(),
@@ -295,7 +299,8 @@ def fit(
         outcomes = outcomes or [Outcome(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
-            _write_record(job, devices, shown, task, servers=end.servers)
+            before = json.loads((path / training.RECORD).read_text())
+            _put_record(job, {**before, "servers": end.servers})
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     # A rank on another host, whose disk does not have the run, still knows what was asked for.
     here = (path / training.RECORD).exists()
@@ -344,9 +349,10 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why.
+    """Take two steps in float64, whole and split, and return whether they agree; if not, where and why.
 
-    Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
+    Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
+    data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
     """
     made = as_task(task, params)
     spec, devices, _ = settle(strategy, on)
@@ -354,10 +360,12 @@ def check(
     training.check_pieces(made, spec, devices)
     _check_data(made, None)
     with _own_randomness():
-        whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
-    step = functools.partial(training.one_step, task=made, spec=spec)
-    parts = _ask(step, devices, timeout, on=on)
-    verdict = training.compare(whole, again, parts[0], spec)
+        plan = training.plan_of(made, spec)
+        whole = training.take_steps(NullWorld(), made, StrategySpec(), plan)
+    split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan)
+    parts = _ask(split, devices, timeout, on=on)[0]
+    with _own_randomness():
+        verdict = training.judge(made, spec, plan, whole, parts)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
 
 
@@ -782,6 +790,9 @@ def _recording(
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
+        if entry["kind"] == "verdict":
+            record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
+            _put_record(job, record)
         view.show(rank, entry)
         for text in outlets.take(entry):
             notice(text)
@@ -1051,11 +1062,15 @@ def _write_record(
 ) -> dict[str, Any]:
     """Saves it with the run."""
     record = {**_record(job, devices, params), "task": task_name(task), **more}
+    _put_record(job, record)
+    return record
+
+
+def _put_record(job: Job, record: Mapping[str, Any]) -> None:
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
-    return record
 
 
 def _notices(spec: StrategySpec) -> list[str]:

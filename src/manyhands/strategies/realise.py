@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torch import float64, nn
+from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
@@ -53,7 +53,7 @@ def realise(
     if fill is None:
         _require_place(model, world)
     if spec.precision == "fp64":
-        model = model.to(float64)
+        model = widened(model)
     if fill is None:
         model = model.to(world.device)
         if world.size > 1:
@@ -81,6 +81,21 @@ def realise(
     if world.size == 1:
         return Replica(spec, world, model, optimizers_of(model, make_optimizer))
     return replicated(spec, world, model, optimizers_of(model, make_optimizer))
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """Return a network in double precision; complex parameters stay complex, which `Module.to` would make real."""
+
+    def widen(tensor: Tensor) -> Tensor:
+        return (
+            tensor.to(complex128)
+            if tensor.is_complex()
+            else tensor.to(float64)
+            if tensor.is_floating_point()
+            else tensor
+        )
+
+    return model._apply(widen)
 
 
 def _in_parts(

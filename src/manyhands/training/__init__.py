@@ -3,7 +3,7 @@
 from ..core import EVENTS
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
-from .check import StepRecord, Verdict, compare, one_step
+from .check import Verdict, judge, plan_of, take_steps
 from .cuts import check_pieces, outline_of
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
@@ -81,10 +81,10 @@ __all__ = [
     "held_now",
     "host_bytes",
     "limited",
-    "StepRecord",
     "Verdict",
-    "one_step",
-    "compare",
+    "judge",
+    "plan_of",
+    "take_steps",
     "Stragglers",
     "PHASES",
     "IDLE",

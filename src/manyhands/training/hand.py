@@ -36,6 +36,7 @@ from ..strategies import (
 from .averages import Averages
 from .choosing import Choosing
 from .gathering import gather_rows
+from .micro_buffers import MicroBuffers
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
@@ -90,6 +91,7 @@ class Hand:
         self.randomness = LayoutFree(self.device) if spec.deterministic else None
         """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
         self._seed = 0
+        self._buffers: MicroBuffers | None = None
         self._covers: list[RemovableHandle] = []
         self.layout: Layout | None = None
         """How layers are cut, where that is known before the network is built."""
@@ -375,6 +377,7 @@ class Hand:
 
     def _micros(self, current: Batch) -> Iterator[Any]:
         num_micros = len(current.sizes)
+        buffers = self._micro_buffers() if num_micros > 1 else None
         self._draw_next()
         for index, (data, size, _) in enumerate(current.micros()):
             self.part = Part(size, current.global_samples, last=index == num_micros - 1)
@@ -382,10 +385,21 @@ class Hand:
             self.select(self.start, size)
             self.replica.ghost(self.part.is_ghost)
             yield data
+            if buffers is not None:
+                buffers.end(size)
+        if buffers is not None:
+            buffers.settle()
         self.part = Part(current.num_samples, current.global_samples)
         self._draw_next()
         self.start = 0
         self.select(0, current.num_samples)
+
+    def _micro_buffers(self) -> MicroBuffers:
+        """The network's buffers, at the beginning of a step of several micro-batches."""
+        if self._buffers is None:
+            self._buffers = MicroBuffers(self.model)
+        self._buffers.begin()
+        return self._buffers
 
     def _draw_next(self) -> None:
         if self.randomness is not None:
@@ -593,6 +607,11 @@ class Hand:
     def part_loss(self) -> Tensor | None:
         """The last step's loss over this replica's own samples, NaN where it had none; None where it is alone."""
         return None if self.size == 1 or self._last_tally is None else self._last_tally.local_loss
+
+    @property
+    def finite_parts(self) -> list[bool]:
+        """Whether the loss of each part of this replica's last batch is finite."""
+        return [] if self._last_tally is None else self._last_tally.finite_parts
 
     def stop(self) -> None:
         """Asks all replicas to end after a step that they agree on."""

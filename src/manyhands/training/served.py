@@ -155,6 +155,17 @@ class ServedLoop(TrainingLoop):
                 self._begin_again()
                 chief.publish()
 
+    @property
+    def split(self) -> StrategySpec:
+        """How the work is split over workers; the chief's own hand is alone."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        from ..strategies import served
+
+        tables = ", ".join(served.tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+
     def ease(self, batch_size: int) -> None:
         """The chief's own hand takes no samples, so it needs no smaller parts of them."""
 
