@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from . import __version__, training
 from .cluster import (
@@ -355,18 +357,52 @@ def check(
     data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
     """
     made = as_task(task, params)
-    spec, devices, _ = settle(strategy, on)
+    spec, devices, _ = settle(strategy, on, with_servers=True)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, None)
-    with _own_randomness():
-        plan = training.plan_of(made, spec)
-        whole = training.take_steps(NullWorld(), made, StrategySpec(), plan)
-    split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan)
-    parts = _ask(split, devices, timeout, on=on)[0]
-    with _own_randomness():
-        verdict = training.judge(made, spec, plan, whole, parts)
+    if spec.servers:
+        verdict = _check_served(made, spec, devices, timeout)
+    else:
+        with _own_randomness():
+            plan = training.plan_of(made, spec)
+            whole = training.take_steps(NullWorld(), made, StrategySpec(), plan)
+            failed = training.fails_in_parts(made, spec, plan, whole)
+        if failed is not None:
+            return failed
+        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan)
+        parts = _ask(split, devices, timeout, on=on)[0]
+        with _own_randomness():
+            verdict = training.judge(made, spec, plan, whole, parts)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
+
+
+def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], timeout: float) -> Verdict:
+    """The verdict on parameter servers: on the parts of workers one after another here, then on servers and workers."""
+    training.check_served(task)
+    with _own_randomness():
+        plan = training.plan_of(task, spec)
+        rows = Subset(task.data, [row for part in plan for row in part])
+        task = task.replace(data=rows, shuffle=False, batch_size=len(plan[0]), valid=None, metrics={})
+        plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
+        whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
+        failed = training.fails_in_parts(task, spec, plan, whole)
+        if failed is not None:
+            return failed
+        apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)
+        verdict = training.judge(task, spec, plan, whole, apart)
+    if not verdict:
+        return verdict
+    plain = dataclasses.replace(spec, precision="fp64", deterministic=True, batch_stats="local")
+    told: list[Event] = []
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)
+        _serve(job, devices, timeout, lambda rank, entry: told.append(entry), View(), None)
+        store = CheckpointStore(job.folder / training.CHECKPOINTS)
+        states = [store.load(step).model for step in (1, 2)]
+    losses = [loss for entry in told if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
+    with _own_randomness():
+        return training.judge(task, spec, plan, whole, training.record_of(states, losses, whole))
 
 
 def serve(
@@ -565,7 +601,10 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
             remedy="leave fit_in away, and set recompute, accumulate and sharding",
         )
     with _own_randomness():
-        return training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
+        chosen, notices = training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
+        fitting = training.with_micro_statistics(task, chosen)
+    micro = 'batch_stats="micro": batch statistics are those of a micro-batch'
+    return fitting, [*notices, *([micro] if fitting != chosen else [])]
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:

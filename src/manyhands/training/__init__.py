@@ -3,7 +3,7 @@
 from ..core import EVENTS
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
-from .check import Verdict, judge, plan_of, take_steps
+from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps
 from .cuts import check_pieces, outline_of
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
@@ -25,6 +25,7 @@ from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
+from .verify import with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -83,8 +84,12 @@ __all__ = [
     "limited",
     "Verdict",
     "judge",
+    "fails_in_parts",
     "plan_of",
+    "parts_of",
+    "record_of",
     "take_steps",
+    "with_micro_statistics",
     "Stragglers",
     "PHASES",
     "IDLE",

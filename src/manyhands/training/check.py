@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..cluster import NullWorld, World
 from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from ..graph import culprit
 from .cause import Operations, first_difference, first_not_finite
 from .draws import learn_draws
 from .hand import Hand
@@ -33,7 +35,7 @@ SHAKE = 1e-14
 MAGNIFIED = 30.0
 """How many times the effect of such changes a difference may be to count as rounding."""
 MOST_MAGNIFIED = 1e-3
-"""Relative differences above this are not called equal, even where rounding may explain them."""
+"""Differences of a first gradient above this are not called equal, even where rounding may explain them."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,15 @@ class Record:
     weights: dict[str, Tensor]
     """Parameters before the first step."""
     batch_norms: list[str]
+    hooked: list[str]
+    """Parameters with hooks, which see the gradients of parts."""
     num_draws: int
     """Random operations that were made layout-free."""
     strayed: bool
     """Whether an operation drew random numbers in another way."""
     precision: str = "fp64"
+    has_gradients: bool = True
+    """Whether gradients were seen; those of parameter servers are not."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +167,9 @@ def take_steps(
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
-    with contextlib.closing(hand), _default_dtype(precision):
-        hand.build(task)
+    plain = torch.get_default_dtype()
+    with contextlib.closing(hand), default_dtype(torch.float64 if precision == "fp64" else plain):
+        hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
         if not hand.model.training:
             hand.model.train()
         hand.seed(task.seed)
@@ -191,10 +198,21 @@ def take_steps(
             steps=steps,
             weights=first,
             batch_norms=[name for name, part in hand.model.named_modules() if has_batch_stats(part)],
+            hooked=[name for name, parameter in hand.model.named_parameters() if parameter._backward_hooks],
             num_draws=hand.randomness.num_draws,
             strayed=hand.randomness.strayed,
             precision=precision,
         )
+
+
+def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], whole: Record) -> Record:
+    """Return the record of steps of which weights and losses are known alone, for a comparison with a whole one."""
+    steps = []
+    for state, loss, ours in zip(states, losses, whole.steps, strict=True):
+        weights, buffers = ({n: state[n] for n in named if n in state} for named in (ours.weights, ours.buffers))
+        # Buffers that no checkpoint keeps cannot be compared.
+        steps.append(StepRecord({"loss": loss}, ours.gradients, {**ours.buffers, **buffers}, weights, []))
+    return dataclasses.replace(whole, steps=steps, has_gradients=False)
 
 
 class _Kept:
@@ -252,14 +270,20 @@ def _shake(values: Any, amount: float) -> None:
 
 
 @contextlib.contextmanager
-def _default_dtype(precision: str) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make what a network creates by itself fit its parameters."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if precision == "fp64" else before)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _built(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A network with the first values that it has in a run, which are drawn in the usual precision."""
+    with default_dtype(dtype):
+        return make()
 
 
 def has_batch_stats(part: nn.Module) -> bool:
@@ -291,9 +315,11 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
     """Compare two records tensor by tensor: of each step gradients, buffers, losses, and weights after the update."""
     tolerance = TOLERANCES[whole.precision]
     before = whole.weights
+    earlier: dict[str, Tensor] = {}
+    unsettled: dict[str, Tensor] = {}
     for number, (ours, theirs) in enumerate(zip(whole.steps, parts.steps, strict=True)):
         scale = _largest(ours.gradients)
-        for name in ours.weights:
+        for name in ours.weights if parts.has_gradients else ():
             a, b = _pair(ours.gradients, theirs.gradients, name)
             error, has_nan = _error(a, b, tolerance.floor / tolerance.gradient * scale)
             yield Difference(number, f"the gradient of {name}", error, tolerance.gradient, has_nan)
@@ -305,10 +331,14 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
             yield Difference(number, f"the value of {name}", error, tolerance.gradient, has_nan)
         moved = _largest({name: ours.weights[name] - before[name] for name in ours.weights})
         for name, weight in ours.weights.items():
+            noise = unsettled[name] = _is_rounding(*_pair(ours.gradients, theirs.gradients, name), scale, tolerance)
+            if number:
+                noise = unsettled[name] = noise.maximum(earlier[name])
             update = _largest({name: weight - before[name]}) + 1e-2 * moved
             size = max(update, 1e-9 * _largest({name: weight}))
-            error, has_nan = _error(weight, theirs.weights.get(name), size, fixed=True)
+            error, has_nan = _error(weight, theirs.weights.get(name), size, fixed=True, without=noise)
             yield Difference(number, f"the update of {name}", error, tolerance.update, has_nan)
+        earlier, unsettled = unsettled, {}
         before = ours.weights
 
 
@@ -319,12 +349,21 @@ def _pair(ours: dict[str, Tensor], theirs: dict[str, Tensor], name: str) -> tupl
     return (zeros if a is None else a), (zeros if b is None else b)
 
 
+def _is_rounding(a: Tensor | None, b: Tensor | None, scale: float, tolerance: Tolerance) -> Tensor:
+    """Where gradients are nothing but rounding: optimizers that look at signs make updates of full size from it."""
+    if a is None or b is None or a.shape != b.shape:
+        return torch.zeros(())
+    return ((a.abs() <= 1e3 * tolerance.floor * scale) & (b.abs() <= 1e3 * tolerance.floor * scale) & (a != b)).float()
+
+
 def _largest(named: dict[str, Tensor]) -> float:
     sizes = [float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in named.values() if t.numel()]
     return max(sizes, default=0.0)
 
 
-def _error(a: Tensor | None, b: Tensor | None, least: float, *, fixed: bool = False) -> tuple[float, bool]:
+def _error(
+    a: Tensor | None, b: Tensor | None, least: float, *, fixed: bool = False, without: Tensor | None = None
+) -> tuple[float, bool]:
     """The largest difference relative to the size of `a`, which counts as `least` at least; whether both have NaN."""
     if a is None and b is None:
         return 0.0, False
@@ -338,8 +377,29 @@ def _error(a: Tensor | None, b: Tensor | None, least: float, *, fixed: bool = Fa
     if not torch.equal(nan, b.isnan()):
         return float("inf"), False
     apart = torch.where(nan | (a == b), 0.0, (a - b).abs())
+    if without is not None:
+        apart = apart * (1 - without)
     size = least if fixed else max(_largest({"": a}), least)
     return float(apart.max()) / max(size, 1e-300), bool(nan.any())
+
+
+def fails_in_parts(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World | None = None
+) -> Verdict | None:
+    """Return the verdict on a loss that raises an error on the parts of a batch alone; None where it does not.
+
+    It is tried on one device, where an error leaves no rank waiting. Batch statistics may need more rows than a part
+    has, which is no matter where they are synchronised.
+    """
+    if parts_of(spec) == 1 or whole.batch_norms or task.loss is None:
+        return None
+    try:
+        alone = StrategySpec(accumulate=parts_of(spec))
+        take_steps(world or NullWorld(), task, alone, plan, precision=whole.precision)
+    except Exception as error:
+        why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
+        return Verdict("different", spec, "the loss", float("inf"), why, LOSS)
+    return None
 
 
 def judge(
@@ -371,11 +431,11 @@ def judge(
     real = next((d for d in found if d.is_real and d not in magnified), None)
     if real is None:
         most = max(magnified, key=lambda difference: difference.error)
-        if most.error < MOST_MAGNIFIED:
-            notes.append(f"{most.what} differs by {most.error:.1e}, which is rounding that this network magnifies")
-            return _same_everywhere(parts, Verdict("equal", spec, error=worst, notes=tuple(notes)))
-        why = f"rounding alone changes {most.what} by {shaken[most.step, most.what]:.1e} on one device"
-        return Verdict("not verified", spec, most.what, most.error, why, notes=tuple(notes))
+        if any(d.step == 0 and not d.what.startswith("the update") and d.error > MOST_MAGNIFIED for d in magnified):
+            why = f"rounding alone changes {most.what} by {shaken[most.step, most.what]:.1e} on one device"
+            return Verdict("not verified", spec, most.what, most.error, why, notes=tuple(notes))
+        notes.append(f"{most.what} differs by {most.error:.1e}, as much as rounding changes it on one device")
+        return _same_everywhere(parts, Verdict("equal", spec, error=worst, notes=tuple(notes)))
     why, remedy = _reason(task, spec, plan, whole, parts, real, alone)
     return Verdict("different", spec, real.what, real.error, why, remedy, tuple(notes))
 
@@ -401,6 +461,7 @@ SAMPLES = (
     "use an operation of each sample by itself (LayerNorm or GroupNorm in place of batch statistics), torch's own "
     "BatchNorm, whose statistics are synchronised, or a strategy that does not split batches"
 )
+HOOK = "make the hook linear in the gradient (a mask, a factor), clip with clip=, or change gradients in the optimizer"
 BUFFER = "make its update a mean over samples, keep it out of forward, or use a strategy that does not split batches"
 MICRO = (
     'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
@@ -433,13 +494,16 @@ def _reason(
     if cause and " of " in cause.split(" at ")[0]:
         return f"{cause} looks at other samples of the batch", SAMPLES
     if cause:
-        return f"a loss must be a mean over the batch's samples, or mh.mean(total, count): {cause} is none", LOSS
+        return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
     return _of_the_strategy(spec, whole, found, task)
 
 
 def _of_the_strategy(spec: StrategySpec, whole: Record, found: Difference, task: Task) -> tuple[str, str]:
     """A difference that splitting the batch on one device does not show."""
     other = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
+    name = found.what.rsplit(" ", 1)[-1]
+    if name in whole.hooked:
+        return f"a hook on {name} sees the gradients of parts of the batch, and not their sum", HOOK
     if found.what.startswith("the update"):
         return f"gradients are equal, but the optimizer computes another update under {spec}", other
     if found.what.startswith("the buffer"):

@@ -342,6 +342,10 @@ class TrainingLoop:
         else:
             source = "the last checkpoint" if self.begin() else "its beginning"
         kept.goes_before = None
+        if not any(hand.world.gather_objects(kept.is_verified)):
+            why = "a rank failed before the verdict, and after that nothing is compared"
+            self.reporter.report(verdict_event(Verdict("not verified", hand.spec, why=why)))
+        kept.is_verified = True
         told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
         self.reporter.report(event("recovered", **told))
         self.reporter.report_again(recent)
@@ -444,7 +448,10 @@ class TrainingLoop:
             if task.loss is not None:
                 began = time.perf_counter()
                 told = [try_loss(task, model, batch)]
-                self.seconds_per_row = (time.perf_counter() - began) / first_dim(batch)
+                first = time.perf_counter() - began
+                try_loss(task, model, batch)
+                # The first time may include what torch prepares once.
+                self.seconds_per_row = min(first, time.perf_counter() - began - first) / first_dim(batch)
                 self.not_verified = self.why_not_verified(model)
                 splits = is_split(self.split)
                 if self.job.verify and (self.not_verified or not splits):
@@ -474,6 +481,7 @@ class TrainingLoop:
             verdict = verify(self.hand, self.task, spec, self.job.layout, self.seconds_per_row)
         refuse(verdict)
         self.verdict = verdict
+        self.kept.is_verified = True
 
     def resume(self) -> bool:
         """Goes on from the last checkpoint, where there is one."""

@@ -26,7 +26,20 @@ from ..core import (
     restore_random_state,
 )
 from ..data import IndexedSource, as_source
-from .check import MICRO, RANDOM, SAMPLES, Record, Verdict, has_batch_stats, judge, parts_of, plan_of, take_steps
+from .check import (
+    MICRO,
+    RANDOM,
+    SAMPLES,
+    Record,
+    Verdict,
+    fails_in_parts,
+    has_batch_stats,
+    judge,
+    parts_of,
+    plan_of,
+    take_steps,
+)
+from .explain import without_values
 from .hand import Hand
 
 if TYPE_CHECKING:
@@ -73,6 +86,15 @@ def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
             )
 
 
+def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
+    """Return a spec whose micro-batches were chosen for the user, with the batch statistics that they can have."""
+    if spec.batch_stats != "sync" or spec.accumulate * spec.microbatches == 1 or spec.servers:
+        return spec
+    model = without_values(task)
+    has_stats = model is not None and any(has_batch_stats(part) for part in model.modules())
+    return dataclasses.replace(spec, batch_stats="micro") if has_stats else spec
+
+
 def verify(hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, seconds_per_row: float) -> Verdict:
     """Compare a strategy's first steps with those of one device; all ranks call it together and get one verdict.
 
@@ -98,8 +120,8 @@ class _Trial:
     def run(self, seconds_per_row: float) -> Verdict:
         """Take the whole steps on the first rank, the split ones on all, and return what the first rank finds."""
         told = self.world.gather_objects(self._begin(seconds_per_row) if self.world.is_first else None)[0]
-        if told["why"]:
-            return Verdict("not verified", self.spec, why=told["why"])
+        if "verdict" in told:
+            return Verdict(spec=self.spec, **told["verdict"])
         try:
             parts = self._split(told["plan"], told["precision"])
         except UsageError as error:
@@ -120,13 +142,14 @@ class _Trial:
             try:
                 plan = plan_of(self.task, self.spec, min(MOST_ROWS, affordable))
                 self.whole = take_steps(self.alone, self.task, StrategySpec(), plan, precision=precision)
-                return {"why": "", "plan": plan, "precision": precision}
+                failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
+                return {"verdict": _plain(failed)} if failed is not None else {"plan": plan, "precision": precision}
             except DataError:
                 raise
             except Exception as error:
                 # A mistake of the user's own comes again in the first step, with its samples.
                 why = f"a copy of the network could not be trained on one device ({type(error).__name__}: {error})"
-        return {"why": why}
+        return {"verdict": {"outcome": "not verified", "why": why}}
 
     def _split(self, plan: list[list[int]], precision: str) -> Record:
         if self.spec.servers:
@@ -146,8 +169,13 @@ class _Trial:
         if verdict.equal and self.stream:
             why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"
             verdict = Verdict("not verified", self.spec, why=why)
-        told = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
-        return {**told, "notes": list(verdict.notes)}
+        return _plain(verdict)
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """A verdict without its spec, as plain values that ranks send to each other."""
+    told = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
+    return {**told, "notes": list(verdict.notes)}
 
 
 def _with_fixed_statistics(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
