@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,18 +290,29 @@ def test_a_mistake_in_a_late_step_names_its_samples(tmp_path: Path) -> None:
 
 
 def test_the_trial_leaves_generators_and_objects_as_they_were(tmp_path: Path) -> None:
-    calls: list[str] = []
+    class Centred(nn.Module):
+        """A loss with a state of its own."""
 
-    def model() -> nn.Module:
-        calls.append("model")
-        return norms()
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros(()))
 
-    made = task(model, data=(torch.randn(24, 12), torch.arange(24) % 5))
-    strategy: Callable[..., StrategySpec] = mh.Single
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            self.calls += 1
+            self.seen += 1
+            return classify(model, batch)
+
+    loss = Centred()
     torch.manual_seed(7)
     wanted = torch.rand(2)
     torch.manual_seed(7)
-    fit(made, tmp_path, strategy(accumulate=2, batch_stats="micro"))
+    counts = []
+    for verifies in (True, False):
+        before = loss.calls, float(loss.seen)
+        made = task(norms, lambda model, batch: loss(model, batch))
+        fit(made, tmp_path, mh.Single(accumulate=2, batch_stats="micro"), verify=verifies)
+        counts.append((loss.calls - before[0], float(loss.seen) - before[1]))
+    assert counts[0] == counts[1]
     assert torch.equal(torch.rand(2), wanted)
     assert torch.get_default_dtype() is torch.float32
-    assert classify is made.loss

@@ -20,6 +20,7 @@ from ..graph import culprit
 from .cause import Operations, first_difference, first_not_finite
 from .draws import learn_draws
 from .hand import Hand
+from .leaving import left_alone
 from .mistakes import explain_mistake
 from .rows import Plan, choose_rows, windows
 from .stepping import take_step
@@ -168,14 +169,16 @@ def take_steps(
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
     plain = torch.get_default_dtype()
-    with contextlib.closing(hand), default_dtype(torch.float64 if precision == "fp64" else plain):
+    wide = torch.float64 if precision == "fp64" else plain
+    with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
         hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
         if not hand.model.training:
             hand.model.train()
         hand.seed(task.seed)
         _shake(hand.model.parameters(), shake)
         kept = _Kept(hand, shake)
-        first = _copied(hand.replica.gathered(dict(hand.model.named_parameters())))
+        # Only the whole network's are compared with.
+        first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = as_source(task.data, collate=task.collate)
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
         learn_draws(hand, task, feed.peek(NUM_SAMPLES))
@@ -397,9 +400,14 @@ def fails_in_parts(
         alone = StrategySpec(accumulate=parts_of(spec))
         take_steps(world or NullWorld(), task, alone, plan, precision=whole.precision)
     except Exception as error:
-        why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
-        return Verdict("different", spec, "the loss", float("inf"), why, LOSS)
+        return failed_in_parts(spec, error)
     return None
+
+
+def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
+    """Return the verdict on an error that comes from a part of a batch and not from the whole."""
+    why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
+    return Verdict("different", spec, "the loss", float("inf"), why, LOSS)
 
 
 def judge(
@@ -449,9 +457,12 @@ def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
     differing = next((step.differing for step in parts.steps if step.differing), [])
     if not differing:
         return verdict
-    why = f"it is not equal on every replica: {', '.join(differing)}; nothing synchronises it"
     name = differing[0].split(" ")[0]
-    return dataclasses.replace(verdict, outcome="different", first=name, error=float("inf"), why=why, remedy=BUFFER)
+    why, remedy = f"it is not equal on every replica: {', '.join(differing)}; nothing synchronises it", BUFFER
+    if name in parts.steps[0].weights:
+        why = f"updates are not equal on every replica: {', '.join(differing[:5])}"
+        remedy = "let the optimizer draw no random numbers, and change parameters in its step alone"
+    return dataclasses.replace(verdict, outcome="different", first=name, error=float("inf"), why=why, remedy=remedy)
 
 
 # -- reasons ----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .check import (
     SAMPLES,
     Record,
     Verdict,
+    failed_in_parts,
     fails_in_parts,
     has_batch_stats,
     judge,
@@ -126,6 +127,11 @@ class _Trial:
             parts = self._split(told["plan"], told["precision"])
         except UsageError as error:
             return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
+        except Exception as error:
+            if self.world.size > 1:
+                # Other ranks may wait in a collective, so this one must end.
+                raise
+            return failed_in_parts(self.spec, error)
         verdict = self._judge(told["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
 
@@ -142,7 +148,9 @@ class _Trial:
             try:
                 plan = plan_of(self.task, self.spec, min(MOST_ROWS, affordable))
                 self.whole = take_steps(self.alone, self.task, StrategySpec(), plan, precision=precision)
-                failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
+                failed = None
+                if self.world.size > 1:
+                    failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
                 return {"verdict": _plain(failed)} if failed is not None else {"plan": plan, "precision": precision}
             except DataError:
                 raise
