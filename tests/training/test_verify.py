@@ -72,6 +72,29 @@ def test_a_loss_that_fails_on_a_part_is_refused(tmp_path: Path) -> None:
         fit(task(loss=hardest), tmp_path)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Updates by the largest entry of each tensor, which a server that holds pieces does not see."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad / parameter.grad.abs().max()
+
+
+def test_an_optimizer_of_the_users_own_is_compared_on_servers(tmp_path: Path) -> None:
+    made = task(optimizer=lambda model: Wrapping(model.parameters()))
+    verdict = mh.check(made, mh.ParameterServer(servers=2, workers=2), on="cpu*2")
+    if verdict:
+        assert fit(made, tmp_path, mh.ParameterServer(servers=2, workers=2)).verdict == "equal"
+    else:
+        with pytest.raises(TaskError, match="gradients are equal, but the optimizer"):
+            fit(made, tmp_path, mh.ParameterServer(servers=2, workers=2))
+
+
 def test_a_hook_that_is_not_linear_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"a hook on net.0.weight sees the gradients of parts.*make the hook linear"):
         fit(task(Clamped), tmp_path, mh.Single(accumulate=2))

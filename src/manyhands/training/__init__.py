@@ -19,13 +19,13 @@ from .replay import PartDiffers, Replay, replay
 from .roles import Place, place_here, take_part
 from .run import RECORD, Run, as_weights, new_folder
 from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
-from .served import check_served, train_served
+from .served import check_served, has_own_optimizer, tables_in, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
-from .verify import with_micro_statistics
+from .verify import refuse, with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -38,6 +38,8 @@ __all__ = [
     "train",
     "train_served",
     "check_served",
+    "has_own_optimizer",
+    "tables_in",
     "Place",
     "place_here",
     "take_part",
@@ -90,6 +92,7 @@ __all__ = [
     "record_of",
     "take_steps",
     "with_micro_statistics",
+    "refuse",
     "Stragglers",
     "PHASES",
     "IDLE",

@@ -468,7 +468,11 @@ class TrainingLoop:
 
     def why_not_verified(self, model: nn.Module) -> str:
         """Why the first steps are not compared with those of one device, as far as it is known beforehand."""
-        return why_not(self.task, self.split, model, self.hand.device) if self.job.verify else "verify=False was passed"
+        if not self.job.verify:
+            return "verify=False was passed"
+        if self.job.memory is not None:
+            return "memory= leaves no room for a copy of the network; mh.check compares it"
+        return why_not(self.task, self.split, model, self.hand.device)
 
     def verify(self) -> None:
         """Compare the first steps with those of one device; refuse a difference, record the verdict."""
