@@ -78,7 +78,7 @@ def _container(held: Any) -> Callable[[], None]:
 
 def _attributes(held: Any) -> Callable[[], None]:
     """The plain attributes and tensors of an object."""
-    kept = {name: value for name, value in vars(held).items() if isinstance(value, PLAIN)}
+    kept: dict[str, Any] = {name: value for name, value in vars(held).items() if isinstance(value, PLAIN)}
     tensors = {name: (value, value.detach().clone()) for name, value in vars(held).items() if isinstance(value, Tensor)}
 
     def put_back() -> None:
