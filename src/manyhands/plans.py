@@ -107,7 +107,7 @@ def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[
     if strategy != AUTO:
         spec, planned = planning.read_plan(strategy)
         planning.require_same(strategy, planned, costs.fingerprint(task))
-        return spec, []
+        return training.with_micro_statistics(task, spec), []
     if current_world() is not None:
         raise StrategyError(
             '"auto" plans before ranks are started', got="a rank", remedy="plan first: mh.plan(task).best.save(...)"
@@ -115,7 +115,10 @@ def settled(strategy: str | Path, task: Task, on: verbs.On, name: str) -> tuple[
     found = plan(task, on=on)
     assert isinstance(found, Plan)
     said = event("notice", text=f"auto: {found.best.spec} ({found.best.why})")
-    return found.best.spec, [said, event("plan", **{**found.to_dict(), "task": name})]
+    return training.with_micro_statistics(task, found.best.spec), [
+        said,
+        event("plan", **{**found.to_dict(), "task": name}),
+    ]
 
 
 class Bench:

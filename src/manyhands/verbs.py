@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from . import __version__, training
 from .cluster import (
@@ -158,6 +160,7 @@ def fit(
     memory: str | int | None = None,
     fit_in: str | int | None = None,
     profile: bool | int = False,
+    verify: bool = True,
 ) -> Run:
     """Trains a task, split as the strategy says; with one device, and no limit to a CPU's memory, in this very process.
 
@@ -180,14 +183,16 @@ def fit(
     - `deterministic`: random numbers, dropout's too, are the same on any number of devices;
     - `memory`: what each replica may take on its device at most, such as "8GiB";
     - `fit_in`: chooses the least costly recompute, accumulate, sharding and offload with which a step fits: "24GiB";
-    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`.
+    - `profile`: times one step in fifty (or in as many as you say) by what it does: `run.profile`, `mh.profile(run)`;
+    - `verify`: compares the first two steps, on a float64 copy of the network, with those of one device before
+      training, where that takes a few seconds at most; a difference is refused, `run.verdict` tells the outcome.
 
     Ctrl-C ends the run after the current step and returns it; a SIGTERM does so too, and then ends the program.
 
     An event, as a function in `log_to` gets it and events.jsonl keeps it, is a dict with its `kind`, its time `t` and
     its values: {"kind": "steps", "t": 1767225600.0, "steps": [1, 2], "losses": {"loss": [0.9, 0.8]}, ...} a few times
     a second, {"kind": "epoch", "epoch": 0, "step": 2, "losses": {...}, "metrics": {"valid_loss": 0.7}, ...}, and
-    "start", "plan", "cut", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
+    "start", "plan", "cut", "verdict", "log", "notice", "skipped", "waits", "parts", "pace", "profile",
     "straggler", "lost", "recovered", "hang", "checkpoint", "end" or "failed". `manyhands dashboard` shows them.
 
     >>> import tempfile, torch, manyhands as mh
@@ -224,6 +229,9 @@ def fit(
     place = training.place_here() if spec.servers else None
     if spec.servers:
         training.check_served(made)
+        if verify and place is None and training.has_own_optimizer(made):
+            # What a copy computes here does not show how servers update their pieces.
+            training.refuse(_check_served(made, spec, devices, timeout))
     if place is not None and profile:
         raise StrategyError(
             "workers that fit has started tell where their time goes",
@@ -265,6 +273,7 @@ def fit(
         memory=limit,
         layout=layout,
         profile=training.EVERY if profile is True else int(profile),
+        verify=verify,
     )
     with (
         _ending_well(),
@@ -295,7 +304,8 @@ def fit(
         outcomes = outcomes or [Outcome(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
-            _write_record(job, devices, shown, task, servers=end.servers)
+            before = json.loads((path / training.RECORD).read_text())
+            _put_record(job, {**before, "servers": end.servers})
         on_event(0, event("end", step=end.num_steps, stopped=end.stopped, seconds=end.seconds))
     # A rank on another host, whose disk does not have the run, still knows what was asked for.
     here = (path / training.RECORD).exists()
@@ -344,21 +354,62 @@ def check(
     params: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Verdict:
-    """Takes the first step in float64, whole and split, and says whether they agree; if not, where and why.
+    """Take two steps in float64, whole and split, and return whether they agree; if not, where and why.
 
-    Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
+    Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
+    data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
     """
     made = as_task(task, params)
-    spec, devices, _ = settle(strategy, on)
+    spec, devices, _ = settle(strategy, on, with_servers=True)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, None)
-    with _own_randomness():
-        whole, again = (training.one_step(NullWorld(), made, StrategySpec(), salt) for salt in (0, 1))
-    step = functools.partial(training.one_step, task=made, spec=spec)
-    parts = _ask(step, devices, timeout, on=on)
-    verdict = training.compare(whole, again, parts[0], spec)
+    if spec.servers:
+        verdict = _check_served(made, spec, devices, timeout)
+    else:
+        with _own_randomness():
+            plan = training.plan_of(made, spec)
+            whole = training.take_steps(NullWorld(), made, StrategySpec(), plan)
+            failed = training.fails_in_parts(made, spec, plan, whole)
+        if failed is not None:
+            return failed
+        split = functools.partial(training.take_steps, task=made, spec=spec, plan=plan)
+        parts = _ask(split, devices, timeout, on=on)[0]
+        with _own_randomness():
+            verdict = training.judge(made, spec, plan, whole, parts)
     return dataclasses.replace(verdict, notes=(*verdict.notes, *_notices(spec)))
+
+
+def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], timeout: float) -> Verdict:
+    """The verdict on parameter servers: on the parts of workers one after another here, then on servers and workers."""
+    training.check_served(task)
+    tables = training.tables_in(task)
+    if tables:
+        return Verdict("not verified", spec, why=f"rows of {', '.join(tables)} are on the servers alone")
+    with _own_randomness():
+        plan = training.plan_of(task, spec)
+        rows = Subset(task.data, [row for part in plan for row in part])
+        task = task.replace(data=rows, shuffle=False, batch_size=len(plan[0]), valid=None, metrics={})
+        plan = [[*range(len(plan[0]))], [*range(len(plan[0]), len(rows))]]
+        whole = training.take_steps(NullWorld(), task, StrategySpec(), plan)
+        failed = training.fails_in_parts(task, spec, plan, whole)
+        if failed is not None:
+            return failed
+        apart = training.take_steps(NullWorld(), task, StrategySpec(accumulate=training.parts_of(spec)), plan)
+        verdict = training.judge(task, spec, plan, whole, apart)
+    if not verdict:
+        return verdict
+    exact = {"staleness": 0, "backup": 0, "correction": False, "followers": 0}
+    plain = dataclasses.replace(spec, precision="fp64", deterministic=True, batch_stats="local", **exact)
+    told: list[Event] = []
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)
+        _serve(job, devices, timeout, lambda rank, entry: told.append(entry), View(), None)
+        store = CheckpointStore(job.folder / training.CHECKPOINTS)
+        states = [store.load(step).model for step in (1, 2)]
+    losses = [loss for entry in told if entry["kind"] == "steps" for loss in entry["losses"]["loss"]]
+    with _own_randomness():
+        return training.judge(task, spec, plan, whole, training.record_of(states, losses, whole))
 
 
 def serve(
@@ -557,7 +608,10 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
             remedy="leave fit_in away, and set recompute, accumulate and sharding",
         )
     with _own_randomness():
-        return training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
+        chosen, notices = training.fit_in(task, spec, memory, len(devices), training.host_bytes(devices))
+        fitting = training.with_micro_statistics(task, chosen)
+    micro = 'batch_stats="micro": batch statistics are those of a micro-batch'
+    return fitting, [*notices, *([micro] if fitting != chosen else [])]
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:
@@ -782,6 +836,9 @@ def _recording(
 
     def on_event(rank: int, entry: Event) -> None:
         log.write(entry)
+        if entry["kind"] == "verdict":
+            record["verdict"] = {name: entry[name] for name in ("outcome", "why", "error")}
+            _put_record(job, record)
         view.show(rank, entry)
         for text in outlets.take(entry):
             notice(text)
@@ -1049,11 +1106,15 @@ def _write_record(
 ) -> dict[str, Any]:
     """Saves it with the run."""
     record = {**_record(job, devices, params), "task": task_name(task), **more}
+    _put_record(job, record)
+    return record
+
+
+def _put_record(job: Job, record: Mapping[str, Any]) -> None:
     path = job.folder / training.RECORD
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
-    return record
 
 
 def _notices(spec: StrategySpec) -> list[str]:

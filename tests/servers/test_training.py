@@ -149,7 +149,8 @@ def test_modes_that_change_the_mathematics_say_so_and_converge(mode: str, tmp_pa
 
 def test_batch_norm_counts_and_averages_its_buffers(tmp_path: Path) -> None:
     task = problem("cnn", "sgd")
-    run = mh.fit(task, mh.ParameterServer(servers=2, workers=2), on="cpu*2", folder=tmp_path, **QUIET)
+    spec = mh.ParameterServer(servers=2, workers=2, batch_stats="local")
+    run = mh.fit(task, spec, on="cpu*2", folder=tmp_path, **QUIET)
     one = mh.fit(task, mh.Single(), on="cpu", folder=tmp_path, **QUIET)
     counts = {name: int(v) for name, v in run.state_dict().items() if name.endswith("num_batches_tracked")}
     assert counts

@@ -121,7 +121,7 @@ def test_what_is_advised_really_fits(run_ranks: Callable[..., Any], tmp_path: Pa
         assert re.search(line, text, re.MULTILINE), text
     advised = re.search(r"accumulate=(\d+) +about \d+\.\d MiB$", text, re.MULTILINE)
     assert advised is not None, text
-    assert run(mh.Single(accumulate=int(advised[1]))) == 2
+    assert run(mh.Single(accumulate=int(advised[1]), batch_stats="micro")) == 2
     assert run(mh.Single(recompute="blocks")) == 2
 
 

@@ -44,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any
         (precision, accumulate): trained(
             NullWorld(),
             tasks(),
-            mh.Single(precision=precision, accumulate=accumulate),
+            mh.Single(precision=precision, accumulate=accumulate, batch_stats="micro"),
             tmp_path_factory.mktemp("alone"),
         )
         for precision, accumulate in (("fp64", 1), ("fp64", 3), ("fp32", 1))
@@ -53,12 +53,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any
 
 SPECS = {
     "2 shards": (2, {"precision": "fp64"}),
-    "3 shards, accumulated": (3, {"precision": "fp64", "accumulate": 3}),
+    "3 shards, accumulated": (3, {"precision": "fp64", "accumulate": 3, "batch_stats": "micro"}),
     "2 by 2": (4, {"shards": 2, "replicas": 2, "precision": "fp64"}),
     "optimizer": (2, {"sharding": "optimizer", "precision": "fp64"}),
     "optimizer, 2 by 2, accumulated": (
         4,
-        {"sharding": "optimizer", "shards": 2, "replicas": 2, "accumulate": 3, "precision": "fp64"},
+        {
+            "sharding": "optimizer",
+            "shards": 2,
+            "replicas": 2,
+            "accumulate": 3,
+            "precision": "fp64",
+            "batch_stats": "micro",
+        },
     ),
     "gradients": (2, {"sharding": "gradients", "precision": "fp64"}),
     "fp32": (2, {"precision": "fp32"}),

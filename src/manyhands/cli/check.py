@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,9 +28,10 @@ def add(app: typer.Typer) -> None:
 
 
 def check(target: Target, params: Params = None, strategy: Strategy = None, on: On = None, json: Json = False) -> None:
-    """Take a task's first step whole and split, in float64, and say whether they agree.
+    """Take a task's first two steps whole and split, in float64, and say whether they agree.
 
-    Where they differ it names the first parameter that does, and why. The exit code is 0 for equal and 1 for different.
+    Where they differ it names the first parameter that does, the operation that causes it, and what to do. The exit
+    code is 0 for equal and 1 otherwise.
     """
     settings = resolve_settings(SplitSettings, {"strategy": strategy, "on": on}).values
     with only_json(json):
@@ -48,10 +50,12 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
     """A verdict as JSON-ready data."""
     return {
         "equal": verdict.equal,
+        "outcome": verdict.outcome,
         "strategy": str(verdict.spec),
         "first": verdict.first,
-        "error": verdict.error,
+        "error": verdict.error if math.isfinite(verdict.error) else None,
         "why": verdict.why,
+        "remedy": verdict.remedy,
         "notes": list(verdict.notes),
     }
 

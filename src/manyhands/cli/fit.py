@@ -41,6 +41,7 @@ class FitSettings(HostsSettings):
     memory: str | None = None
     fit_in: str | None = None
     profile: bool = False
+    verify: bool = True
 
 
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; 1 by default.")]
@@ -88,6 +89,10 @@ Profile = Annotated[
     bool | None,
     typer.Option("--profile/--no-profile", help="Time one step in fifty by what it does; see manyhands profile RUN."),
 ]
+Verify = Annotated[
+    bool | None,
+    typer.Option("--verify/--no-verify", help="Compare the first steps with those of one device before training."),
+]
 Config = Annotated[
     Path | None,
     typer.Option(help="A TOML file with these options as keys, and the task's parameters under \\[task]."),
@@ -132,6 +137,7 @@ def fit(
     memory: Memory = None,
     fit_in: FitIn = None,
     profile: Profile = None,
+    verify: Verify = None,
     config: Config = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -146,7 +152,7 @@ def fit(
         "epochs": epochs, "steps": steps, "name": name, "folder": folder,
         "resume": resume, "go_on": go_on, "save_every": save_every, "keep": keep, "patience": patience,
         "start_from": start_from, "log_to": log_to, "deterministic": deterministic, "memory": memory,
-        "fit_in": fit_in, "profile": profile,
+        "fit_in": fit_in, "profile": profile, "verify": verify,
     }  # fmt: skip
     settings = resolve_settings(FitSettings, given, file=config, tables=["task"])
     words = params or []
@@ -211,6 +217,7 @@ def as_dict(run: Run, settings: Resolved[FitSettings]) -> dict[str, Any]:
         "steps": run.num_steps,
         "seconds": run.seconds,
         "stopped": run.stopped,
+        "verdict": run.verdict,
         "strategy": run.record["spec"],
         "devices": run.record["devices"],
         "params": run.record["params"],
@@ -279,4 +286,5 @@ def _next_command(
     }  # fmt: skip
     spelled = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
     flags = [f"--{name}" for name in ("deterministic", "profile") if given[name]]
+    flags += ["--no-verify"] if given["verify"] is False else []
     return shlex.join(["manyhands", "fit", target, *words, *spelled, *flags, "--resume"])

@@ -61,7 +61,8 @@ class StrategySpec:
       "*.mlp.*:replicate;head:column";
     - `sync`: how replicas agree: a policy of `mh.sync` or its text, "bf16" or "localsteps(16)" say; "allreduce" is
       exact, "auto" chooses;
-    - `batch_stats`: batch statistics over all replicas, "sync", or of each by itself, "local";
+    - `batch_stats`: batch statistics of the whole batch, "sync"; of each micro-batch over all replicas, "micro"; or of
+      each replica's part by itself, "local". The last two change the mathematics;
     - `precision`: "fp32", "bf16" (autocast; weights stay fp32) or "fp64";
     - `accumulate`: micro-batches, one after another, that a batch is cut into;
     - `capture`: how a step is executed on a GPU: "auto" records it as CUDA graphs and compiles it when that pays,
@@ -165,7 +166,7 @@ class StrategySpec:
                 remedy="leave one of them away",
             )
         _require_one_of("sharding", self.sharding, SHARDINGS)
-        _require_one_of("batch_stats", self.batch_stats, ("sync", "local"))
+        _require_one_of("batch_stats", self.batch_stats, ("sync", "micro", "local"))
         for axis in ("context", "expert"):
             if getattr(self, axis) != 1:
                 raise StrategyError(
@@ -329,6 +330,7 @@ class StrategySpec:
 
 def Single(
     *,
+    batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
     capture: str = "auto",
@@ -343,6 +345,7 @@ def Single(
     """
     return StrategySpec(
         replicas=1,
+        batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
         capture=capture,
@@ -492,6 +495,7 @@ def ParameterServer(
     backup: int = 0,
     correction: bool = False,
     followers: int = 0,
+    batch_stats: str = "sync",
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: str = "",
@@ -522,6 +526,7 @@ def ParameterServer(
         backup=backup,
         correction=correction,
         followers=followers,
+        batch_stats=batch_stats,
         precision=precision,
         accumulate=accumulate,
         recompute=recompute,

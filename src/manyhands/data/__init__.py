@@ -12,7 +12,7 @@ from .orders import Orders
 from .prefetch import Prefetcher
 from .resident import Resident, ResidentBatch, in_memory, lies_in_memory
 from .shares import part_of
-from .source import IndexedSource, Source, check_source
+from .source import IndexedSource, Source, Window, check_source
 from .sources import as_source
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Cursor",
     "Source",
     "IndexedSource",
+    "Window",
     "Ids",
     "part_of",
     "as_source",

@@ -135,6 +135,8 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False, dtype
         if not isinstance(tensor, torch.Tensor):
             return tensor.to(device) if hasattr(tensor, "to") else tensor
         wanted = dtype if dtype is not None and tensor.is_floating_point() else None
+        if dtype is torch.float64 and tensor.is_complex():
+            wanted = torch.complex128
         if tensor.device == device and wanted is None:
             return tensor
         return tensor.to(device, wanted, non_blocking=non_blocking)

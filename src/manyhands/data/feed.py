@@ -129,6 +129,11 @@ class Feed:
         data = to_device(self.source.reader(self.seed, epoch)(ids), self.device, dtype=self.dtype)
         return Batch(data, share.sizes, share.global_sizes, ids, Cursor(epoch))
 
+    def part(self, window: Window) -> Batch:
+        """Return this replica's part of a global batch, on the device; the feed stays where it is."""
+        batch = self._batch(window, Cursor())
+        return replace(batch, data=to_device(batch.data, self.device, dtype=self.dtype))
+
     def close(self) -> None:
         """Ends what is being read; an epoch under way ends with the batch that it gave last."""
         for batches in tuple(self._open):

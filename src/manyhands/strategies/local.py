@@ -41,7 +41,7 @@ class LocalReplica(Replica):
             self.group, others = world.by_hosts()
         is_alone = self.group.size == 1
         self._buckets = {} if is_alone else {k: Buckets(g, self.group, AllReduce()) for k, g in self.groups.items()}
-        self._stats = BatchStats(model, self.group) if spec.batch_stats == "sync" and not is_alone else None
+        self._stats = BatchStats(model, self.group) if spec.batch_stats != "local" and not is_alone else None
         first = next(iter(self.groups))
         self._agreements = {
             key: Agreement(policy, others, group, model.buffers if key == first else list)

@@ -31,7 +31,7 @@ class MirroredReplica(Replica):
         if self._policy != named:
             self.notes.append(f"there is one host, so sync={named} has nothing to do: sums are exact")
         self._buckets = {key: Buckets(group, world, self._policy) for key, group in self.groups.items()}
-        self._stats = BatchStats(model, world) if spec.batch_stats == "sync" else None
+        self._stats = BatchStats(model, world) if spec.batch_stats != "local" else None
 
     def ghost(self, is_ghost: bool) -> None:
         if self._stats is not None:

@@ -67,7 +67,7 @@ class PlacedReplica(Replica):
             # Several pieces and micro-batches add to one gradient, so it is complete at the end only.
             buckets.deferred = True
         data = world.along(spec.axes, *DATA_AXES)
-        self._stats = BatchStats(None, data) if spec.batch_stats == "sync" and data.size > 1 else None
+        self._stats = BatchStats(None, data) if spec.batch_stats != "local" and data.size > 1 else None
         self.holding.stats = self._stats
         self._clock = Clock()
         self._relays: dict[int, tuple[Cut, Relay]] = {}

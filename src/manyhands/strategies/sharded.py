@@ -115,7 +115,7 @@ def taking(model: nn.Module) -> Take:
 
 def shared_stats(model: nn.Module, spec: StrategySpec, world: World) -> BatchStats | None:
     """Batch statistics over all ranks that go on together; None where each keeps its own."""
-    if spec.batch_stats != "sync":
+    if spec.batch_stats == "local":
         return None
     drifts = spec.replicas != 1 and isinstance(make_policy(spec.sync), Local)
     return BatchStats(model, world.along(spec.axes, *(("shards",) if drifts else DATA_AXES)))

@@ -3,7 +3,7 @@
 from ..core import EVENTS
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
-from .check import StepRecord, Verdict, compare, one_step
+from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps
 from .cuts import check_pieces, outline_of
 from .draws import learn_draws
 from .evaluation import evaluate, evaluating, predict
@@ -21,7 +21,7 @@ from .roles import Place, place_here, take_part
 from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
 from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
 from .schedule import follow_schedule
-from .served import check_served, train_served
+from .served import check_served, has_own_optimizer, tables_in, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
 from .snapshot import restore_snapshot, take_snapshot
 from .spans import IDLE, PHASES, Span, Spans, by_phase
@@ -29,6 +29,7 @@ from .start import check_start
 from .stepping import take_step
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
+from .verify import refuse, with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -41,6 +42,8 @@ __all__ = [
     "train",
     "train_served",
     "check_served",
+    "has_own_optimizer",
+    "tables_in",
     "Place",
     "place_here",
     "take_part",
@@ -87,10 +90,15 @@ __all__ = [
     "held_now",
     "host_bytes",
     "limited",
-    "StepRecord",
     "Verdict",
-    "one_step",
-    "compare",
+    "judge",
+    "fails_in_parts",
+    "plan_of",
+    "parts_of",
+    "record_of",
+    "take_steps",
+    "with_micro_statistics",
+    "refuse",
     "Stragglers",
     "learn_draws",
     "follow_schedule",

@@ -1,26 +1,57 @@
-"""Check: the first step in float64, whole on one device against split, with a name and a reason where they differ."""
+"""Check: two steps in float64, whole on one device against split, with a name and a reason where they differ."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import World
-from ..core import StrategySpec, Task, mix, seed_all
+from ..cluster import NullWorld, World
+from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from ..graph import culprit
+from .cause import Operations, first_difference, first_not_finite
 from .draws import learn_draws
-from .evaluation import evaluating
 from .hand import Hand
+from .leaving import left_alone
+from .mistakes import explain_mistake
+from .rows import Plan, choose_rows, windows
 from .stepping import take_step
-from .trial import NUM_SAMPLES, try_loss
+from .trial import LOSS, NUM_SAMPLES
 
-RELATIVE, ABSOLUTE = 1e-8, 1e-10
+if TYPE_CHECKING:
+    from ..strategies import Layout
+
+MOST_ROWS = 256
+"""Rows of a step that `check` compares, of larger batches."""
+SHAKE = 1e-14
+"""Relative changes of weights and gradients that show how much a network and its optimizer magnify rounding."""
+MAGNIFIED = 30.0
+"""How many times the effect of such changes a difference may be to count as rounding."""
+MOST_MAGNIFIED = 1e-3
+"""Differences of a first gradient above this are not called equal, even where rounding may explain them."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two computations in one precision may differ."""
+
+    gradient: float
+    """Relative to the largest value of a tensor."""
+    floor: float
+    """Relative to the largest value of all tensors: a gradient of zero is made of rounding."""
+    update: float
+    """Of an update, relative to the largest one: optimizers divide by small numbers."""
+
+
+TOLERANCES = {"fp64": Tolerance(1e-8, 1e-12, 1e-5), "fp32": Tolerance(1e-3, 1e-5, 2e-2)}
 
 
 @dataclass
@@ -30,144 +61,498 @@ class StepRecord:
     losses: dict[str, float]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    """Parameters after the update."""
     differing: list[str]
     """Names that are not equal over the replicas."""
-    has_batch_norm: bool
-    loss_notice: str
+
+
+@dataclass
+class Record:
+    """What the steps of a trial did."""
+
+    steps: list[StepRecord]
+    weights: dict[str, Tensor]
+    """Parameters before the first step."""
+    batch_norms: list[str]
+    hooked: list[str]
+    """Parameters with hooks, which see the gradients of parts."""
     num_draws: int
     """Random operations that were made layout-free."""
+    strayed: bool
+    """Whether an operation drew random numbers in another way."""
+    precision: str = "fp64"
+    has_gradients: bool = True
+    """Whether gradients were seen; those of parameter servers are not."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy gives the same first step as one device, and if not, where it differs and why.
+    """Whether a strategy takes the same steps as one device, and if not, where they differ and why.
 
-    >>> bool(Verdict(equal=True, spec=StrategySpec()))
+    >>> bool(Verdict("equal", StrategySpec()))
     True
     """
 
-    equal: bool
+    outcome: str
+    """"equal", "different", or "not verified" where the two could not be compared."""
     spec: StrategySpec
     first: str = ""
     """The first parameter (or buffer, or loss) that differs."""
     error: float = 0.0
     """The largest relative difference there, or overall where all are equal."""
     why: str = ""
+    remedy: str = ""
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def equal(self) -> bool:
+        """Whether both were compared and are equal."""
+        return self.outcome == "equal"
 
     def __bool__(self) -> bool:
         return self.equal
 
     def __str__(self) -> str:
         notes = "".join(f"\n  note: {note}" for note in self.notes)
+        remedy = f"; {self.remedy}" if self.remedy else ""
         if self.equal:
-            said = f"equal: {self.spec} takes the same first step as one device"
+            said = f"equal: {self.spec} takes the same first steps as one device"
             return f"{said} (largest difference {self.error:.1e}){notes}"
-        return f"different: under {self.spec}, {self.first} differs by {self.error:.1e}: {self.why}{notes}"
+        if self.outcome == "not verified":
+            return f"not verified: {self.spec} could not be compared with one device, because {self.why}{remedy}{notes}"
+        return f"different: under {self.spec}, {self.first} differs by {self.error:.1e}: {self.why}{remedy}{notes}"
 
 
-def one_step(world: World, task: Task, spec: StrategySpec, salt: int = 0) -> StepRecord:
-    """Takes the task's first step in float64, with layout-free randomness, and keeps what came out.
+class _TrialHand(Hand):
+    """A hand whose steps are only compared: it reports nothing and heeds no wish to stop."""
 
-    `salt` changes what is drawn at random in spite of that.
-    """
-    hand = Hand(world, dataclasses.replace(spec, precision="fp64", deterministic=True))
-    assert hand.randomness is not None
-    hand.build(task)
-    if not hand.model.training:
-        hand.model.train()
-    hand.seed(task.seed)
-    gradients: dict[str, Tensor] = {}
-    for optimizer in hand.optimizers.values():
-        optimizer.register_step_pre_hook(_keeper(hand, gradients))
+    def notice(self, text: str) -> None:
+        pass
+
+    def log(self, **values: Any) -> None:
+        pass
+
+    def heed(self) -> None:
+        pass
+
+
+def plan_of(task: Task, spec: StrategySpec, most: int = MOST_ROWS) -> Plan:
+    """Return the rows that a task is compared on under a spec with definite axes."""
     source = as_source(task.data, collate=task.collate)
-    feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
-    notice = ""
-    if task.loss is not None:
-        with evaluating(hand.model):
-            notice = try_loss(task, hand.model, feed.peek(NUM_SAMPLES), is_split=False)
+    return choose_rows(source, check_source(source, task.batch_size), parts_of(spec), task.seed, most)
+
+
+def parts_of(spec: StrategySpec) -> int:
+    """Return into how many parts a batch is split, over replicas and one after another."""
+    workers = spec.replicas or 1 if spec.servers else spec.num_parts
+    return workers * spec.accumulate * spec.microbatches
+
+
+def take_steps(
+    world: World,
+    task: Task,
+    spec: StrategySpec,
+    plan: Plan,
+    *,
+    precision: str = "fp64",
+    layout: Layout | None = None,
+    salt: int = 0,
+    shake: float = 0.0,
+    begin: Callable[[int], None] = lambda step: None,
+) -> Record:
+    """Take a task's steps on the rows of a plan with layout-free randomness, and return what came out.
+
+    `salt` changes what is drawn at random in spite of that, `shake` weights and gradients, by a relative amount;
+    `begin` is called before every step.
+    """
+    hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
+    hand.layout = layout
+    plain = torch.get_default_dtype()
+    wide = torch.float64 if precision == "fp64" else plain
+    with left_alone(task.loss), contextlib.closing(hand), default_dtype(wide):
+        hand.build(task.replace(model=functools.partial(_built, task.model, plain)))
+        if not hand.model.training:
+            hand.model.train()
+        hand.seed(task.seed)
+        _shake(hand.model.parameters(), shake)
+        kept = _Kept(hand, shake)
+        # Only the whole network's are compared with.
+        first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
+        source = as_source(task.data, collate=task.collate)
+        feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
         learn_draws(hand, task, feed.peek(NUM_SAMPLES))
-    seed_all(mix(task.seed, hand.rank, salt))
-    take_step(hand, task, next(iter(hand.one_epoch(feed))))
-    hand.agree()
-    record = StepRecord(
-        losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
-        gradients={n: g.cpu() for n, g in hand.replica.gathered(gradients).items()},
-        buffers={n: b.cpu().clone() for n, b in hand.replica.gathered(dict(hand.model.named_buffers())).items()},
-        differing=hand.replica.differences(),
-        has_batch_norm=any(isinstance(m, _BatchNorm) for m in hand.model.modules()),
-        loss_notice=notice,
-        num_draws=hand.randomness.num_draws,
-    )
-    feed.close()
-    hand.close()
-    return record
+        seed_all(mix(task.seed, hand.rank, salt))
+        steps = []
+        for number, window in enumerate(windows(source, plan, task.seed)):
+            begin(number)
+            batch = feed.part(window)
+            hand.take(batch)
+            try:
+                take_step(hand, task, batch)
+            except Exception as error:
+                explain_mistake(error, batch.data, batch.ids)
+                raise
+            hand.agree()
+            steps.append(kept.record())
+        feed.close()
+        assert isinstance(hand.randomness, LayoutFree)
+        return Record(
+            steps=steps,
+            weights=first,
+            batch_norms=[name for name, part in hand.model.named_modules() if has_batch_stats(part)],
+            hooked=[name for name, parameter in hand.model.named_parameters() if parameter._backward_hooks],
+            num_draws=hand.randomness.num_draws,
+            strayed=hand.randomness.strayed,
+            precision=precision,
+        )
 
 
-def compare(whole: StepRecord, again: StepRecord, parts: StepRecord, spec: StrategySpec) -> Verdict:
-    """The verdict on a split step; `again` is the whole one with other random numbers."""
-    notes = []
-    is_random = whole.losses != again.losses
-    if is_random:
-        notes.append("the step draws random numbers that are not layout-free, so they differ on every replica")
+def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], whole: Record) -> Record:
+    """Return the record of steps of which weights and losses are known alone, for a comparison with a whole one."""
+    steps = []
+    for state, loss, ours in zip(states, losses, whole.steps, strict=True):
+        weights, buffers = ({n: state[n] for n in named if n in state} for named in (ours.weights, ours.buffers))
+        # Buffers that no checkpoint keeps cannot be compared.
+        steps.append(StepRecord({"loss": loss}, ours.gradients, {**ours.buffers, **buffers}, weights, []))
+    return dataclasses.replace(whole, steps=steps, has_gradients=False)
+
+
+class _Kept:
+    """Keeps the gradients that a replica's updates see."""
+
+    def __init__(self, hand: Hand, shake: float) -> None:
+        self._hand, self._gradients = hand, {}  # type: ignore[var-annotated]
+        update = hand.replica.update
+
+        def keep(key: str, where: Tensor | None = None) -> None:
+            self._keep(key, shake)
+            update(key, where)
+
+        hand.replica.update = keep  # type: ignore[method-assign]
+
+    def _keep(self, key: str, shake: float) -> None:
+        replica = self._hand.replica
+        group = {name: p for name, p in replica.groups[key].items() if not p.is_meta}
+        here = [name for name, parameter in group.items() if parameter.grad is not None]
+        # Gathering parts is a collective, so a gradient that some rank lacks is one of zeros there.
+        used = set().union(*self._hand.world.gather_objects(here))
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in group.items() if n in used}
+        _shake((parameter.grad for parameter in group.values() if parameter.grad is not None), shake)
+        self._gradients |= _copied(replica.gathered({name: g.detach() for name, g in gradients.items()}))
+
+    def record(self) -> StepRecord:
+        """Return what the last step did."""
+        hand, gradients = self._hand, self._gradients
+        self._gradients = {}
+        return StepRecord(
+            losses={key or "loss": float(loss) for key, loss in hand.losses.items()},
+            gradients=gradients,
+            buffers=_copied(hand.replica.gathered(dict(hand.model.named_buffers()))),
+            weights=_copied(hand.replica.gathered(dict(hand.model.named_parameters()))),
+            differing=hand.replica.differences(),
+        )
+
+
+def _copied(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _dense(tensor.detach()).cpu().clone() for name, tensor in named.items() if not tensor.is_meta}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+@torch.no_grad()
+def _shake(values: Any, amount: float) -> None:
+    if amount:
+        generator = torch.Generator().manual_seed(1)
+        for value in values:
+            if value.is_floating_point() and value.layout == torch.strided:
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device, value.dtype)
+                value.mul_(1 + amount * noise)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make what a network creates by itself fit its parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _built(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """A network with the first values that it has in a run, which are drawn in the usual precision."""
+    with default_dtype(dtype):
+        return make()
+
+
+def has_batch_stats(part: nn.Module) -> bool:
+    """Return whether a layer normalises by statistics of the batch."""
+    return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that two records do not agree on."""
+
+    step: int
+    what: str
+    error: float
+    limit: float
+    has_nan: bool = False
+    """Whether both are NaN in the same places."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is above the tolerance."""
+        return not self.error <= self.limit
+
+
+def compare(whole: Record, parts: Record) -> Iterator[Difference]:
+    """Compare two records tensor by tensor: of each step gradients, buffers, losses, and weights after the update."""
+    tolerance = TOLERANCES[whole.precision]
+    before = whole.weights
+    earlier: dict[str, Tensor] = {}
+    unsettled: dict[str, Tensor] = {}
+    for number, (ours, theirs) in enumerate(zip(whole.steps, parts.steps, strict=True)):
+        scale = _largest(ours.gradients)
+        for name in ours.weights if parts.has_gradients else ():
+            a, b = _pair(ours.gradients, theirs.gradients, name)
+            error, has_nan = _error(a, b, tolerance.floor / tolerance.gradient * scale)
+            yield Difference(number, f"the gradient of {name}", error, tolerance.gradient, has_nan)
+        for name in dict.fromkeys((*ours.buffers, *theirs.buffers)):
+            error, has_nan = _error(ours.buffers.get(name), theirs.buffers.get(name), 1e-3)
+            yield Difference(number, f"the buffer {name}", error, tolerance.gradient, has_nan)
+        for name, value in ours.losses.items():
+            error, has_nan = _error(torch.tensor(value), torch.tensor(theirs.losses.get(name, float("nan"))), 1e-3)
+            yield Difference(number, f"the value of {name}", error, tolerance.gradient, has_nan)
+        moved = _largest({name: ours.weights[name] - before[name] for name in ours.weights})
+        for name, weight in ours.weights.items():
+            noise = unsettled[name] = _is_rounding(*_pair(ours.gradients, theirs.gradients, name), scale, tolerance)
+            if number:
+                noise = unsettled[name] = noise.maximum(earlier[name])
+            update = _largest({name: weight - before[name]}) + 1e-2 * moved
+            size = max(update, 1e-9 * _largest({name: weight}))
+            error, has_nan = _error(weight, theirs.weights.get(name), size, fixed=True, without=noise)
+            yield Difference(number, f"the update of {name}", error, tolerance.update, has_nan)
+        earlier, unsettled = unsettled, {}
+        before = ours.weights
+
+
+def _pair(ours: dict[str, Tensor], theirs: dict[str, Tensor], name: str) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a parameter; one that is missing is one of zeros, whose update is compared in any case."""
+    a, b = ours.get(name), theirs.get(name)
+    zeros = None if a is None and b is None else torch.zeros_like(a if a is not None else b)  # type: ignore[arg-type]
+    return (zeros if a is None else a), (zeros if b is None else b)
+
+
+def _is_rounding(a: Tensor | None, b: Tensor | None, scale: float, tolerance: Tolerance) -> Tensor:
+    """Where gradients are nothing but rounding: optimizers that look at signs make updates of full size from it."""
+    if a is None or b is None or a.shape != b.shape:
+        return torch.zeros(())
+    return ((a.abs() <= 1e3 * tolerance.floor * scale) & (b.abs() <= 1e3 * tolerance.floor * scale) & (a != b)).float()
+
+
+def _largest(named: dict[str, Tensor]) -> float:
+    sizes = [float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in named.values() if t.numel()]
+    return max(sizes, default=0.0)
+
+
+def _error(
+    a: Tensor | None, b: Tensor | None, least: float, *, fixed: bool = False, without: Tensor | None = None
+) -> tuple[float, bool]:
+    """The largest difference relative to the size of `a`, which counts as `least` at least; whether both have NaN."""
+    if a is None and b is None:
+        return 0.0, False
+    if a is None or b is None or a.shape != b.shape or a.is_complex() != b.is_complex():
+        return float("inf"), False
+    if not a.numel():
+        return 0.0, False
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    nan = a.isnan()
+    if not torch.equal(nan, b.isnan()):
+        return float("inf"), False
+    apart = torch.where(nan | (a == b), 0.0, (a - b).abs())
+    if without is not None:
+        apart = apart * (1 - without)
+    size = least if fixed else max(_largest({"": a}), least)
+    return float(apart.max()) / max(size, 1e-300), bool(nan.any())
+
+
+def fails_in_parts(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World | None = None
+) -> Verdict | None:
+    """Return the verdict on a loss that raises an error on the parts of a batch alone; None where it does not.
+
+    It is tried on one device, where an error leaves no rank waiting. Batch statistics may need more rows than a part
+    has, which is no matter where they are synchronised.
+    """
+    if parts_of(spec) == 1 or whole.batch_norms or task.loss is None:
+        return None
+    try:
+        alone = StrategySpec(accumulate=parts_of(spec))
+        take_steps(world or NullWorld(), task, alone, plan, precision=whole.precision)
+    except Exception as error:
+        return failed_in_parts(spec, error)
+    return None
+
+
+def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
+    """Return the verdict on an error that comes from a part of a batch and not from the whole."""
+    why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
+    return Verdict("different", spec, "the loss", float("inf"), why, LOSS)
+
+
+def judge(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, world: World | None = None
+) -> Verdict:
+    """Return the verdict on split steps; where they differ, the whole ones are taken again to find out why."""
+    alone = world or NullWorld()
+    found = list(compare(whole, parts))
+    notes: list[str] = []
     if whole.num_draws and not spec.deterministic:
         notes.append("random numbers, dropout's too, are compared as with deterministic=True; a run needs it for them")
-    worst = 0.0
-    for name, ours, theirs in _pairs(whole, parts):
-        error = _error(ours, theirs)
-        if error > RELATIVE:
-            return Verdict(False, spec, name, error, _reason(whole, parts, spec, name, is_random), tuple(notes))
-        worst = max(worst, error)
-    if parts.differing:
-        why = f"it is not equal on every replica: {', '.join(parts.differing)}; nothing synchronises it"
-        return Verdict(False, spec, parts.differing[0].split(" ")[0], float("inf"), why, tuple(notes))
-    return Verdict(True, spec, error=worst, notes=tuple(notes))
+    worst = max((difference.error for difference in found if not difference.what.startswith("the update")), default=0.0)
+    real = next((difference for difference in found if difference.is_real), None)
+
+    def again(**changes: Any) -> Record:
+        return take_steps(alone, task, StrategySpec(), plan, precision=whole.precision, **changes)
+
+    if real is None:
+        nan = next((difference for difference in found if difference.has_nan), None)
+        if nan is not None:
+            why = f"{nan.what} has NaN on one device too, first in {_source_of_nan(task, plan, alone) or 'backward'}"
+            return Verdict("not verified", spec, nan.what, why=why, notes=tuple(notes))
+        return _same_everywhere(parts, Verdict("equal", spec, error=worst, notes=tuple(notes)))
+    if any(difference.is_real for difference in compare(whole, again(salt=1))):
+        notes.append("the step draws random numbers that are not layout-free, so they differ on every replica")
+        return Verdict("different", spec, real.what, real.error, RANDOM, notes=tuple(notes))
+    shaken = {(d.step, d.what): d.error for d in compare(whole, again(shake=SHAKE * _units(whole.precision)))}
+    magnified = [d for d in found if d.is_real and d.error <= MAGNIFIED * shaken[d.step, d.what]]
+    real = next((d for d in found if d.is_real and d not in magnified), None)
+    if real is None:
+        most = max(magnified, key=lambda difference: difference.error)
+        if any(d.step == 0 and not d.what.startswith("the update") and d.error > MOST_MAGNIFIED for d in magnified):
+            why = f"rounding alone changes {most.what} by {shaken[most.step, most.what]:.1e} on one device"
+            return Verdict("not verified", spec, most.what, most.error, why, notes=tuple(notes))
+        notes.append(f"{most.what} differs by {most.error:.1e}, as much as rounding changes it on one device")
+        return _same_everywhere(parts, Verdict("equal", spec, error=worst, notes=tuple(notes)))
+    why, remedy = _reason(task, spec, plan, whole, parts, real, alone)
+    return Verdict("different", spec, real.what, real.error, why, remedy, tuple(notes))
 
 
-def _pairs(whole: StepRecord, parts: StepRecord) -> list[tuple[str, Tensor, Tensor]]:
-    pairs = [
-        (f"the gradient of {name}", gradient, parts.gradients[name])
-        for name, gradient in whole.gradients.items()
-        if name in parts.gradients
+def _units(precision: str) -> float:
+    return 1.0 if precision == "fp64" else 1e7
+
+
+def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
+    """The verdict on equal steps, unless replicas hold something else than the first one."""
+    differing = next((step.differing for step in parts.steps if step.differing), [])
+    if not differing:
+        return verdict
+    name = differing[0].split(" ")[0]
+    why, remedy = f"it is not equal on every replica: {', '.join(differing)}; nothing synchronises it", BUFFER
+    if name in parts.steps[0].weights:
+        why = f"updates are not equal on every replica: {', '.join(differing[:5])}"
+        remedy = "let the optimizer draw no random numbers, and change parameters in its step alone"
+    return dataclasses.replace(verdict, outcome="different", first=name, error=float("inf"), why=why, remedy=remedy)
+
+
+# -- reasons ----------------------------------------------------------------------------------------------------------
+
+RANDOM = "the step draws random numbers from a generator of its own, which differ on every replica"
+SAMPLES = (
+    "use an operation of each sample by itself (LayerNorm or GroupNorm in place of batch statistics), torch's own "
+    "BatchNorm, whose statistics are synchronised, or a strategy that does not split batches"
+)
+HOOK = "make the hook linear in the gradient (a mask, a factor), clip with clip=, or change gradients in the optimizer"
+BUFFER = "make its update a mean over samples, keep it out of forward, or use a strategy that does not split batches"
+MICRO = (
+    'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
+    "none; accumulate=1 and microbatches=1 do not split a batch"
+)
+
+
+def _reason(
+    task: Task,
+    spec: StrategySpec,
+    plan: Plan,
+    whole: Record,
+    parts: Record,
+    found: Difference,
+    alone: World,
+) -> tuple[str, str]:
+    """Why a tensor differs, and what to do."""
+    if whole.batch_norms and spec.batch_stats == "local":
+        return 'batch statistics are local to each replica; use batch_stats="sync"', ""
+    if whole.batch_norms and spec.accumulate * spec.microbatches > 1:
+        return f"batch statistics are those of a micro-batch under accumulate ({whole.batch_norms[0]})", MICRO
+    if whole.batch_norms and spec.servers:
+        return f"batch statistics are those of each worker's part of a batch ({whole.batch_norms[0]})", SAMPLES
+    cause = "" if task.loss is None else _cause(task, spec, plan[: found.step + 1], whole.precision, alone)
+    unsynchronised = [
+        item for item in parts.steps[found.step].differing if item.split(" ")[0] in whole.steps[0].buffers
     ]
-    pairs += [(f"the buffer {name}", buffer, parts.buffers[name]) for name, buffer in whole.buffers.items()]
-    pairs += [(f"the value of {k}", torch.tensor(v), torch.tensor(parts.losses[k])) for k, v in whole.losses.items()]
-    return pairs
+    if unsynchronised and not (cause and found.what.startswith("the gradient")):
+        return f"a buffer is not synchronised over the replicas: {', '.join(unsynchronised)}", BUFFER
+    if cause and " of " in cause.split(" at ")[0]:
+        return f"{cause} looks at other samples of the batch", SAMPLES
+    if cause:
+        return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
+    return _of_the_strategy(spec, whole, found, task)
 
 
-def _error(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    if a.numel() == 0:
-        return 0.0
-    a, b = a.double(), b.double()
-    difference, size = float((a - b).abs().max()), float(a.abs().max())
-    return 0.0 if difference <= ABSOLUTE else difference / max(size, 1e-30)
+def _of_the_strategy(spec: StrategySpec, whole: Record, found: Difference, task: Task) -> tuple[str, str]:
+    """A difference that splitting the batch on one device does not show."""
+    other = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
+    name = found.what.rsplit(" ", 1)[-1]
+    if name in whole.hooked:
+        return f"a hook on {name} sees the gradients of parts of the batch, and not their sum", HOOK
+    if found.what.startswith("the update"):
+        return f"gradients are equal, but the optimizer computes another update under {spec}", other
+    if found.what.startswith("the buffer"):
+        return "forward changes the buffer in a way that depends on how the batch is split", BUFFER
+    if spec.num_parts * spec.accumulate * spec.microbatches > 1 and task.loss is None:
+        return (
+            "some operation looks at other samples of the batch, or a gradient is changed outside of the loss",
+            SAMPLES,
+        )
+    return f"{spec} computes something else than one device there, or a gradient is changed outside of the loss", other
 
 
-def _reason(whole: StepRecord, parts: StepRecord, spec: StrategySpec, name: str, is_random: bool) -> str:
-    if parts.loss_notice:
-        return parts.loss_notice
-    if whole.has_batch_norm and spec.batch_stats == "local":
-        return 'batch statistics are local to each replica; use batch_stats="sync"'
-    if whole.has_batch_norm and spec.accumulate > 1:
-        return "batch statistics are those of a micro-batch under accumulate; use a layer without batch statistics"
-    unsynchronised = [item for item in parts.differing if item.split(" ")[0] in whole.buffers]
-    if unsynchronised:
-        return f"a buffer is not synchronised over the replicas: {', '.join(unsynchronised)}"
-    if is_random:
-        return "the step draws random numbers from a generator of its own, which differ on every replica"
-    return "some operation looks at other samples of the batch, or a gradient is changed outside of the loss"
+def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: World) -> str:
+    """The first operation that shows it when the batch is split on one device; "" where none does."""
+    calls = []
+    try:
+        for accumulate in (1, max(2, parts_of(spec))):
+            operations = Operations()
+            take_steps(
+                alone,
+                operations.watched(task),
+                StrategySpec(accumulate=accumulate),
+                plan,
+                precision=precision,
+                begin=lambda step, kept=operations.calls: kept.clear(),  # type: ignore[misc]
+            )
+            calls.append(operations.calls)
+    except Exception:
+        return ""
+    rows, count = len(plan[-1]), len(calls[1])
+    sizes = [rows // count + (part < rows % count) for part in range(count)]
+    return first_difference(calls[0][0], calls[1], sizes) if count > 1 else ""
 
 
-def _keeper(hand: Hand, gradients: dict[str, Tensor]) -> Callable[..., None]:
-    """Keeps the first gradient that each parameter's optimizer sees."""
-
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = hand.replica.names[parameter]
-                if parameter.grad is not None and name not in gradients:
-                    gradients[name] = parameter.grad.detach().clone()
-
-    return keep
+def _source_of_nan(task: Task, plan: Plan, alone: World) -> str:
+    """The first operation of the whole step that is not finite."""
+    if task.loss is None:
+        return ""
+    operations = Operations()
+    take_steps(alone, operations.watched(task), StrategySpec(), plan)
+    return next(filter(None, map(first_not_finite, operations.calls)), "")

@@ -634,6 +634,11 @@ class Hand:
         """The last step's loss over this replica's own samples, NaN where it had none; None where it is alone."""
         return None if self.size == 1 or self._last_tally is None else self._last_tally.local_loss
 
+    @property
+    def finite_parts(self) -> list[bool]:
+        """Whether the loss of each part of this replica's last batch is finite."""
+        return [] if self._last_tally is None else self._last_tally.finite_parts
+
     def stop(self) -> None:
         """Asks all replicas to end after a step that they agree on."""
         self.world.line.stopping = True

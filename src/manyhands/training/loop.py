@@ -19,13 +19,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..cluster import World, regroup
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
-from ..data import Batch, Feed, as_source, check_source, tensors
+from ..data import Batch, Feed, as_source, check_source, first_dim, tensors
 from ..store import Weights
 from .callbacks import Callback
+from .check import Verdict
 from .draws import guess_notice, learn_draws
 from .evaluation import evaluate, evaluating
 from .hand import Hand
 from .memory import Guard, explain_memory, held_now, limited, used
+from .mistakes import explain_mistake
 from .parts import COPY_EVERY, Copies, restore_part
 from .patience import Patience, Watch, check_patience
 from .recovery import GoBack, Kept, Marker, as_loss, eased, is_sound, recall, resized
@@ -35,7 +37,8 @@ from .snapshot import restore_snapshot
 from .start import start_from
 from .stepping import Stepper
 from .stragglers import Stopwatch
-from .trial import NUM_SAMPLES, try_loss, try_metrics
+from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics
+from .verify import is_split, refuse, require_whole_statistics, verdict_event, verify, why_not
 
 if TYPE_CHECKING:
     from ..strategies import Layout
@@ -85,6 +88,8 @@ class Job:
     """Bytes that a replica may take on its device; None for all there are."""
     profile: int = 0
     """Of so many steps one is timed by what it does; 0 for none."""
+    verify: bool = True
+    """Whether the first steps are compared with those of one device before training."""
 
 
 @dataclass
@@ -167,6 +172,9 @@ class TrainingLoop:
         self.is_ending = False
         self.told_guess = False
         self.is_tried = False
+        self.not_verified = ""
+        self.verdict: Verdict | None = None
+        self.seconds_per_row = 0.0
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.factor: float | None = None
@@ -242,8 +250,9 @@ class TrainingLoop:
             try:
                 with self.guard():
                     stepper.take(batch)
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, IndexError) as error:
                 stepper.close()
+                explain_mistake(error, batch.data, batch.ids, self.hand.num_steps + 1)
                 explain_memory(error, self.hand, self.task, batch, self.guard.limit)
                 raise
 
@@ -333,6 +342,10 @@ class TrainingLoop:
         else:
             source = "the last checkpoint" if self.begin() else "its beginning"
         kept.goes_before = None
+        if not any(hand.world.gather_objects(kept.is_verified)):
+            why = "a rank failed before the verdict, and after that nothing is compared"
+            self.reporter.report(verdict_event(Verdict("not verified", hand.spec, why=why)))
+        kept.is_verified = True
         told = {"step": hand.num_steps, "generation": hand.world.seat.generation, "size": hand.size, "source": source}
         self.reporter.report(event("recovered", **told))
         self.reporter.report_again(recent)
@@ -406,11 +419,13 @@ class TrainingLoop:
     def try_out(self, feed: Feed) -> None:
         """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
         hand, task, model = self.hand, self.task, self.hand.model
+        require_whole_statistics(model, self.split)
         batch = feed.peek(NUM_SAMPLES)
         if not self.is_tried:
             with hand.replica.scope():
                 self.try_on(model, batch)
         learn_draws(hand, task, batch)
+        self.verify()
         if task.metrics and task.valid is None:
             hand.notice("metrics are measured on valid=, which this task does not have")
         if hand.size > feed.batch_size:
@@ -425,18 +440,52 @@ class TrainingLoop:
     def try_on(self, model: nn.Module, batch: Any = None) -> None:
         """Tries the loss and the metrics on a network that is whole."""
         self.is_tried = True
-        hand, task, spec = self.hand, self.task, self.hand.spec
+        hand, task = self.hand, self.task
         if batch is None:
             source = as_source(task.data, collate=task.collate)
             batch = hand.peek(source, check_source(source, task.batch_size), NUM_SAMPLES)
-        is_split = hand.size * spec.accumulate * spec.microbatches > 1 or spec.servers > 0
         with evaluating(model):
             if task.loss is not None:
-                notice = try_loss(task, model, batch, is_split=is_split)
-                if notice:
+                began = time.perf_counter()
+                told = [try_loss(task, model, batch)]
+                first = time.perf_counter() - began
+                try_loss(task, model, batch)
+                # The first time may include what torch prepares once.
+                self.seconds_per_row = min(first, time.perf_counter() - began - first) / first_dim(batch)
+                self.not_verified = self.why_not_verified(model)
+                splits = is_split(self.split)
+                if self.job.verify and (self.not_verified or not splits):
+                    told.append(try_halves(task, model, batch, refuses=splits))
+                for notice in filter(None, told):
                     hand.notice(notice)
             for notice in try_metrics(task, model, batch, hand.replicas):
                 hand.notice(notice)
+
+    @property
+    def split(self) -> StrategySpec:
+        """How the work is split."""
+        return self.hand.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        """Why the first steps are not compared with those of one device, as far as it is known beforehand."""
+        if not self.job.verify:
+            return "verify=False was passed"
+        if self.job.memory is not None:
+            return "memory= leaves no room for a copy of the network; mh.check compares it"
+        return why_not(self.task, self.split, model, self.hand.device)
+
+    def verify(self) -> None:
+        """Compare the first steps with those of one device; refuse a difference, record the verdict."""
+        spec, why = self.split, self.not_verified or self.why_not_verified(self.hand.model)
+        if not is_split(spec):
+            verdict = Verdict("equal", spec, why="nothing is split")
+        elif why:
+            verdict = Verdict("not verified", spec, why=why)
+        else:
+            verdict = verify(self.hand, self.task, spec, self.job.layout, self.seconds_per_row)
+        refuse(verdict)
+        self.verdict = verdict
+        self.kept.is_verified = True
 
     def resume(self) -> bool:
         """Goes on from the last checkpoint, where there is one."""
@@ -592,6 +641,8 @@ class TrainingLoop:
                 step=self.hand.num_steps,
             )
         )
+        if self.verdict is not None:
+            self.reporter.report(verdict_event(self.verdict))
 
 
 def _learning_rates(hand: Hand) -> dict[str, float]:
@@ -708,10 +759,15 @@ class _Reporter:
         if batch is None or step != self._hand.num_steps:
             return "lower the learning rate, set clip=1.0, or look at the data"
         # The loss is that of all replicas, so all of them come here together.
-        parts = self._hand.replicas.gather_objects((_not_finite(batch), batch.ids.tolist()))
+        parts = self._hand.replicas.gather_objects((_not_finite(batch), batch.ids.tolist(), self._hand.finite_parts))
         guilty, ids = ([sample for part in parts for sample in part[which]] for which in (0, 1))
         if guilty:
             return f"the data itself is not finite: look at {_some(guilty)}"
+        flags = [flag for part in parts for flag in part[2]]
+        if any(flags) and not all(flags):
+            found = f"the loss of {flags.count(False)} of {len(flags)} parts of the batch is not finite"
+            why = "a part without a valid target has a mean over nothing, which the whole batch has not"
+            return f"{found}: {why}; return mh.mean(total, count), or look at {_some(ids)}"
         return f"lower the learning rate, set clip=1.0, or look at {_some(ids)}"
 
     def flush(self) -> None:

@@ -177,7 +177,9 @@ def said(entry: Event) -> str:
         parts = ", ".join(f"{name} {size_text(entry[name])}" for name in ("parameters", "optimizer"))
         whole = "its process, torch and all," if entry["device"] == "cpu" else "all in all"
         return f"the first device really held {parts}; {whole} {size_text(entry['peak'])} at most"
-    return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang") else ""
+    if entry["kind"] == "verdict" and entry["why"] == "nothing is split":
+        return ""
+    return str(entry["text"]) if entry["kind"] in ("notice", "straggler", "hang", "verdict") else ""
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:

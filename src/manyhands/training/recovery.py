@@ -51,6 +51,8 @@ class Kept:
     """The batches of the last step that this replica took and of the one that was under way."""
     gave_way_at: int = 0
     """The first of many steps without a finite gradient, from which the run went back; 0 where it never did."""
+    is_verified: bool = False
+    """Whether the verdict on the first steps was reported."""
     goes_before: int | None = None
     """The step before which a checkpoint must be to go on from it; None for any."""
 

@@ -93,6 +93,14 @@ class Run:
         return self.outcome is not None and self.outcome.stopped
 
     @property
+    def verdict(self) -> str:
+        """Whether the first steps are those of one device: "equal", or "not verified, because …"; empty if unknown."""
+        told = self.record.get("verdict", {})
+        return (
+            "" if not told else "equal" if told["outcome"] == "equal" else f"{told['outcome']}, because {told['why']}"
+        )
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Where the first replica's time went."""
         return {} if self.outcome is None else self.outcome.seconds

@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..cluster import Device, World
 from ..core import StrategyError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Cursor, Feed, IndexedSource, as_source
-from ..strategies import MAIN, declaring
+from ..strategies import MAIN, declaring, optimizers_of
+from .explain import without_values
 from .hand import Hand
 from .loop import Job, Outcome, TrainingLoop
 from .recovery import GoBack, Kept
@@ -71,6 +72,25 @@ def check_served(task: Task) -> None:
             got="a stream, which can only be read from its beginning",
             remedy="pass a dataset with a length, or use mh.Mirrored()",
         )
+
+
+def tables_in(task: Task) -> list[str]:
+    """Return the names of a task's tables whose rows are on servers alone."""
+    from ..strategies import served
+
+    with declaring():
+        model = without_values(task)
+    return [] if model is None else list(served.tables_of(model))
+
+
+def has_own_optimizer(task: Task) -> bool:
+    """Return whether a task's optimizer is not one of torch's, so that servers may see it in another way."""
+    model = without_values(task)
+    try:
+        made = {} if model is None else optimizers_of(model, task.optimizer)
+    except Exception:
+        return False
+    return any(not type(optimizer).__module__.startswith("torch.optim") for optimizer in made.values())
 
 
 def _require_dense(model: nn.Module) -> None:
@@ -153,6 +173,17 @@ class ServedLoop(TrainingLoop):
                 self.hand.notice(str(lost))
                 self._begin_again()
                 chief.publish()
+
+    @property
+    def split(self) -> StrategySpec:
+        """How the work is split over workers; the chief's own hand is alone."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        from ..strategies import served
+
+        tables = ", ".join(served.tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
 
     def ease(self, batch_size: int) -> None:
         """The chief's own hand takes no samples, so it needs no smaller parts of them."""

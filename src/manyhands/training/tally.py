@@ -34,6 +34,7 @@ class Tally:
         self._world, self._speaks, self._drifts = world, speaks, drifts
         self._num_samples = 1
         self._totals: list[Tensor] = []
+        self._sizes: list[int] = []
         self._plain_counts: list[float] = []
         self._token_counts: list[Tensor] = []
         self._pending = Pending()
@@ -45,6 +46,7 @@ class Tally:
 
     def add(self, loss: Tensor | Mean, part: Part) -> Tensor:
         """Takes a micro-batch's loss; returns what backward must start from."""
+        self._sizes.append(part.size)
         if isinstance(loss, Mean):
             self.counts_tokens = True
             weight = 0.0 if part.is_ghost else 1.0
@@ -124,6 +126,11 @@ class Tally:
         if self._sums is not None:
             return self._sums[0] / self._sums[1]
         return self._totals[0] if len(self._totals) == 1 and not self.counts_tokens else self.local_loss
+
+    @property
+    def finite_parts(self) -> list[bool]:
+        """Whether the loss of each part that has samples is finite, of this replica alone."""
+        return [bool(total.isfinite()) for total, size in zip(self._totals, self._sizes, strict=True) if size]
 
     @property
     def is_finite(self) -> Tensor:

@@ -1,8 +1,9 @@
-"""The trial: a few samples, whole and in halves, before work starts; a loss decides whether batches can be split."""
+"""The first look at a task: the loss and the metrics of a few samples, before anything is trained."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,39 +14,64 @@ from ..cluster import NullWorld, World
 from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
 from ..data import first_dim, split
 from .metrics import parted, try_meters
+from .mistakes import explain_mistake
 from .predictor import inputs_of, outputs_of
 from .tally import Part, Tally
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-4
+LOSS = (
+    "end it with .mean() (reduction='mean'); return mh.mean(losses.sum(), count) where tokens or boxes count; "
+    "where samples look at each other (contrastive losses, hard examples), write a step and gather what they need"
+)
+"""What to do about a loss that is no mean over samples."""
 
 
-def try_loss(task: Task, model: nn.Module, batch: Any, *, is_split: bool) -> str:
-    """Tries a small batch; raises on a loss that cannot be trained, returns a notice on one that is not a mean.
+def try_loss(task: Task, model: nn.Module, batch: Any) -> str:
+    """Refuse a loss that cannot be trained, by its value for a few samples; return a notice if there is none."""
+    return _tried(model, batch, lambda: _require_finite(task, model, batch))
 
-    `is_split` says whether the strategy cuts batches; then a loss that is not a mean would change the answer.
+
+def try_halves(task: Task, model: nn.Module, batch: Any, *, refuses: bool) -> str:
+    """Compare the loss of a few samples with that of their halves, by its value in evaluation mode.
+
+    Refuses a loss that differs, or returns a notice where batches are not split; also where it cannot be told. This is
+    for networks of which no copy is compared.
     """
-    assert task.loss is not None
+    try:
+        return _tried(model, batch, lambda: _compare(task, model, batch, _value(task, model, batch)))
+    except TaskError as error:
+        if refuses:
+            raise
+        return f"on one device this is fine, split over several it would be refused: {error}"
+
+
+def _tried(model: nn.Module, batch: Any, look: Callable[[], str]) -> str:
     device = next((p for p in model.parameters() if not p.is_meta), torch.empty(0)).device
     states = random_state(device)
     try:
-        whole = _value(task, model, batch)
-        if math.isnan(whole) and not _counts(task, model, batch):
-            return "the first samples count nothing, so whether the loss is a mean could not be tried"
-        if not math.isfinite(whole):
-            raise TaskError(
-                "the loss must be finite at the start",
-                got=whole,
-                remedy="look at the inputs, the initial weights and log/sqrt/÷ in it",
-            )
-        return _compare(task, model, batch, whole, is_split)
+        return look()
     except UsageError:
         raise
     except Exception as error:
-        # Some networks give a loss in training only. A slip of the person's own comes again in the first step.
+        explain_mistake(error, batch)
+        # Some networks give a loss in training only. A mistake of the user's own comes again in the first step.
         return f"the loss could not be tried in evaluation mode ({type(error).__name__}: {error})"
     finally:
         restore_random_state(states, device)
+
+
+def _require_finite(task: Task, model: nn.Module, batch: Any) -> str:
+    whole = _value(task, model, batch)
+    if math.isnan(whole) and not _counts(task, model, batch):
+        return "the first samples count nothing, so the loss could not be tried"
+    if not math.isfinite(whole):
+        raise TaskError(
+            "the loss must be finite at the start",
+            got=whole,
+            remedy="look at the inputs, the initial weights and log/sqrt/÷ in it",
+        )
+    return ""
 
 
 def try_metrics(task: Task, model: nn.Module, batch: Any, world: World) -> list[str]:
@@ -66,9 +92,9 @@ def try_metrics(task: Task, model: nn.Module, batch: Any, world: World) -> list[
         return try_meters(meters, outputs, batch)
 
 
-def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: bool) -> str:
+def _compare(task: Task, model: nn.Module, batch: Any, whole: float) -> str:
     rows = first_dim(batch)
-    if rows < 2:
+    if rows < 2 or not math.isfinite(whole):
         return ""
     if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules()):
         return "layers without running statistics look at the whole batch, so the loss could not be tried in halves"
@@ -81,15 +107,11 @@ def _compare(task: Task, model: nn.Module, batch: Any, whole: float, is_split: b
     parts = _combined(task, model, halves, rows)
     if _close(whole, parts):
         return ""
-    rule = "a loss must be a mean over the batch's samples, or mh.mean(total, count)"
-    got = f"{whole:.6g} for {rows} samples and {parts:.6g} for their halves together"
-    remedy = (
-        "end it with .mean() (reduction='mean'); return mh.mean(losses.sum(), count) where tokens or boxes count; "
-        "where samples look at each other (contrastive losses), write a step and gather what they need"
+    raise TaskError(
+        "a loss must be a mean over the batch's samples, or mh.mean(total, count)",
+        got=f"{whole:.6g} for {rows} samples and {parts:.6g} for their halves together",
+        remedy=LOSS,
     )
-    if is_split:
-        raise TaskError(rule, got=got, remedy=remedy)
-    return f"{rule}, but got {got}: on one device this is fine, split over several it would change ({remedy})"
 
 
 def _value(task: Task, model: nn.Module, batch: Any) -> float:

@@ -210,10 +210,11 @@ class _Worker:
         compute(hand, self.task.loss, batch)
         self.computed += time.perf_counter() - began
         tally = hand.recorded_tally()
-        loss = float(tally.loss)
         count = float(tally.count) if tally.count is not None else float(batch.num_samples)
+        # A part that counts nothing has no mean, and adds nothing to the sum.
+        total = float(tally.loss) * count if count else 0.0
         weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
-        scale, is_skipped = self._limit(weight / count) if part.rates else (1.0, False)
+        scale, is_skipped = self._limit(weight / max(count, 1.0)) if part.rates else (1.0, False)
         with hand.during("communication"):
             staleness = client.push(part.ticket, scale, part.rates)
         if not part.rates:
@@ -222,7 +223,7 @@ class _Worker:
             # Values travel while the chief is asked and the next samples are read.
             client.begin_pull(0)
         hand.forget_step()
-        return served.Delivered(part.term, part.ticket, loss * count, count, weight, staleness, skipped=is_skipped)
+        return served.Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
 
     def _limit(self, scale: float) -> tuple[float, bool]:
         """What a gradient that is an update by itself is multiplied with: its mean, shortened to the task's norm."""

@@ -1,0 +1,151 @@
+"""Causes: the first operation of a loss whose results on the parts of a batch do not combine to that of the whole."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ..cluster import innermost
+from ..core import Task
+from ..data import tensors
+
+TOLERANCE = 1e-7
+MAX_DEPTH = 60
+"""Frames that are looked at for the line of the user's own code."""
+
+
+@dataclass
+class Operation:
+    """One call of a torch function: what it is called, where it is written, and what it returned."""
+
+    name: str
+    module: str
+    """The module that called it, as `blocks.0.norm (LayerNorm)`; empty outside of the network."""
+    line: str
+    values: list[Tensor] = field(repr=False, default_factory=list)
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"{self.name}{where} at {self.line}"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it returned numbers only."""
+        return all(bool(value.isfinite().all()) for value in self.values if value.is_floating_point())
+
+
+class Operations(TorchFunctionMode):
+    """Keeps the operations of each call of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[Operation]] = []
+        self._path: list[str] = []
+
+    def watched(self, task: Task) -> Task:
+        """Return the task with a loss whose operations are kept."""
+        loss = task.loss
+        assert loss is not None
+
+        def compute(model: Any, batch: Any) -> Any:
+            with self._within(model):
+                return loss(model, batch)
+
+        return task.replace(loss=compute)
+
+    @contextmanager
+    def _within(self, model: nn.Module) -> Iterator[None]:
+        self.calls.append([])
+        self._path = []
+        hooks = [hook for name, part in model.named_modules() for hook in self._follow(name, part)]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _follow(self, name: str, part: nn.Module) -> list[RemovableHandle]:
+        told = f"{name or 'the network'} ({type(part).__name__})"
+        return [
+            part.register_forward_pre_hook(lambda *_: self._path.append(told)),
+            part.register_forward_hook(lambda *_: self._path.pop() and None, always_call=True),
+        ]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            values = [value.detach().clone() for value in tensors(result) if not value.is_meta]
+        if values:
+            name = getattr(func, "__name__", str(func)).strip("_")
+            self.calls[-1].append(Operation(name, self._path[-1] if self._path else "", _line(), values))
+        return result
+
+
+def first_difference(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]], sizes: Sequence[int]) -> str:
+    """Return the first operation on the whole batch that those on its parts do not combine to; "" if all do."""
+    for index, operation in enumerate(whole):
+        others = [part[index] if index < len(part) else None for part in parts]
+        if any(other is None or other.name != operation.name for other in others):
+            return f"{operation}, which parts of the batch do not reach in this order,"
+        columns = zip(operation.values, *(other.values for other in others if other is not None), strict=False)
+        if not all(_combine(value, list(theirs), sizes) for value, *theirs in columns):
+            return str(operation)
+    return ""
+
+
+def first_not_finite(operations: Sequence[Operation]) -> str:
+    """Return the first operation that returned NaN or infinity; "" if none did."""
+    return next((str(operation) for operation in operations if not operation.is_finite), "")
+
+
+def _combine(whole: Tensor, parts: list[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether the rows of the parts, their mean or their sum give the whole."""
+    if whole.dtype == torch.bool or any(part.dim() != whole.dim() for part in parts):
+        return whole.dtype == torch.bool
+    joined = [dim for dim in range(whole.dim()) if sum(part.shape[dim] for part in parts) == whole.shape[dim]]
+    if any(_are_close(whole, torch.cat(parts, dim)) for dim in joined if _fit(whole, parts, dim)):
+        return True
+    if any(part.shape != whole.shape for part in parts):
+        # Parts that were padded to another length by themselves cannot be compared here.
+        return bool(joined) and len(joined) == 1 and not _fit(whole, parts, joined[0])
+    if all(_are_close(whole, part) for part in parts):
+        return True
+    stacked = torch.stack(parts).to(torch.complex128 if whole.is_complex() else torch.float64)
+    weights = torch.tensor(sizes, dtype=torch.float64).view(-1, *[1] * whole.dim())
+    return _are_close(whole, stacked.sum(0)) or _are_close(whole, (stacked * weights).sum(0) / sum(sizes))
+
+
+def _fit(whole: Tensor, parts: list[Tensor], dim: int) -> bool:
+    sizes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    return sizes == {(*whole.shape[:dim], *whole.shape[dim + 1 :])}
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.numel():
+        return True
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    finite = a.abs()[a.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=TOLERANCE * scale, equal_nan=True)
+
+
+def _line() -> str:
+    frame = innermost(traceback.extract_stack(limit=MAX_DEPTH))
+    text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({text})" if text else "")

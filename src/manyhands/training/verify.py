@@ -1,0 +1,222 @@
+"""The trial before training: a strategy's first two steps on a copy of the network, compared with those of one device.
+
+It runs where it is cheap, on the ranks of the run. A difference ends the run before its first step. Where nothing can
+be compared the run starts, and its record says that it is not verified, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..cluster import NullWorld
+from ..core import (
+    DataError,
+    Event,
+    StrategySpec,
+    Task,
+    TaskError,
+    UsageError,
+    event,
+    random_state,
+    restore_random_state,
+)
+from ..data import IndexedSource, as_source
+from .check import (
+    MICRO,
+    RANDOM,
+    SAMPLES,
+    Record,
+    Verdict,
+    failed_in_parts,
+    fails_in_parts,
+    has_batch_stats,
+    judge,
+    parts_of,
+    plan_of,
+    take_steps,
+)
+from .explain import without_values
+from .hand import Hand
+
+if TYPE_CHECKING:
+    from ..strategies import Layout
+
+MOST_ROWS = 32
+MOST_SECONDS = 3.0
+"""Seconds that the whole steps may take, as predicted from the time of a few samples."""
+MOST_PARAMETERS = {"cpu": 20_000_000, "cuda": 200_000_000}
+_LOCAL = 'batch_stats="local" takes them of each worker\'s part; GroupNorm or LayerNorm need none'
+
+
+def is_split(spec: StrategySpec) -> bool:
+    """Return whether a strategy computes anything in another way than one device does."""
+    return parts_of(spec) > 1 or (spec.num_devices or 1) > 1 or bool(spec.recompute)
+
+
+def why_not(task: Task, spec: StrategySpec, model: nn.Module, device: torch.device) -> str:
+    """Return why a trial is not run before training; empty where it is, as far as can be known beforehand."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    most = MOST_PARAMETERS.get(device.type, MOST_PARAMETERS["cpu"])
+    if task.loss is None:
+        return "the task has a step of its own, which may have side effects; mh.check compares it"
+    if count > most:
+        return (
+            f"the network has {count:,} parameters, and a trial of more than {most:,} takes long; mh.check compares it"
+        )
+    return ""
+
+
+def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
+    """Refuse batch statistics of a whole batch where micro-batches or workers have those of their parts."""
+    if spec.batch_stats != "sync" or not (
+        spec.accumulate * spec.microbatches > 1 or (spec.servers and parts_of(spec) > 1)
+    ):
+        return
+    for name, part in model.named_modules():
+        if has_batch_stats(part):
+            whose = "a worker's part" if spec.servers else "a micro-batch"
+            raise TaskError(
+                "batch statistics are those of the whole batch, as on one device",
+                got=f"{name or 'the network'}, a {type(part).__name__}, whose statistics under {spec} are of {whose}",
+                remedy=_LOCAL if spec.servers else MICRO,
+            )
+
+
+def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
+    """Return a spec whose micro-batches were chosen for the user, with the batch statistics that they can have."""
+    if spec.batch_stats != "sync" or spec.accumulate * spec.microbatches == 1 or spec.servers:
+        return spec
+    model = without_values(task)
+    has_stats = model is not None and any(has_batch_stats(part) for part in model.modules())
+    return dataclasses.replace(spec, batch_stats="micro") if has_stats else spec
+
+
+def verify(hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, seconds_per_row: float) -> Verdict:
+    """Compare a strategy's first steps with those of one device; all ranks call it together and get one verdict.
+
+    Generators are put back; the hand's own network, optimizers and data are not touched.
+    """
+    states = random_state(hand.device)
+    try:
+        return _Trial(hand, task, spec, layout).run(seconds_per_row)
+    finally:
+        restore_random_state(states, hand.device)
+
+
+class _Trial:
+    def __init__(self, hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None) -> None:
+        self.world, self.layout, self.spec = hand.world, layout, spec
+        self.task = task.replace(ema=None)
+        if spec.batch_stats != "sync":
+            self.task = self.task.replace(model=_with_fixed_statistics(task.model))
+        self.alone = NullWorld(hand.world.seat.device)
+        self.whole: Record | None = None
+        self.stream = not isinstance(as_source(task.data, collate=task.collate), IndexedSource)
+
+    def run(self, seconds_per_row: float) -> Verdict:
+        """Take the whole steps on the first rank, the split ones on all, and return what the first rank finds."""
+        told = self.world.gather_objects(self._begin(seconds_per_row) if self.world.is_first else None)[0]
+        if "verdict" in told:
+            return Verdict(spec=self.spec, **told["verdict"])
+        try:
+            parts = self._split(told["plan"], told["precision"])
+        except UsageError as error:
+            return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
+        except Exception as error:
+            if self.world.size > 1:
+                # Other ranks may wait in a collective, so this one must end.
+                raise
+            return failed_in_parts(self.spec, error)
+        verdict = self._judge(told["plan"], parts) if self.world.is_first else {}
+        return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
+
+    def _begin(self, seconds_per_row: float) -> dict[str, Any]:
+        """Choose rows and take the whole steps, in float64 if the network can."""
+        parts = parts_of(self.spec)
+        affordable = int(MOST_SECONDS / max(seconds_per_row, 1e-9) / 12)
+        if affordable < 2 * parts:
+            return {
+                "why": f"a trial of {2 * parts} samples takes longer than {MOST_SECONDS:g} s; mh.check compares them"
+            }
+        why = ""
+        for precision in ("fp64", "fp32"):
+            try:
+                plan = plan_of(self.task, self.spec, min(MOST_ROWS, affordable))
+                self.whole = take_steps(self.alone, self.task, StrategySpec(), plan, precision=precision)
+                failed = None
+                if self.world.size > 1:
+                    failed = fails_in_parts(self.task, self.spec, plan, self.whole, self.alone)
+                return {"verdict": _plain(failed)} if failed is not None else {"plan": plan, "precision": precision}
+            except DataError:
+                raise
+            except Exception as error:
+                # A mistake of the user's own comes again in the first step, with its samples.
+                why = f"a copy of the network could not be trained on one device ({type(error).__name__}: {error})"
+        return {"verdict": {"outcome": "not verified", "why": why}}
+
+    def _split(self, plan: list[list[int]], precision: str) -> Record:
+        if self.spec.servers:
+            spec = StrategySpec(accumulate=parts_of(self.spec), recompute=self.spec.recompute)
+            return take_steps(self.alone, self.task, spec, plan, precision=precision)
+        spec = dataclasses.replace(
+            self.spec, sync="allreduce", offload="" if self.world.size == 1 else self.spec.offload
+        )
+        return take_steps(self.world, self.task, spec, plan, precision=precision, layout=self.layout)
+
+    def _judge(self, plan: list[list[int]], parts: Record) -> dict[str, Any]:
+        assert self.whole is not None
+        verdict = judge(self.task, self.spec, plan, self.whole, parts, self.alone)
+        if not verdict.equal and (self.whole.strayed or parts.strayed or verdict.why == RANDOM):
+            why = "it draws random numbers that are not layout-free, so that two computations differ in any case"
+            verdict = Verdict("not verified", self.spec, why=why)
+        if verdict.equal and self.stream:
+            why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"
+            verdict = Verdict("not verified", self.spec, why=why)
+        return _plain(verdict)
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """A verdict without its spec, as plain values that ranks send to each other."""
+    told = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
+    return {**told, "notes": list(verdict.notes)}
+
+
+def _with_fixed_statistics(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A network whose batch statistics, which the strategy takes of parts by the user's choice, are not used."""
+
+    def made() -> nn.Module:
+        model = make()
+        for part in model.modules():
+            if has_batch_stats(part) and part.running_mean is not None:
+                part.eval()
+        return model
+
+    return made
+
+
+def refuse(verdict: Verdict) -> None:
+    """Raise the difference that was found, as an error about the task."""
+    if verdict.outcome == "different":
+        rule = f"under {verdict.spec} a step must be the same as on one device"
+        got = f"a difference of {verdict.error:.1e} in {verdict.first}: {verdict.why}"
+        raise TaskError(rule, got=got, remedy=verdict.remedy or SAMPLES)
+
+
+def verdict_event(verdict: Verdict) -> Event:
+    """Return the event that records a verdict."""
+    return event("verdict", outcome=verdict.outcome, why=verdict.why, error=verdict.error, text=summary(verdict))
+
+
+def summary(verdict: Verdict) -> str:
+    """Return a verdict in one line."""
+    because = f", because {verdict.why}" if verdict.why else ""
+    return (
+        f"verified: {verdict.spec} takes the same first steps as one device"
+        if verdict.equal
+        else f"not verified{because}"
+    )
