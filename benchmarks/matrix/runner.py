@@ -1,0 +1,175 @@
+"""The runner: hands cells to worker processes, ends those that hang, and keeps results so that a run resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .cell import CRASHED, HUNG, Cell
+from .network import Entry
+from .strategies import SPECS
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / "build" / "matrix" / "cells.jsonl"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cell that is to be run."""
+
+    entry: Entry
+    strategy: str
+    seed: int
+    checks: bool
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that its result depends on."""
+        parts = (self.entry.digest, repr(SPECS[self.strategy]), str(self.seed), str(self.checks), source_digest())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def source_digest() -> str:
+    """Return a hash of the package's source and of how cells are run and compared."""
+    files = sorted((ROOT / "src").rglob("*.py"))
+    files += [Path(__file__).parent / f"{name}.py" for name in ("cell", "reference", "strategies")]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+class Cache:
+    """Results by key, in a file of JSON lines to which every new one is appended."""
+
+    def __init__(self, path: Path = CACHE) -> None:
+        self._path = path
+        self._cells: dict[str, Cell] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self._cells[entry["key"]] = Cell(**entry["cell"])
+
+    def get(self, asked: Asked) -> Cell | None:
+        """Return the result of a cell that was run before, from the same source."""
+        return self._cells.get(asked.key)
+
+    def put(self, asked: Asked, cell: Cell) -> None:
+        """Keep a result."""
+        self._cells[asked.key] = cell
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": asked.key, "cell": cell.to_dict()}) + "\n")
+
+
+class Worker:
+    """A worker process; it is replaced when it dies or when a cell hangs."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def run(self, asked: Asked) -> Cell:
+        """Run one cell within the time limit."""
+        is_first = self._process is None
+        process = self._process or self._start()
+        message = {"network": asked.entry.name, "strategy": asked.strategy, "seed": asked.seed, "checks": asked.checks}
+        about: dict[str, Any] = {"network": asked.entry.name, "strategy": asked.strategy, "seed": asked.seed}
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            # The first cell waits for imports.
+            line = self._lines.get(timeout=self._limit + (120 if is_first else 0))
+        except queue.Empty:
+            self.close()
+            return Cell(**about, outcome=HUNG, text=f"no result within {self._limit:.0f} s")
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = process.wait()
+            self.close()
+            return Cell(**about, outcome=CRASHED, text=f"the process that called mh.fit ended with code {code}")
+        return Cell(**json.loads(line))
+
+    def close(self) -> None:
+        """End the worker with everything that it has started."""
+        if self._process is not None:
+            with_group = self._process.pid
+            try:
+                os.killpg(with_group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+        self._process, self._lines = None, queue.Queue()
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.matrix.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
+        return self._process
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+def run_all(
+    cells: Iterable[Asked], cache: Cache, on_cell: Callable[[Cell], None], *, workers: int, limit: float
+) -> None:
+    """Run all cells that the cache does not have; networks are handed out whole, so that a reference is made once."""
+    waiting: queue.SimpleQueue[Sequence[Asked]] = queue.SimpleQueue()
+    by_network: dict[str, list[Asked]] = {}
+    for asked in cells:
+        cell = cache.get(asked)
+        if cell is not None:
+            on_cell(cell)
+        else:
+            by_network.setdefault(asked.entry.name, []).append(asked)
+    for group in by_network.values():
+        waiting.put(group)
+    lock = threading.Lock()
+
+    def work() -> None:
+        worker = Worker(limit)
+        try:
+            while True:
+                for asked in waiting.get_nowait():
+                    cell = worker.run(asked)
+                    with lock:
+                        cache.put(asked, cell)
+                        on_cell(cell)
+        except queue.Empty:
+            return
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(workers, len(by_network)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
