@@ -7,7 +7,7 @@ import fnmatch
 import sys
 
 from .cell import Cell
-from .networks import NETWORKS
+from .networks import matching
 from .runner import Asked, Cache, run_all
 from .strategies import SPECS
 
@@ -15,9 +15,9 @@ from .strategies import SPECS
 def main() -> None:
     """Run the cells that the command line asks for."""
     options = _arguments()
-    names = [name for name in NETWORKS if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
+    entries = matching(options.only)
     asked = [
-        Asked(NETWORKS[name], strategy, options.seed, options.check) for name in names for strategy in options.strategies
+        Asked(entry, strategy, options.seed, options.check) for entry in entries for strategy in options.strategies
     ]
     cells: list[Cell] = []
 

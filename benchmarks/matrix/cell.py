@@ -141,7 +141,7 @@ def _failure(error: Exception, steps: int) -> dict[str, Any]:
 def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
     began = time.perf_counter()
     try:
-        verdict = mh.check(task, spec, on=devices_of(spec))
+        verdict = mh.check(task, spec, on=devices_of(spec), timeout=15)
         said = {"check": "equal" if verdict else "different", "check_text": str(verdict)}
     except UsageError as error:
         # The verb does not take parameter servers at all, which says nothing about the network.

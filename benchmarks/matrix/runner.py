@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -84,7 +85,6 @@ class Worker:
 
     def run(self, asked: Asked) -> Cell:
         """Run one cell within the time limit."""
-        is_first = self._process is None
         process = self._process or self._start()
         message = {"network": asked.entry.name, "strategy": asked.strategy, "seed": asked.seed, "checks": asked.checks}
         about: dict[str, Any] = {"network": asked.entry.name, "strategy": asked.strategy, "seed": asked.seed}
@@ -92,8 +92,7 @@ class Worker:
             assert process.stdin is not None
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
-            # The first cell waits for imports.
-            line = self._lines.get(timeout=self._limit + (120 if is_first else 0))
+            line = self._lines.get(timeout=self._limit)
         except queue.Empty:
             self.close()
             return Cell(**about, outcome=HUNG, text=f"no result within {self._limit:.0f} s")
@@ -108,11 +107,9 @@ class Worker:
     def close(self) -> None:
         """End the worker with everything that it has started."""
         if self._process is not None:
-            with_group = self._process.pid
-            try:
-                os.killpg(with_group, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            # The zygote, which has a group of its own, ends when its connection to the worker is closed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process, self._lines = None, queue.Queue()
 
@@ -128,6 +125,8 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
         threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
+        # The worker says when everything is imported, so that imports do not count as time of a cell.
+        self._lines.get(timeout=300)
         return self._process
 
 
@@ -153,23 +152,23 @@ def run_all(
     for group in by_network.values():
         waiting.put(group)
     lock = threading.Lock()
+    hands = [Worker(limit) for _ in range(min(workers, len(by_network)))]
 
-    def work() -> None:
-        worker = Worker(limit)
-        try:
+    def work(worker: Worker) -> None:
+        with contextlib.suppress(queue.Empty):
             while True:
                 for asked in waiting.get_nowait():
                     cell = worker.run(asked)
                     with lock:
                         cache.put(asked, cell)
                         on_cell(cell)
-        except queue.Empty:
-            return
-        finally:
-            worker.close()
 
-    threads = [threading.Thread(target=work) for _ in range(min(workers, len(by_network)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in hands]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for worker in hands:
+            worker.close()

@@ -49,5 +49,5 @@ def train_population(task: mh.Task, spec: StrategySpec) -> Result:
 
 def train_strategy(task: mh.Task, spec: StrategySpec, folder: Any, on_event: Any) -> Result:
     """Train a task by `mh.fit`, quietly."""
-    run = mh.fit(task, spec, on=devices_of(spec), folder=folder, progress=False, log_to=on_event, timeout=20)
+    run = mh.fit(task, spec, on=devices_of(spec), folder=folder, progress=False, log_to=on_event, timeout=15)
     return Result(run.losses, run.state_dict())

@@ -10,12 +10,13 @@ import warnings
 
 import torch
 
+import manyhands as mh
 from manyhands import verbs
 
 from .cell import References, run_cell
 from .networks import find
 
-PRELOAD = ["torch.export._trace", "sympy.physics.units", "benchmarks.matrix.networks"]
+PRELOAD = ["transformers", "torch.export._trace", "sympy.physics.units", "benchmarks.matrix.networks"]
 
 
 def serve() -> None:
@@ -28,6 +29,9 @@ def serve() -> None:
     verbs._engine._preload += PRELOAD
     references = References()
     with contextlib.closing(verbs._engine):
+        mh.launch(lambda hand: hand.rank, mh.Mirrored(2), on="cpu*2", progress=False, timeout=300)
+        answers.write("ready\n")
+        answers.flush()
         for line in sys.stdin:
             asked = json.loads(line)
             cell = run_cell(
