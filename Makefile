@@ -31,6 +31,8 @@ unit: $(TOOLS)
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.feed
+	$(BIN)/python -m benchmarks.matrix --seed $$(date +%j)
+	$(BIN)/python -m benchmarks.matrix --generated --seconds 180 --seed $$(date +%j)
 
 # TensorFlow Serving's own client against our server, and a real Triton beside it; fetches TensorFlow and Triton (half a
 # gigabyte each) the first time.

@@ -180,8 +180,20 @@ add("olmoe", "OlmoeForCausalLM", _text)
 add("olmoe_auxiliary", "OlmoeForCausalLM", _text, type="olmoe", output_router_logits=True)
 add("gpt_oss", "GptOssForCausalLM", _text)
 add("granitemoe", "GraniteMoeForCausalLM", _text)
-add("deepseek_v3", "DeepseekV3ForCausalLM", _text, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8,
-    qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1, num_key_value_heads=4)
+add(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _text,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=4,
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+)
 add("phimoe", "PhimoeForCausalLM", _text)
 add("jetmoe", "JetMoeForCausalLM", _text, kv_channels=4, num_key_value_heads=2)
 # State spaces and recurrences.
@@ -217,44 +229,128 @@ add("pegasus", "PegasusForConditionalGeneration", _masked)
 add("marian", "MarianMTModel", _masked)
 add("blenderbot", "BlenderbotForConditionalGeneration", _masked)
 add("m2m_100", "M2M100ForConditionalGeneration", _masked)
-add("switch_transformers", "SwitchTransformersForConditionalGeneration", _masked,
-    num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0)
+add(
+    "switch_transformers",
+    "SwitchTransformersForConditionalGeneration",
+    _masked,
+    num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1,
+    decoder_start_token_id=0,
+)
 # Vision.
 _classified: dict[str, Any] = {"num_labels": CLASSES}
 add("vit", "ViTForImageClassification", _images, **_classified)
 add("deit", "DeiTForImageClassification", _images, **_classified)
 add("beit", "BeitForImageClassification", _images, **_classified)
 add("dinov2", "Dinov2ForImageClassification", _images, **_classified)
-add("convnext", "ConvNextForImageClassification", _images, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
-    patch_size=2, **_classified)
-add("convnextv2", "ConvNextV2ForImageClassification", _images, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
-    patch_size=2, **_classified)
-add("resnet", "ResNetForImageClassification", _images, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-    **_classified)
-add("regnet", "RegNetForImageClassification", _images, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-    groups_width=4, **_classified)
-add("swin", "SwinForImageClassification", _images, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2,
-    patch_size=4, **_classified)
-add("swinv2", "Swinv2ForImageClassification", _images, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2,
-    patch_size=4, pretrained_window_sizes=[0, 0], **_classified)
-add("poolformer", "PoolFormerForImageClassification", _images, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
-    patch_size=8, **_classified)
-add("segformer", "SegformerForImageClassification", _images, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
-    num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16, patch_sizes=[3, 3, 3, 3],
-    sr_ratios=[1, 1, 1, 1], **_classified)
+add(
+    "convnext",
+    "ConvNextForImageClassification",
+    _images,
+    hidden_sizes=[8, 8, 16, 16],
+    depths=[1, 1, 1, 1],
+    patch_size=2,
+    **_classified,
+)
+add(
+    "convnextv2",
+    "ConvNextV2ForImageClassification",
+    _images,
+    hidden_sizes=[8, 8, 16, 16],
+    depths=[1, 1, 1, 1],
+    patch_size=2,
+    **_classified,
+)
+add(
+    "resnet",
+    "ResNetForImageClassification",
+    _images,
+    embedding_size=8,
+    hidden_sizes=[8, 16],
+    depths=[1, 1],
+    **_classified,
+)
+add(
+    "regnet",
+    "RegNetForImageClassification",
+    _images,
+    embedding_size=8,
+    hidden_sizes=[8, 16],
+    depths=[1, 1],
+    groups_width=4,
+    **_classified,
+)
+add(
+    "swin",
+    "SwinForImageClassification",
+    _images,
+    embed_dim=8,
+    depths=[1, 1],
+    num_heads=[2, 2],
+    window_size=2,
+    patch_size=4,
+    **_classified,
+)
+add(
+    "swinv2",
+    "Swinv2ForImageClassification",
+    _images,
+    embed_dim=8,
+    depths=[1, 1],
+    num_heads=[2, 2],
+    window_size=2,
+    patch_size=4,
+    pretrained_window_sizes=[0, 0],
+    **_classified,
+)
+add(
+    "poolformer",
+    "PoolFormerForImageClassification",
+    _images,
+    hidden_sizes=[8, 8, 16, 16],
+    depths=[1, 1, 1, 1],
+    patch_size=8,
+    **_classified,
+)
+add(
+    "segformer",
+    "SegformerForImageClassification",
+    _images,
+    hidden_sizes=[8, 8, 16, 16],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 1, 2, 2],
+    decoder_hidden_size=16,
+    patch_sizes=[3, 3, 3, 3],
+    sr_ratios=[1, 1, 1, 1],
+    **_classified,
+)
 add("vit_msn", "ViTMSNForImageClassification", _images, **_classified)
 # Audio.
 _audio: dict[str, Any] = {
-    "conv_dim": [8, 8], "conv_kernel": [8, 4], "conv_stride": [4, 2], "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_labels": CLASSES, "mask_time_prob": 0.0,
-    "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_feature_prob": 0.0,
+    "conv_dim": [8, 8],
+    "conv_kernel": [8, 4],
+    "conv_stride": [4, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "num_labels": CLASSES,
+    "mask_time_prob": 0.0,
+    "feat_proj_dropout": 0.0,
+    "layerdrop": 0.0,
+    "mask_feature_prob": 0.0,
 }
 add("wav2vec2", "Wav2Vec2ForSequenceClassification", _waves, **_audio)
 add("hubert", "HubertForSequenceClassification", _waves, **_audio)
 add("wavlm", "WavLMForSequenceClassification", _waves, **_audio)
 add("sew", "SEWForSequenceClassification", _waves, squeeze_factor=2, **_audio)
-add("audio-spectrogram-transformer", "ASTForAudioClassification", _spectrum, max_length=24, num_mel_bins=16,
-    num_labels=CLASSES)
+add(
+    "audio-spectrogram-transformer",
+    "ASTForAudioClassification",
+    _spectrum,
+    max_length=24,
+    num_mel_bins=16,
+    num_labels=CLASSES,
+)
 
 
 def _speech(rows: int, g: Generator) -> dict[str, Tensor]:

@@ -16,17 +16,41 @@ import manyhands as mh
 from manyhands.core import UsageError
 
 from . import reference
-from .network import Entry
+from .network import Entry, Network
 from .reference import CannotTrain, Result
 from .strategies import POPULATION, devices_of, spec_of, train_population, train_strategy
 
 SAME, REFUSED, DIFFERS, CRASHED, HUNG, LEFT_OUT = "same", "refused", "differs", "crashed", "hung", "left out"
 OUTCOMES = (SAME, REFUSED, DIFFERS, CRASHED, HUNG)
-RELATIVE = {"fp64": 1e-7, "fp32": 1e-4}
-"""Largest difference against the largest number of a tensor."""
-OF_CHANGE = {"fp64": 1e-4, "fp32": 1e-2}
-"""Largest difference against the change that training made, so that a wrong small gradient counts too."""
-ROUNDING = {"fp64": 1e-10, "fp32": 1e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far two results may be apart.
+
+    Attributes:
+        relative: Of the largest number of a tensor.
+        of_change: Of the change that training made, so that a wrong small gradient counts too.
+        noise: Of the largest number of a tensor, where training changes almost nothing.
+    """
+
+    relative: float = 1e-7
+    of_change: float = 1e-4
+    noise: float = 1e-10
+
+    @classmethod
+    def of(cls, network: Network) -> Tolerance:
+        """Return what a network's precision allows."""
+        if network.rounding:
+            return cls(relative=network.rounding, of_change=network.rounding)
+        return cls() if network.precision == "fp64" else cls(relative=1e-4, of_change=1e-2, noise=1e-6)
+
+    def allows(self, error: float, size: float, change: float | None) -> bool:
+        """Return whether numbers of a size, which training changed by so much, may differ by an error."""
+        allowed = self.relative * size
+        if change is not None:
+            allowed = min(allowed, self.of_change * change + self.noise * size)
+        return error <= allowed + 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +143,7 @@ def run_cell(entry: Entry, strategy: str, seed: int, references: References, *, 
                 result = train_population(task, spec)
             else:
                 result = train_strategy(task, spec, folder, events.append)
-        difference = first_difference(expected, result, network.precision)
+        difference = first_difference(expected, result, Tolerance.of(network))
         told = {"outcome": DIFFERS if difference else SAME, "text": difference}
     except Exception as error:
         told = _failure(error, steps_in(events))
@@ -135,7 +159,13 @@ def _failure(error: Exception, steps: int) -> dict[str, Any]:
     if isinstance(error, UsageError) and steps == 0 and error.rule and error.remedy:
         return {"outcome": REFUSED, "text": f"{type(error).__name__}: {error}"}
     late = f"after step {steps}: " if isinstance(error, UsageError) and steps else ""
-    return {"outcome": CRASHED, "text": f"{late}{type(error).__name__}: {error}"[-3000:]}
+    return {"outcome": CRASHED, "text": late + _told(error)}
+
+
+def _told(error: Exception) -> str:
+    """Return the first and the last lines of an error, between which may be a long traceback."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 2000 else f"{text[:600]}\n...\n{text[-1200:]}"
 
 
 def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
@@ -148,7 +178,7 @@ def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
         is_silent = "parameter servers train with mh.fit" in str(error)
         said = {"check": "" if is_silent else "refused", "check_text": str(error)}
     except Exception as error:
-        said = {"check": "crashed", "check_text": f"{type(error).__name__}: {error}"[-3000:]}
+        said = {"check": "crashed", "check_text": _told(error)}
     return {**said, "check_seconds": round(time.perf_counter() - began, 3)}
 
 
@@ -157,29 +187,29 @@ def steps_in(events: list[Any]) -> int:
     return max((max(entry["steps"]) for entry in events if entry["kind"] == "steps" and entry["steps"]), default=0)
 
 
-def first_difference(expected: Result, result: Result, precision: str) -> str:
+def first_difference(expected: Result, result: Result, tolerance: Tolerance) -> str:
     """Return where two results differ and by how much, the worst first; an empty text where they are equal."""
-    found = sorted(_differences(expected, result, precision), key=lambda pair: -pair[0])
+    found = sorted(_differences(expected, result, tolerance), key=lambda pair: -pair[0])
     return "; ".join(text for _, text in found[:4]) + (f"; {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def _differences(expected: Result, result: Result, precision: str) -> Iterator[tuple[float, str]]:
+def _differences(expected: Result, result: Result, tolerance: Tolerance) -> Iterator[tuple[float, str]]:
     if len(expected.losses) != len(result.losses):
         yield math.inf, f"{len(result.losses)} losses instead of {len(expected.losses)}"
     for step, (a, b) in enumerate(zip(expected.losses, result.losses, strict=False), 1):
-        if not abs(a - b) <= RELATIVE[precision] * max(abs(a), 1e-3):
+        if not tolerance.allows(abs(a - b), max(abs(a), 1e-3), None):
             yield _ratio(abs(a - b), abs(a)), f"loss of step {step}: {b:.9g} instead of {a:.9g}"
     for name, a in expected.state.items():
         if name not in result.state:
             yield math.inf, f"{name} is missing"
-        elif text := _tensors_differ(a, result.state[name], expected.start.get(name), precision, expected, name):
+        elif text := _tensors_differ(name, expected, a, result.state[name], tolerance):
             yield text
     for name in result.state.keys() - expected.state.keys():
         yield math.inf, f"{name} should not be there"
 
 
 def _tensors_differ(
-    a: Tensor, b: Tensor, start: Tensor | None, precision: str, expected: Result, name: str
+    name: str, expected: Result, a: Tensor, b: Tensor, tolerance: Tolerance
 ) -> tuple[float, str] | None:
     what = "parameter" if name in expected.parameters else "buffer"
     if a.shape != b.shape:
@@ -193,11 +223,9 @@ def _tensors_differ(
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     error, size = float((a - b).abs().max()), float(a.abs().max())
-    allowed = RELATIVE[precision] * size
-    if start is not None and start.shape == a.shape:
-        change = float((a - start.to(wide)).abs().max())
-        allowed = min(allowed, OF_CHANGE[precision] * change + ROUNDING[precision] * size)
-    if error <= allowed + 1e-13:
+    start = expected.start.get(name)
+    change = None if start is None else float((a - start.to(wide)).abs().max())
+    if tolerance.allows(error, size, change):
         return None
     return _ratio(error, size), f"{what} {name} differs by {error:.2e} of {size:.2e}"
 

@@ -380,9 +380,7 @@ def vq_ema_codebook() -> Network:
             quantised = z + (self.codes[nearest] - z).detach()
             return self.decode(quantised)
 
-    return Network(
-        model=Vq, data=lambda n, g: randn(g, n, 6), loss=lambda model, x: (model(x) - x).square().mean()
-    )
+    return Network(model=Vq, data=lambda n, g: randn(g, n, 6), loss=lambda model, x: (model(x) - x).square().mean())
 
 
 @CLASSICS.add
@@ -416,7 +414,9 @@ def gan() -> Network:
         )
 
     def optimizer(model: Any) -> dict[str, torch.optim.Optimizer]:
-        return {name: torch.optim.SGD(model[name].parameters(), lr=0.05, momentum=0.5) for name in ("critic", "generator")}
+        return {
+            name: torch.optim.SGD(model[name].parameters(), lr=0.05, momentum=0.5) for name in ("critic", "generator")
+        }
 
     def step(hand: Any, batch: Any) -> None:
         nets = hand.model
@@ -429,9 +429,7 @@ def gan() -> Network:
         hand.minimize(critic, "critic")
         hand.minimize(lambda part: F.softplus(-nets["critic"](nets["generator"](part[1]))).mean(), "generator")
 
-    return Network(
-        model=model, data=lambda n, g: (randn(g, n, 4), randn(g, n, 3)), optimizer=optimizer, step=step
-    )
+    return Network(model=model, data=lambda n, g: (randn(g, n, 4), randn(g, n, 3)), optimizer=optimizer, step=step)
 
 
 @CLASSICS.add
@@ -592,7 +590,9 @@ def forward_hooks() -> Network:
 def backward_hook() -> Network:
     def model() -> nn.Module:
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        net[0].register_full_backward_hook(lambda module, inputs, outputs: tuple(g and g * 1 for g in inputs[:0]) or None)
+        net[0].register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(g and g * 1 for g in inputs[:0]) or None
+        )
         net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
         return net
 
@@ -921,7 +921,9 @@ def inplace_on_view() -> Network:
 @CLASSICS.add
 def inplace_activations() -> Network:
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(inplace=True), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(inplace=True), nn.Linear(8, 3)
+        )
 
     return Network(model=model, data=rows_and_classes(6), loss=classify)
 

@@ -38,6 +38,8 @@ class Network:
         draws: Whether training draws random numbers. They are then layout-free, and the reference is the product's own
             run on one device.
         precision: "fp64", or "fp32" where the network's own dtypes matter.
+        rounding: Largest difference as a share of what training changed, where the optimizer itself rounds to half
+            precision, so that another order of additions shows.
     """
 
     model: Callable[[], nn.Module]
@@ -49,6 +51,7 @@ class Network:
     rows: int = 17
     draws: bool = False
     precision: str = "fp64"
+    rounding: float = 0.0
 
     def task(self, seed: int) -> mh.Task:
         """Return the network as a task whose rows come in their own order."""

@@ -41,7 +41,11 @@ KINDS: dict[str, Callable[[], Registry]] = {
 
 
 def find(name: str) -> Entry:
-    """Return a network by its full name."""
+    """Return a network by its full name, or by the expression that makes a generated one."""
+    if name.startswith("Generated("):
+        from .generated import entry_of
+
+        return entry_of(name)
     return KINDS[name.partition(".")[0]]()[name]
 
 

@@ -24,7 +24,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NEEDS_CLOSURE, NEEDS_SPARSE = ("LBFGS",), ("SparseAdam",)
 
 
-def small(optimizer: Callable[[Any], Any], *, biases: bool = True, sparse: bool = False, draws: bool = False) -> Network:
+def small(
+    optimizer: Callable[[Any], Any],
+    *,
+    biases: bool = True,
+    sparse: bool = False,
+    draws: bool = False,
+    rounding: float = 0.0,
+) -> Network:
     """Return a small classifier of tokens and numbers under an optimizer."""
 
     class Net(nn.Module):
@@ -44,19 +51,28 @@ def small(optimizer: Callable[[Any], Any], *, biases: bool = True, sparse: bool 
     def loss(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0], batch[1]), batch[2])
 
-    return Network(model=Net, data=data, loss=loss, optimizer=optimizer, draws=draws)
+    return Network(model=Net, data=data, loss=loss, optimizer=optimizer, draws=draws, rounding=rounding)
 
 
 def _of_torch(name: str) -> Network:
     kind = getattr(torch.optim, name)
     options = OPTIONS.get(name, {"lr": 0.01})
+    # Muon orthogonalises in bfloat16, whatever the weights are.
+    rounding = 0.1 if name == "Muon" else 0.0
     return small(
-        lambda model: kind(model.parameters(), **options), biases=name != "Muon", sparse=name in NEEDS_SPARSE
+        lambda model: kind(model.parameters(), **options),
+        biases=name != "Muon",
+        sparse=name in NEEDS_SPARSE,
+        rounding=rounding,
     )
 
 
 def _add_torch() -> None:
-    names = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind.__module__ != "torch.optim.optimizer"]
+    names = [
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and kind.__module__ != "torch.optim.optimizer"
+    ]
     source = inspect.getsource(small) + inspect.getsource(_of_torch) + repr(OPTIONS)
     for name in names:
         OPTIMIZERS.add_as(name, lambda name=name: _of_torch(name), source)
@@ -74,7 +90,9 @@ def adam_amsgrad() -> Network:
 def parameter_groups() -> Network:
     def optimizer(model: Any) -> torch.optim.Optimizer:
         groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}]
-        return torch.optim.AdamW([*groups, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.1}], lr=0.01)
+        return torch.optim.AdamW(
+            [*groups, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.1}], lr=0.01
+        )
 
     return small(optimizer)
 
@@ -86,6 +104,20 @@ def parameters_left_out() -> Network:
 
 @OPTIMIZERS.add
 def muon_and_adamw() -> Network:
+    class Orthogonal(torch.optim.Optimizer):
+        """Muon without rounding: momentum, orthogonalised by five Newton-Schulz iterations."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    x = momentum.mul_(0.9).add_(p.grad) / momentum.norm()
+                    for _ in range(5):
+                        square = x @ x.T
+                        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+                    p.add_(x, alpha=-group["lr"])
+
     class Both(torch.optim.Optimizer):
         """Muon for matrices, AdamW for the rest, as one optimizer."""
 
@@ -93,7 +125,7 @@ def muon_and_adamw() -> Network:
             matrices = [p for p in model.parameters() if p.dim() == 2]
             others = [p for p in model.parameters() if p.dim() != 2]
             super().__init__([*matrices, *others], {"lr": 0.01})
-            self.parts = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+            self.parts = [Orthogonal(matrices, {"lr": 0.01}), torch.optim.AdamW(others, lr=0.01)]
 
         def step(self, closure: Any = None) -> None:
             for part in self.parts:
