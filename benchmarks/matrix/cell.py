@@ -42,7 +42,7 @@ class Tolerance:
     def of(cls, network: Network) -> Tolerance:
         """Return what a network's precision allows."""
         if network.rounding:
-            return cls(relative=network.rounding, of_change=network.rounding)
+            return cls(relative=network.rounding / 10, of_change=network.rounding, noise=1e-7)
         return cls() if network.precision == "fp64" else cls(relative=1e-4, of_change=1e-2, noise=1e-6)
 
     def allows(self, error: float, size: float, change: float | None) -> bool:

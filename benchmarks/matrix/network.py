@@ -38,8 +38,8 @@ class Network:
         draws: Whether training draws random numbers. They are then layout-free, and the reference is the product's own
             run on one device.
         precision: "fp64", or "fp32" where the network's own dtypes matter.
-        rounding: Largest difference as a share of what training changed, where the optimizer itself rounds to half
-            precision, so that another order of additions shows.
+        rounding: Largest difference as a share of what training changed, where the network or the optimizer rounds to
+            single or half precision by itself, so that another order of additions shows.
     """
 
     model: Callable[[], nn.Module]
