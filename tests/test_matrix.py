@@ -95,8 +95,13 @@ def test_results_are_kept_by_network_strategy_and_seed(tmp_path: Path) -> None:
     cell = Cell(network="classic.mlp", strategy="mirrored2", seed=0, outcome=SAME, check="equal")
     Cache(path).put(asked, cell)
     assert Cache(path).get(asked) == cell
-    others = [Asked(find("classic.mlp"), "mirrored2", 1, True), Asked(find("classic.lstm"), "mirrored2", 0, True)]
-    assert [Cache(path).get(other) for other in others] == [None, None]
+    others = [
+        Asked(find("classic.mlp"), "mirrored2", 1, True),
+        Asked(find("classic.lstm"), "mirrored2", 0, True),
+        Asked(find("classic.mlp"), "single", 0, True),
+    ]
+    assert [Cache(path).get(other) for other in others] == [None, None, None]
+    assert len({Asked(find("classic.mlp"), strategy, 0, True).key for strategy in SPECS}) == len(SPECS)
 
 
 def test_summary_counts_every_outcome() -> None:

@@ -38,7 +38,8 @@ class Asked:
     @property
     def key(self) -> str:
         """A hash of everything that its result depends on."""
-        parts = (self.entry.digest, repr(SPECS[self.strategy]), str(self.seed), str(self.checks), source_digest())
+        how = f"{self.strategy} {SPECS[self.strategy]!r} {self.seed} {self.checks}"
+        parts = (self.entry.digest, how, source_digest())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

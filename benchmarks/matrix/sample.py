@@ -16,7 +16,6 @@ _SAME: dict[str, tuple[str, ...]] = {
     "classic.counted_part_without_valid_tokens": ("mirrored3", "sharded2"),
     "classic.gan": ("mirrored2", "sharded2"),
     "classic.weight_norm": ("mirrored2", "sharded2-optimizer"),
-    "classic.sparse_embedding": ("mirrored2",),
     "classic.dropout_everywhere": ("accumulate2", "mirrored2", "population"),
     "optimizer.AdamW": ("sharded2", "sharded2-optimizer", "ps1x2", "population"),
     "optimizer.parameter_groups": ("tensor2",),
@@ -30,6 +29,7 @@ _SAME: dict[str, tuple[str, ...]] = {
 _REFUSED: dict[str, tuple[str, ...]] = {
     "classic.contrastive": ("accumulate2", "mirrored2", "sharded2", "ps1x2"),
     "classic.sum_instead_of_mean": ("mirrored3",),
+    "classic.sparse_embedding": ("mirrored2",),
 }
 SAMPLE: list[tuple[str, str, str]] = [
     *((network, strategy, SAME) for network, strategies in _SAME.items() for strategy in strategies),
