@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Generator, Tensor, nn
@@ -149,6 +150,7 @@ def _database() -> list[Any]:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
-    from torch.testing._internal.common_modules import module_db
-
+    # Torch's tests forbid to set flags of back-ends from there on, which must not outlive the import.
+    with mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
+        from torch.testing._internal.common_modules import module_db
     return list(module_db)
