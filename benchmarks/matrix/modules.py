@@ -151,6 +151,6 @@ def _database() -> list[Any]:
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
     # Torch's tests forbid to set flags of back-ends from there on, which must not outlive the import.
-    with mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
+    with mock.patch.object(torch.backends, "disable_global_flags"):
         from torch.testing._internal.common_modules import module_db
     return list(module_db)
