@@ -61,7 +61,8 @@ class Cell:
         outcome: One of `OUTCOMES`, or "left out" where the plain loop cannot train the network.
         text: The refusal, the first difference, or the error.
         steps: Steps that were taken before a refusal or an error.
-        check: What `mh.check` says: "equal", "different", "refused", "crashed"; empty where it was not asked.
+        check: What `mh.check` says: "equal", "different", "not verified", "refused" or "crashed"; empty where it was
+            not asked.
         check_text: Its words.
     """
 
@@ -172,7 +173,7 @@ def _checked(task: mh.Task, spec: Any) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         verdict = mh.check(task, spec, on=devices_of(spec), timeout=15)
-        said = {"check": "equal" if verdict else "different", "check_text": str(verdict)}
+        said = {"check": getattr(verdict, "outcome", "equal" if verdict else "different"), "check_text": str(verdict)}
     except UsageError as error:
         # The verb does not take parameter servers at all, which says nothing about the network.
         is_silent = "parameter servers train with mh.fit" in str(error)

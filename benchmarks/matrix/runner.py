@@ -18,11 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import manyhands
+
 from .cell import CRASHED, HUNG, Cell
 from .network import Entry
 from .strategies import SPECS
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = Path(manyhands.__file__).parent
 CACHE = ROOT / "build" / "matrix" / "cells.jsonl"
 
 
@@ -46,12 +49,12 @@ class Asked:
 @cache
 def source_digest() -> str:
     """Return a hash of the package's source and of how cells are run and compared."""
-    files = sorted((ROOT / "src").rglob("*.py"))
+    files = sorted(PACKAGE.rglob("*.py"))
     files += [Path(__file__).parent / f"{name}.py" for name in ("cell", "reference", "strategies")]
     digest = hashlib.sha256()
     for file in files:
         # Comments and layout do not matter.
-        digest.update(f"{file.relative_to(ROOT)}\n{ast.dump(ast.parse(file.read_bytes()))}".encode())
+        digest.update(f"{file.name}\n{ast.dump(ast.parse(file.read_bytes()))}".encode())
     return digest.hexdigest()
 
 
