@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -143,6 +144,17 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
+def _run_twice_if_it_crashes(worker: Worker, asked: Asked) -> Cell:
+    """Run a cell; one that crashes by chance, as on a busy machine, is told apart from one that always does."""
+    cell = worker.run(asked)
+    if cell.outcome != CRASHED:
+        return cell
+    again = worker.run(asked)
+    if again.outcome == CRASHED:
+        return again
+    return dataclasses.replace(again, text=f"{again.text} (the first attempt crashed: {cell.text[:300]})")
+
+
 def run_all(
     cells: Iterable[Asked], cache: Cache, on_cell: Callable[[Cell], None], *, workers: int, limit: float
 ) -> None:
@@ -164,7 +176,7 @@ def run_all(
         with contextlib.suppress(queue.Empty):
             while True:
                 for asked in waiting.get_nowait():
-                    cell = worker.run(asked)
+                    cell = _run_twice_if_it_crashes(worker, asked)
                     with lock:
                         cache.put(asked, cell)
                         on_cell(cell)
