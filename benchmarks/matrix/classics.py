@@ -710,6 +710,65 @@ def cross_attention() -> Network:
 
 
 @CLASSICS.add
+def learned_query_attention_sequence_first() -> Network:
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(3, 1, 8))
+            self.attend, self.norm, self.head = nn.MultiheadAttention(8, 4), nn.LayerNorm(8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.transpose(0, 1)
+            pooled, weights = self.attend(self.query.repeat(1, len(x), 1), hidden, hidden)
+            return self.head(self.norm(pooled.mean(dim=0))) + weights.mean(dim=(1, 2))[:, None]
+
+    return Network(model=Pool, data=rows_and_classes(5, 8), loss=classify)
+
+
+@CLASSICS.add
+def encoder_decoder_padded() -> Network:
+    class Translate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8, padding_idx=0)
+            self.core = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            padding = source == 0
+            inputs, outputs = self.embed(source), self.embed(target)
+            mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=inputs.dtype)
+            hidden = self.core(
+                inputs, outputs, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding
+            )
+            return self.head(hidden)
+
+    def data(rows: int, g: Generator) -> tuple[Tensor, Tensor]:
+        source = (1 + randint(g, 10, rows, 5)) * (torch.arange(5) < 1 + randint(g, 5, rows)[:, None])
+        return source, 1 + randint(g, 10, rows, 4)
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = model(batch[0], batch[1][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1][:, 1:].flatten())
+
+    return Network(model=Translate, data=data, loss=loss)
+
+
+@CLASSICS.add
+def transformer_encoder_dropout() -> Network:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x).mean(dim=1))
+
+    return Network(model=Encoder, data=rows_and_classes(5, 8), loss=classify, draws=True)
+
+
+@CLASSICS.add
 def grouped_query_attention() -> Network:
     class Attention(nn.Module):
         def __init__(self) -> None:
