@@ -83,10 +83,12 @@ def network(info: Any) -> Network:
     rows = [leaf for leaf, own in zip(leaves, has_rows, strict=True) if own]
     call = Call(spec, tuple(leaves), has_rows)
     width = (first.shape[-1] if first.dim() > 1 else 0) if first.is_floating_point() else None
+    # Ranks get the class alone: what else the database has would import all of torch's tests.
+    kind, args = info.module_cls, made.args
     kwargs = {name: value for name, value in made.kwargs.items() if name != "_random_samples"}
 
     def model() -> nn.Module:
-        wrapped = Wrapped(info.module_cls(*made.args, **kwargs), width, call)
+        wrapped = Wrapped(kind(*args, **kwargs), width, call)
         if any(nn.parameter.is_lazy(p) for p in wrapped.parameters()):
             wrapped(*(leaf.detach() for leaf in rows))
         return wrapped

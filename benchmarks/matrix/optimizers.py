@@ -58,7 +58,7 @@ def _of_torch(name: str) -> Network:
     kind = getattr(torch.optim, name)
     options = OPTIONS.get(name, {"lr": 0.01})
     # Muon orthogonalises in bfloat16, whatever the weights are.
-    rounding = 0.1 if name == "Muon" else 0.0
+    rounding = 0.3 if name == "Muon" else 0.0
     return small(
         lambda model: kind(model.parameters(), **options),
         biases=name != "Muon",
@@ -111,6 +111,8 @@ def muon_and_adamw() -> Network:
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
                 for p in group["params"]:
+                    if p.grad is None:
+                        continue
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     x = momentum.mul_(0.9).add_(p.grad) / momentum.norm()
                     for _ in range(5):

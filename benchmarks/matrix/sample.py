@@ -8,10 +8,10 @@ from .strategies import SPECS
 _SAME: dict[str, tuple[str, ...]] = {
     "classic.mlp": tuple(SPECS),
     "classic.residual_batch_norm": ("mirrored3", "sharded2"),
-    "classic.unet": ("sharded2", "pipeline2"),
+    "classic.unet": ("sharded2",),
     "classic.lstm": ("mirrored2", "ps1x2"),
     "classic.gru_packed": ("mirrored2",),
-    "classic.gpt_tied": ("sharded2", "tensor2", "placed2", "population"),
+    "classic.gpt_tied": ("sharded2", "tensor2", "population"),
     "classic.gpt_ignore_index_counted": ("accumulate2", "mirrored3", "sharded2-gradients"),
     "classic.counted_part_without_valid_tokens": ("mirrored3", "sharded2"),
     "classic.gan": ("mirrored2", "sharded2"),
@@ -23,7 +23,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "optimizer.scheduler_StepLR": ("mirrored2",),
     "module.Conv2d": ("mirrored2", "tensor2"),
     "module.GroupNorm": ("sharded2",),
-    "transformers.llama": ("sharded2", "tensor2"),
+    "transformers.llama": ("sharded2",),
     "transformers.t5": ("mirrored2",),
 }
 _REFUSED: dict[str, tuple[str, ...]] = {
