@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="networks, such as 'classic.*'")
     parser.add_argument("--strategies", nargs="*", default=list(SPECS), choices=list(SPECS))
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not ask mh.check")
-    parser.add_argument("--workers", type=int, default=1, help="cells at the same time")
+    parser.add_argument("--workers", type=int, default=1, help="cells at the same time; 0 reports kept results only")
     parser.add_argument("--limit", type=float, default=60, help="seconds for a cell")
     parser.add_argument("--verbose", action="store_true", help="a line for every cell")
     parser.add_argument("--generated", action="store_true", help="random networks instead")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -27,6 +26,7 @@ from .strategies import SPECS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(manyhands.__file__).parent
+START_SECONDS = 300
 CACHE = ROOT / "build" / "matrix" / "cells.jsonl"
 
 
@@ -54,8 +54,7 @@ def source_digest() -> str:
     files += [Path(__file__).parent / f"{name}.py" for name in ("cell", "reference", "strategies")]
     digest = hashlib.sha256()
     for file in files:
-        # Comments and layout do not matter.
-        digest.update(f"{file.name}\n{ast.dump(ast.parse(file.read_bytes()))}".encode())
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -133,7 +132,11 @@ class Worker:
         )
         threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
         # The worker says when everything is imported, so that imports do not count as time of a cell.
-        self._lines.get(timeout=300)
+        try:
+            self._lines.get(timeout=START_SECONDS)
+        except queue.Empty:
+            self.close()
+            raise RuntimeError(f"the worker was not ready within {START_SECONDS} s") from None
         return self._process
 
 
@@ -158,7 +161,10 @@ def _run_twice_if_it_crashes(worker: Worker, asked: Asked) -> Cell:
 def run_all(
     cells: Iterable[Asked], cache: Cache, on_cell: Callable[[Cell], None], *, workers: int, limit: float
 ) -> None:
-    """Run all cells that the cache does not have; networks are handed out whole, so that a reference is made once."""
+    """Run all cells that the cache does not have; networks are handed out whole, so that a reference is made once.
+
+    Without workers only the cells that the cache has are reported.
+    """
     waiting: queue.SimpleQueue[Sequence[Asked]] = queue.SimpleQueue()
     by_network: dict[str, list[Asked]] = {}
     for asked in cells:
@@ -169,24 +175,28 @@ def run_all(
             by_network.setdefault(asked.entry.name, []).append(asked)
     for group in by_network.values():
         waiting.put(group)
-    lock = threading.Lock()
-    hands = [Worker(limit) for _ in range(min(workers, len(by_network)))]
+    lock, pool = threading.Lock(), [Worker(limit) for _ in range(min(workers, len(by_network)))]
+    errors: list[BaseException] = []
 
     def work(worker: Worker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
+        try:
+            while not waiting.empty():
                 for asked in waiting.get_nowait():
                     cell = _run_twice_if_it_crashes(worker, asked)
                     with lock:
                         cache.put(asked, cell)
                         on_cell(cell)
+        except BaseException as error:
+            errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in hands]
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in pool]
     try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
-        for worker in hands:
+        for worker in pool:
             worker.close()
+    if errors:
+        raise errors[0]
