@@ -186,6 +186,8 @@ def run_all(
                     with lock:
                         cache.put(asked, cell)
                         on_cell(cell)
+        except queue.Empty:
+            return  # another worker was faster
         except BaseException as error:
             errors.append(error)
 
