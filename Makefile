@@ -33,6 +33,8 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.feed
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m benchmarks.fuzz
+	$(BIN)/python -m benchmarks.matrix --seed $$(date +%j)
+	$(BIN)/python -m benchmarks.matrix --generated --seconds 180 --seed $$(date +%j)
 
 # TensorFlow Serving's own client against our server, and a real Triton beside it; fetches TensorFlow and Triton (half a
 # gigabyte each) the first time.

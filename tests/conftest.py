@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 _NEEDS: list[str] = []
 BUDGETS = {
     "test_benchmarks.py": 2.0,
+    "test_matrix.py": 1.5,
     "training": 5.5,
     "store": 2.0,
     "data": 1.5,
@@ -72,7 +73,7 @@ def _clean(engine: LocalEngine) -> Iterator[None]:
     assert torch.get_num_threads() == threads, "the threads of whoever comes next are others than before"
 
 
-LONG = ("test_examples.py", "test_benchmarks.py", "test_hosts.py")
+LONG = ("test_examples.py", "test_benchmarks.py", "test_hosts.py", "test_matrix.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
