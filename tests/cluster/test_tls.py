@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ class Door:
         self._is_over.set()
         self._thread.join()
         self.desk.close("")
-        for _ in range(16):
-            self.desk._handshakes.acquire()
+        while any(thread.name == "manyhands-handshake" for thread in threading.enumerate()):
+            time.sleep(0.01)
 
 
 @pytest.fixture

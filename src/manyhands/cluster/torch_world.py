@@ -169,7 +169,8 @@ class TorchWorld(_GroupWorld):
         super().__init__(seat, line)
         self._key = key or RankKey.none()
         self._objects = ObjectGather(self._key, "whole", seat.rank)
-        self._root = SignedStore(store, self._key, seat.patience)
+        # A value that others wrote counts as none for as long as a rank may take to write the true one.
+        self._root = SignedStore(store, self._key, seat.timeout / 10)
         self._store = dist.PrefixStore(f"ports{seat.generation}", self._root)
         self._marks = dist.PrefixStore(f"marks{seat.generation}", self._root)
         self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
