@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import FileError, SettingsError, parse_json, read_file
-from ..core.fields import count, fields, named
+from ..core import FileError, SettingsError, fields, parse_json, read_file
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
@@ -120,7 +119,7 @@ def _print_of(folder: Path) -> Print | None:
 def _files(manifest: Any) -> dict[str, int]:
     """The files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
-    if not named(fields(size=count))(listed) or not all(FILE.fullmatch(name) for name in listed):
+    if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
         raise FileError("it must list the files of a version with their sizes", got="something else")
     return {name: about["size"] for name, about in listed.items()}
 
