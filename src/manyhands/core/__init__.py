@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import fields
 from .buffers import remember_buffers
 from .errors import (
     ArchiveError,
@@ -97,6 +98,7 @@ __all__ = [
     "event",
     "keep_event",
     "read_events",
+    "fields",
     "LINE_LIMIT",
     "open_regular",
     "opened",

@@ -77,7 +77,7 @@ def named(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def fields(**checks: Check) -> Check:
+def having(**checks: Check) -> Check:
     """Return a check of objects with these fields."""
     return lambda value: isinstance(value, dict) and holds(value, checks)
 
@@ -89,15 +89,15 @@ def holds(value: Mapping[str, Any], checks: Fields) -> bool:
 
 _ANY = {"rank": maybe(count), "step": maybe(step)}
 _PLACE = {"rank": count, "host": maybe(label), "device": maybe(label)}
-_OPTION = fields(strategy=text, devices=count, seconds=maybe(number), measured=maybe(number), memory=maybe(number))
-_CURVE = fields(
+_OPTION = having(strategy=text, devices=count, seconds=maybe(number), measured=maybe(number), memory=maybe(number))
+_CURVE = having(
     devices=listed(count),
     speedup=listed(number),
     saturates=number,
     reason=text,
-    remedies=listed(fields(text=text, gain=number, saturates=number)),
+    remedies=listed(having(text=text, gain=number, saturates=number)),
 )
-_SHARE = fields(model=label, weight=number)
+_SHARE = having(model=label, weight=number)
 _VERSION = {"model": label, "version": count}
 FIELDS: dict[str, Fields] = {
     "start": {"total": maybe(count), "parameters": maybe(count), "step": step},
@@ -123,8 +123,8 @@ FIELDS: dict[str, Fields] = {
     },
     "cut": {
         "title": text,
-        "boxes": listed(fields(parts=listed(text))),
-        "arrows": listed(fields(num_bytes=maybe(number))),
+        "boxes": listed(having(parts=listed(text))),
+        "arrows": listed(having(num_bytes=maybe(number))),
     },
     "split": {"lines": maybe(listed(text)), "model": maybe(label), "shares": maybe(listed(_SHARE))},
     "plan": {
@@ -135,8 +135,8 @@ FIELDS: dict[str, Fields] = {
         "task": text,
         "strategy": text,
         "seconds": number,
-        "ranks": listed(fields(rank=count, phases=named(number))),
-        "advice": listed(fields(name=text)),
+        "ranks": listed(having(rank=count, phases=named(number))),
+        "advice": listed(having(name=text)),
     },
     "team": {"members": maybe(lambda value: isinstance(value, list)), "calibration": maybe(mapping)},
     "end": {"step": step},
@@ -158,7 +158,7 @@ RECORD_FIELDS: Fields = {
 """The fields of a run.json."""
 CREATE_STUDY, STUDY_ATTRIBUTE, CREATE_TRIAL, END_TRIAL, REPORT, TRIAL_ATTRIBUTE = 0, 2, 4, 6, 7, 8
 """What a line of a study's journal says, as Optuna numbers it."""
-_STUDY = fields(
+_STUDY = having(
     objectives=maybe(listed(lambda value: listed(text)(value) and len(value) == 2)),
     space=maybe(mapping),
     search=maybe(text),

@@ -102,7 +102,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise FileError("a line or file of JSON must be whole", got=str(error)[:200]) from None
+        raise FileError("JSON must be valid", got=str(error)[:200]) from None
     if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
         _require_shallow(value)
     return value

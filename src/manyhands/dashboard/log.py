@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS
-from ..core.fields import count, moment, number
+from ..core import EVENTS, fields
 from .source import PARTS, Source
 from .tail import Tail
 
@@ -34,6 +33,12 @@ SERVING = (
     "version_loading", "version_failed", "version_available", "version_ended",
     "replica_lost", "replica_failed", "replica_replaced", "routing", "backend_up", "backend_down",
 )  # fmt: skip
+ACCESS_FIELDS: fields.Fields = {
+    "t": fields.moment,
+    "status": fields.count,
+    "ms": lambda value: fields.number(value) and math.isfinite(value),
+}
+"""The fields of a line of an access log."""
 FAULTS = ("rolled_back", "watch_failed", "version_failed", "replica_lost", "replica_failed", "backend_down")
 
 
@@ -140,7 +145,7 @@ class Log(Source):
 
     def take_access(self, line: dict[str, Any]) -> None:
         """Counts a request that was answered."""
-        if not (moment(line["t"]) and count(line["status"]) and number(line["ms"]) and math.isfinite(line["ms"])):
+        if not fields.holds(line, ACCESS_FIELDS):
             raise ValueError("not a line of an access log")
         self.changed = max(self.changed, min(line["t"], time.time()))
         at = int(line["t"]) // self.width * self.width

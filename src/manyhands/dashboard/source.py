@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS
-from ..core.fields import is_event
+from ..core import EVENTS, fields
 from .tail import Tail
 
 SILENT_SECONDS = 60.0
@@ -93,7 +92,7 @@ class Source(ABC):
 
     def take_event(self, entry: dict[str, Any]) -> None:
         """Take an event; raise where it is not as readers expect it."""
-        if not is_event(entry):
+        if not fields.is_event(entry):
             raise ValueError("not an event")
         # A clock may be wrong: what has been read has happened.
         moment = min(entry["t"], time.time())

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..core import EVENTS, parse_json
-from ..core.fields import CREATE_TRIAL, END_TRIAL, REPORT, STUDY_ATTRIBUTE, TRIAL_ATTRIBUTE, count, is_journal_line
+from ..core import EVENTS, fields, parse_json
 from .source import Source
 from .tail import Tail
 
@@ -61,22 +60,22 @@ class Study(Source):
 
     def take_line(self, line: dict[str, Any]) -> None:
         """Takes a line of the journal."""
-        if not is_journal_line(line):
+        if not fields.is_journal_line(line):
             raise ValueError("not a line of a journal")
         code = line["op_code"]
-        if code == STUDY_ATTRIBUTE:
+        if code == fields.STUDY_ATTRIBUTE:
             self.study = line["user_attr"].get("manyhands", self.study)
-        elif code == CREATE_TRIAL:
+        elif code == fields.CREATE_TRIAL:
             self._create(line)
-        elif code == REPORT:
+        elif code == fields.REPORT:
             trial = self.trials[line["trial_id"]]
             if len(trial["reports"]) < MOST_REPORTS:
                 trial["reports"].append([line["step"], line["intermediate_value"]])
             trial["seconds"] = line["seconds"]
-        elif code == TRIAL_ATTRIBUTE and "lease" in line["user_attr"]:
+        elif code == fields.TRIAL_ATTRIBUTE and "lease" in line["user_attr"]:
             worker = line["user_attr"]["lease"]["worker"]
-            self.trials[line["trial_id"]]["worker"] = worker if count(worker) else None
-        elif code == END_TRIAL:
+            self.trials[line["trial_id"]]["worker"] = worker if fields.count(worker) else None
+        elif code == fields.END_TRIAL:
             self._end(line)
 
     def _create(self, line: dict[str, Any]) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import FileError, SettingsError, parse_json, read_file
-from ..core.fields import count, fields, named
+from ..core import FileError, SettingsError, fields, parse_json, read_file
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
@@ -74,7 +73,7 @@ def complete_versions(model: Path, policy: Policy | None = None, rejected: Colle
         try:
             print_ = _print_of(model / str(number))
         except FileError as error:
-            found.refused[number] = f"{error.rule}, but got {error.got}"
+            found.refused[number] = f"{MANIFEST} is refused: {error}".replace(f"{model}/{number}/", "")
             continue
         if print_ is not None:
             found.complete[number] = print_
@@ -106,14 +105,12 @@ def _print_of(folder: Path) -> Print | None:
             return None
         files = _files(parse_json(text))
         stats = {name: (folder / name).lstat() for name in files}
-    except FileError as error:
-        raise FileError(f"{MANIFEST} must list the files of a version", got=error.got) from None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FileError("the files of a version must be readable", got=error.strerror) from None
+        raise FileError("files must be readable", got=error.strerror) from None
     if odd := [name for name, found in stats.items() if not stat.S_ISREG(found.st_mode)]:
-        raise FileError("a version is made of regular files", got=f"{odd[0]}, which is none")
+        raise FileError("files must be regular ones", got=f"{odd[0]}, which is none")
     if any(stats[name].st_size != size for name, size in files.items()):
         return None
     return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in stats.items()))
@@ -122,8 +119,8 @@ def _print_of(folder: Path) -> Print | None:
 def _files(manifest: Any) -> dict[str, int]:
     """The files of a manifest with their sizes."""
     listed: Any = manifest.get("files") if isinstance(manifest, dict) else None
-    if not named(fields(size=count))(listed) or not all(FILE.fullmatch(name) for name in listed):
-        raise FileError(f"{MANIFEST} must list files", got="something else")
+    if not fields.named(fields.having(size=fields.count))(listed) or not all(FILE.fullmatch(name) for name in listed):
+        raise FileError("it must list the files of a version with their sizes", got="something else")
     return {name: about["size"] for name, about in listed.items()}
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core import CheckpointError, parse_json, read_file, read_json
-from ..core.fields import fields, holds, listed, mapping, maybe, named, number
+from ..core import CheckpointError, fields, parse_json, read_file, read_json
 from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
 from .snapshot import Snapshot
 from .tensors import read_tensors, write_tensors
@@ -42,18 +41,18 @@ def _whole(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LAST_CLAIM
 
 
-_DIGEST = fields(size=_whole, sha256=lambda value: isinstance(value, str))
+_DIGEST = fields.having(size=_whole, sha256=lambda value: isinstance(value, str))
 MANIFEST_FIELDS = {
     "format": _whole,
     "step": _whole,
-    "score": maybe(number),
-    "claim": maybe(_whole),
-    "files": named(_DIGEST),
+    "score": fields.maybe(fields.number),
+    "claim": fields.maybe(_whole),
+    "files": fields.named(_DIGEST),
 }
 STATE_FIELDS = {
     "step": _whole,
-    "state": mapping,
-    "optimizers": named(fields(state=named(mapping), groups=listed(mapping))),
+    "state": fields.mapping,
+    "optimizers": fields.named(fields.having(state=fields.named(fields.mapping), groups=fields.listed(fields.mapping))),
 }
 
 
@@ -435,7 +434,7 @@ def _read(folder: _Folder) -> Checkpoint:
             if size != said["size"] or digest_of(folder.path / name).to_dict() != said:
                 raise CheckpointError("every file must have the digest of the manifest", got=f"another in {name}")
         state = _object(folder.path / STATE)
-        if not holds(state, STATE_FIELDS) or {state["step"], manifest["step"]} != {folder.step}:
+        if not fields.holds(state, STATE_FIELDS) or {state["step"], manifest["step"]} != {folder.step}:
             raise CheckpointError(f"{STATE} must describe a checkpoint of its step", got="other fields or steps")
         return _assembled(folder.path, state, set(manifest["files"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -449,7 +448,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if read_file(path / MARKER, JSON_LIMIT) != _marker(hashlib.sha256(text).hexdigest()):
         raise CheckpointError("the manifest must have the digest of the marker", got="another")
     manifest = parse_json(text)
-    if not isinstance(manifest, dict) or not holds(manifest, MANIFEST_FIELDS):
+    if not isinstance(manifest, dict) or not fields.holds(manifest, MANIFEST_FIELDS):
         raise CheckpointError(f"{MANIFEST} must list files with their digests", got="other fields")
     if manifest["format"] != FORMAT:
         raise CheckpointError(

@@ -18,13 +18,13 @@ from ..core import (
     Task,
     TaskError,
     as_task,
+    fields,
     read_events,
     read_json,
     restore_random_state,
     seed_all,
 )
 from ..core import random_state as _random_state
-from ..core.fields import RECORD_FIELDS, holds
 from ..data import Cursor, Feed, as_source
 from ..store import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .loop import CHECKPOINTS, Outcome
@@ -237,7 +237,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, FileError) as error:
         raise CheckpointError(f"{folder / RECORD} must be readable", got=str(error)) from None
-    if not holds(record, RECORD_FIELDS):
+    if not fields.holds(record, fields.RECORD_FIELDS):
         raise CheckpointError(f"{folder / RECORD} must describe a run", got="missing fields, or fields of other types")
     return record
 

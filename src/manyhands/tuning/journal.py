@@ -27,18 +27,10 @@ from ..core import (
     FileError,
     RunError,
     SettingsError,
+    fields,
     open_regular,
     parse_json,
     read_lines,
-)
-from ..core.fields import (
-    CREATE_STUDY,
-    CREATE_TRIAL,
-    END_TRIAL,
-    REPORT,
-    STUDY_ATTRIBUTE,
-    TRIAL_ATTRIBUTE,
-    is_journal_line,
 )
 from .objective import Objective
 from .space import Choice, Integers, Range, Space, Uniform
@@ -48,7 +40,7 @@ JOURNAL = "journal.log"
 SYNC_SECONDS = 0.1
 DAMAGED = "journal.damaged"
 """Where unfinished lines are kept that were cut off the journal."""
-_CREATES = re.compile(rb'\{"op_code": ?%d,' % CREATE_TRIAL)
+_CREATES = re.compile(rb'\{"op_code": ?%d,' % fields.CREATE_TRIAL)
 _GIVEN = '"given":'
 _STATES = {RUNNING: 0, FINISHED: 1, STOPPED: 2, FAILED: 3}
 _NAMES = {number: name for name, number in _STATES.items()}
@@ -80,14 +72,14 @@ class Journal:
     def begin(self, name: str, objectives: Sequence[Objective], record: Mapping[str, Any]) -> None:
         """The study: its objectives, and everything that must be the same when it goes on."""
         directions = [1 if one.mode == "min" else 2 for one in objectives]
-        self._write(CREATE_STUDY, study_name=name, directions=directions)
-        self._write(STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": record})
+        self._write(fields.CREATE_STUDY, study_name=name, directions=directions)
+        self._write(fields.STUDY_ATTRIBUTE, study_id=0, user_attr={"manyhands": record})
         self.sync()
 
     def propose(self, trial: Trial) -> None:
         """A trial's parameters, before it is begun."""
         self._write(
-            CREATE_TRIAL,
+            fields.CREATE_TRIAL,
             study_id=0,
             datetime_start=_now(),
             state=_STATES[RUNNING],
@@ -98,17 +90,19 @@ class Journal:
 
     def lease(self, trial: Trial, worker: int, until: int) -> None:
         """Who works on a trial, and how far it is to go."""
-        self._write(TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"lease": {"worker": worker, "until": until}})
+        self._write(
+            fields.TRIAL_ATTRIBUTE, trial_id=trial.number, user_attr={"lease": {"worker": worker, "until": until}}
+        )
 
     def report(self, trial: Trial, epoch: int, seconds: float) -> None:
         """What a trial had reached after so many epochs."""
         value = trial.reports[epoch]
-        self._write(REPORT, trial_id=trial.number, step=epoch, intermediate_value=value, seconds=seconds)
+        self._write(fields.REPORT, trial_id=trial.number, step=epoch, intermediate_value=value, seconds=seconds)
 
     def end(self, trial: Trial) -> None:
         """What became of a trial."""
         self._write(
-            END_TRIAL,
+            fields.END_TRIAL,
             trial_id=trial.number,
             state=_STATES[trial.state],
             values=list(trial.values) or None,
@@ -177,9 +171,9 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
             trials.append(_created(line, len(trials)))
         elif fact is None:
             continue
-        elif fact["op_code"] == STUDY_ATTRIBUTE:
+        elif fact["op_code"] == fields.STUDY_ATTRIBUTE:
             record = fact["user_attr"].get("manyhands", record)
-        elif fact["op_code"] in (REPORT, END_TRIAL) and fact["trial_id"] < len(trials):
+        elif fact["op_code"] in (fields.REPORT, fields.END_TRIAL) and fact["trial_id"] < len(trials):
             _take(trials[fact["trial_id"]], fact)
     return record, trials
 
@@ -210,9 +204,9 @@ def _line(number: int, raw: bytes) -> _Line:
         fact = parse_json(raw)
     except FileError:
         return _Line(number, raw, None, bool(_CREATES.match(raw)))
-    if is_journal_line(fact):
-        return _Line(number, b"\n", fact, fact["op_code"] == CREATE_TRIAL)
-    return _Line(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == CREATE_TRIAL)
+    if fields.is_journal_line(fact):
+        return _Line(number, b"\n", fact, fact["op_code"] == fields.CREATE_TRIAL)
+    return _Line(number, raw, None, isinstance(fact, dict) and fact.get("op_code") == fields.CREATE_TRIAL)
 
 
 def _tell_lost_trials(path: Path, lines: Sequence[_Line]) -> None:
@@ -256,7 +250,7 @@ def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
     if not trial.params and trial.state == FAILED:
         return
     trial.seconds = fact["seconds"]
-    if fact["op_code"] == REPORT:
+    if fact["op_code"] == fields.REPORT:
         trial.reports[fact["step"]] = fact["intermediate_value"]
         return
     trial.state, trial.values = _NAMES[fact["state"]], tuple(fact["values"] or ())
