@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 
-ROWS, WIDTH, CLASSES, LENGTH = 13, 12, 5, 4
+ROWS, WIDTH, CLASSES, LENGTH = 14, 12, 5, 4
 
 
 def generator(seed: int) -> torch.Generator:
