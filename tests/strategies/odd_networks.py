@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 
-ROWS, WIDTH, CLASSES, LENGTH = 13, 12, 5, 4
+ROWS, WIDTH, CLASSES, LENGTH = 14, 12, 5, 4
 
 
 def generator(seed: int) -> torch.Generator:
@@ -38,6 +38,14 @@ def penalised(model: nn.Module, batch: Any) -> Tensor:
     y = model(x)
     (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     return F.cross_entropy(y, batch[1]) + slope.square().sum(1).mean()
+
+
+def distance(model: nn.Module, batch: Any) -> Tensor:
+    """Numbers added to sums over features, and a value that Python reads of a weight."""
+    y = model(batch[0])
+    target, sign = F.one_hot(batch[1], CLASSES).to(y.dtype), batch[1].sign() * 2 - 1
+    own = (1 - (y * target).sum(-1)).square().mean() / max(1.0, model[0].weight.norm().item())
+    return own + F.cosine_embedding_loss(y, target, sign)
 
 
 def own_step(hand: mh.Hand, batch: Any) -> None:
@@ -322,6 +330,7 @@ TASKS = {
     "cross": task(CrossAttention, data=(Z, IS_PADDING, Y)),
     "translator": task(Translator, data=(Z, IS_PADDING, Y)),
     "signs": task(Signs),
+    "distance": task(plain, loss=distance),
     "adafactor": optimizer_task(lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)),
     "noisy": optimizer_task(lambda parameters: Noisy(parameters, lr=0.05)),
     "by_element": optimizer_task(lambda parameters: OwnRule(parameters, "none")),

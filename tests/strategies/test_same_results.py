@@ -32,7 +32,7 @@ SAME = {
     "replicas of shards": (mh.Sharded(2, replicas=2, **FP64), "buffers hooks"),
     "tensor": (
         mh.TensorParallel(2, **FP64),
-        "queries cross translator hooks in_place own_batch_norm buffers adafactor by_all",
+        "distance queries cross translator hooks in_place own_batch_norm buffers adafactor by_all",
     ),
     "replicas of tensor": (mh.TensorParallel(2, replicas=2, **FP64), "experts buffers"),
     "pipeline": (mh.Pipeline(2, microbatches=2, **FP64), "hooks buffers by_tensor"),

@@ -93,6 +93,8 @@ def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
             return "its forward draws random numbers of Python or numpy, which may choose layers"
     except UsageError:
         raise
+    except _CannotCopy as error:
+        return f"the network could not be copied to find out which blocks it runs ({error})"
     except Exception as error:
         return f"what it computes may depend on values ({culprit(error)})"
     finally:
@@ -172,7 +174,14 @@ def _fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             for tensor in (value for own in held for value in own.values() if isinstance(value, Tensor)):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = _fake(tensor, device)
-        return copy.deepcopy(model, memo)
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise _CannotCopy(f"{type(error).__name__}: {error}") from error
+
+
+class _CannotCopy(Exception):
+    """A network holds something that Python does not copy, such as a lock or an open file."""
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:

@@ -58,9 +58,11 @@ class Glue(TorchFunctionMode):
     def _settle(self, tensor: Tensor) -> Tensor:
         if hasattr(tensor, SECTIONS):
             return in_order(self._axis, tensor, getattr(tensor, SECTIONS))
-        if not isinstance(tensor, DTensor) and tensor.requires_grad:
-            return self._axis.of(tensor, WHOLE)
-        return tensor
+        if not isinstance(tensor, DTensor):
+            return self._axis.of(tensor, WHOLE) if tensor.requires_grad else tensor
+        # torch adds a number to every rank's term of a sum, and so as many times as there are ranks.
+        is_sum = tensor.placements[0].is_partial()
+        return tensor.redistribute(placements=[WHOLE]) if is_sum else tensor
 
     # -- sections of a fused projection ---------------------------------------------------------------------------
 
@@ -227,6 +229,13 @@ class Glue(TorchFunctionMode):
         """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
         return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
 
+    def on_whole(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Losses with sums and constants inside, which torch computes as one operation, see whole tensors."""
+        if not any(isinstance(leaf, DTensor) for leaf in (*args, *kwargs.values())):
+            return NotImplemented
+        args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
     def with_own_statistics(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Norms that update the running statistics they are given see whole tensors, and the statistics themselves."""
         if not isinstance(input, DTensor):
@@ -309,6 +318,11 @@ _POOLS = [
     for n in (1, 2, 3)
     if hasattr(where, f"{name}{n}d{tail}")
 ]  # fmt: skip
+_LOSSES = (
+    F.cosine_embedding_loss, F.cosine_similarity, F.gaussian_nll_loss, F.hinge_embedding_loss, F.kl_div,
+    F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
+    F.pairwise_distance, F.poisson_nll_loss, F.soft_margin_loss, F.triplet_margin_loss,
+)  # fmt: skip
 _RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: Glue.attention,
     F.cross_entropy: Glue.cross_entropy,
@@ -320,6 +334,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__), Glue.looked_at
     ),
     **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
+    **dict.fromkeys(_LOSSES, Glue.on_whole),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),

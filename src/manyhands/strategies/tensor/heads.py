@@ -50,7 +50,7 @@ class Heads(Way):
         weights: Tensor | None = None
         if need_weights:
             weights = F.dropout(_attention(axis, q, k, mask), dropout)
-            found = axis.sharded(axis.part(weights, 1) @ heads[2], 1, layer.num_heads)
+            found: Tensor = axis.sharded(axis.part(weights, 1) @ heads[2], 1, layer.num_heads)
         else:
             found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
         local = axis.part(found, 1).transpose(1, 2).reshape(rows, length, -1)
