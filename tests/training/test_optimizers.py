@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
-from manyhands.core import EVENTS, TaskError, UsageError, mix, read_events, seed_all
+from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, read_events, seed_all
 from manyhands.data import Cursor, Feed, as_source
 from manyhands.store import CheckpointStore
 from manyhands.strategies import served
@@ -145,6 +145,14 @@ class Sharpness(Optimizer):
         assert closure is not None, "a closure is needed"
 
 
+def stepping(model: nn.Module) -> Optimizer:
+    """An optimizer whose step steps its scheduler, in a hook."""
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
 def recipe(model: nn.Module) -> dict[str, Optimizer]:
     """Three optimizers by name, for one loss."""
     weights = matrices(model)
@@ -161,6 +169,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "noisy": lambda model: Noisy(model.parameters()),
     "both": lambda model: Both(model),
     "lookahead": lambda model: Lookahead(optim.AdamW(model.parameters(), lr=0.02)),
+    "stepping": stepping,
     "some": lambda model: optim.AdamW([*model.first.parameters(), *model.norm.parameters()], lr=0.02),
 }
 
@@ -223,6 +232,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, alone: dict[str, A
         return
     trained(NullWorld(), [name], tmp_path, steps=2)
     assert_same(trained(NullWorld(), [name], tmp_path, resume=True)[name], alone[name], name)
+
+
+def test_a_scheduler_in_a_hook_whose_place_is_not_saved_is_refused_on_resume(tmp_path: Path) -> None:
+    trained(NullWorld(), ["stepping"], tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match=r"whose place no checkpoint has; pass Task\(schedule="):
+        trained(NullWorld(), ["stepping"], tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("name", ["recipe", "both"])
@@ -366,6 +381,7 @@ class Own(Optimizer):
     [
         (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it; return them as a list, \[SGD, AdamW\]"),
         (CASES["lookahead"], "Lookahead, which steps AdamW inside it"),
+        (stepping, r"SGD, whose step has hooks .*; pass Task\(schedule="),
         (CASES["noisy"], r"Noisy, which draws random numbers, other ones on every server; use mh.Mirrored\(\)"),
         (lambda model: Own(model.parameters()), "Own, which does not update the tensors of its parameter groups"),
     ],
