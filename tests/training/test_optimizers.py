@@ -191,10 +191,12 @@ def by_hand(made: mh.Task) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def trained(world: World, names: list[str], folder: Path, **settings: Any) -> dict[str, Any]:
+def trained(
+    world: World, names: list[str], folder: Path, spec: mh.StrategySpec | None = None, **settings: Any
+) -> dict[str, Any]:
     """The weights of several tasks, trained one after another in one set of ranks."""
     found = {}
-    spec = mh.Mirrored(world.size, precision="fp64")
+    spec = spec or mh.Mirrored(world.size, precision="fp64")
     for name in names:
         train(world, Job(task=task(CASES[name]), spec=spec, folder=folder / name, epochs=EPOCHS, **settings))
         world.barrier()
@@ -232,6 +234,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, alone: dict[str, A
         return
     trained(NullWorld(), [name], tmp_path, steps=2)
     assert_same(trained(NullWorld(), [name], tmp_path, resume=True)[name], alone[name], name)
+
+
+SPLITS = [
+    mh.Sharded(2, precision="fp64"),
+    mh.Sharded(2, sharding="optimizer", precision="fp64"),
+    mh.TensorParallel(2, precision="fp64"),
+    mh.Pipeline(2, precision="fp64"),
+]
+
+
+def in_parts(world: World, folder: Path) -> list[dict[str, Any]]:
+    names = ["recipe", "some"]
+    return [trained(world, names, folder / str(number), spec) for number, spec in enumerate(SPLITS)]
+
+
+def test_several_optimizers_and_parameters_in_none_under_networks_in_parts(
+    alone: dict[str, Any], run_ranks: Any, tmp_path: Path
+) -> None:
+    for spec, found in zip(SPLITS, run_ranks(partial(in_parts, folder=tmp_path), 2)[0], strict=True):
+        for name, weights in found.items():
+            assert_same(weights, alone[name], f"{name} under {spec}")
 
 
 def test_a_scheduler_in_a_hook_whose_place_is_not_saved_is_refused_on_resume(tmp_path: Path) -> None:
