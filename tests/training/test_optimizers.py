@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
-from manyhands.core import EVENTS, TaskError, UsageError, mix, read_events, seed_all
+from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, read_events, seed_all
 from manyhands.data import Cursor, Feed, as_source
 from manyhands.store import CheckpointStore
 from manyhands.strategies import served
@@ -145,6 +145,14 @@ class Sharpness(Optimizer):
         assert closure is not None, "a closure is needed"
 
 
+def stepping(model: nn.Module) -> Optimizer:
+    """An optimizer whose step steps its scheduler, in a hook."""
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
 def recipe(model: nn.Module) -> dict[str, Optimizer]:
     """Three optimizers by name, for one loss."""
     weights = matrices(model)
@@ -161,6 +169,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "noisy": lambda model: Noisy(model.parameters()),
     "both": lambda model: Both(model),
     "lookahead": lambda model: Lookahead(optim.AdamW(model.parameters(), lr=0.02)),
+    "stepping": stepping,
     "some": lambda model: optim.AdamW([*model.first.parameters(), *model.norm.parameters()], lr=0.02),
 }
 
@@ -182,10 +191,12 @@ def by_hand(made: mh.Task) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def trained(world: World, names: list[str], folder: Path, **settings: Any) -> dict[str, Any]:
+def trained(
+    world: World, names: list[str], folder: Path, spec: mh.StrategySpec | None = None, **settings: Any
+) -> dict[str, Any]:
     """The weights of several tasks, trained one after another in one set of ranks."""
     found = {}
-    spec = mh.Mirrored(world.size, precision="fp64")
+    spec = spec or mh.Mirrored(world.size, precision="fp64")
     for name in names:
         train(world, Job(task=task(CASES[name]), spec=spec, folder=folder / name, epochs=EPOCHS, **settings))
         world.barrier()
@@ -223,6 +234,33 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, alone: dict[str, A
         return
     trained(NullWorld(), [name], tmp_path, steps=2)
     assert_same(trained(NullWorld(), [name], tmp_path, resume=True)[name], alone[name], name)
+
+
+SPLITS = [
+    mh.Sharded(2, precision="fp64"),
+    mh.Sharded(2, sharding="optimizer", precision="fp64"),
+    mh.TensorParallel(2, precision="fp64"),
+    mh.Pipeline(2, precision="fp64"),
+]
+
+
+def in_parts(world: World, folder: Path) -> list[dict[str, Any]]:
+    names = ["recipe", "some"]
+    return [trained(world, names, folder / str(number), spec) for number, spec in enumerate(SPLITS)]
+
+
+def test_several_optimizers_and_parameters_in_none_under_networks_in_parts(
+    alone: dict[str, Any], run_ranks: Any, tmp_path: Path
+) -> None:
+    for spec, found in zip(SPLITS, run_ranks(partial(in_parts, folder=tmp_path), 2)[0], strict=True):
+        for name, weights in found.items():
+            assert_same(weights, alone[name], f"{name} under {spec}")
+
+
+def test_a_scheduler_in_a_hook_whose_place_is_not_saved_is_refused_on_resume(tmp_path: Path) -> None:
+    trained(NullWorld(), ["stepping"], tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match=r"whose place no checkpoint has; pass Task\(schedule="):
+        trained(NullWorld(), ["stepping"], tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("name", ["recipe", "both"])
@@ -366,6 +404,7 @@ class Own(Optimizer):
     [
         (lambda model: Both(model), r"Both, which steps SGD, AdamW inside it; return them as a list, \[SGD, AdamW\]"),
         (CASES["lookahead"], "Lookahead, which steps AdamW inside it"),
+        (stepping, r"SGD, whose step has hooks .*; pass Task\(schedule="),
         (CASES["noisy"], r"Noisy, which draws random numbers, other ones on every server; use mh.Mirrored\(\)"),
         (lambda model: Own(model.parameters()), "Own, which does not update the tensors of its parameter groups"),
     ],

@@ -25,9 +25,10 @@ class Population:
 
     Each member computes what its task alone would with `deterministic=True`: its own first weights, order of samples,
     random numbers, schedule and clipping. A member whose loss is not finite fails alone. `stop` frees a member's place
-    and `replace` fills it with another task, which starts at its own first step.
+    and `replace` fills it with another task, which starts at its own first step. Tasks that cannot be computed as one
+    program are trained one after another, with the same results, and a notice names the line and the reason.
 
-    - `tasks`: as `groups` has found them alike; others are refused with the reason;
+    - `tasks`: as `groups` has found them alike; those that stack with others of another structure are refused;
     - `strategy`: precision and capture of one device;
     - `device`: where they live; by default what this machine has;
     - `epochs`, `steps`: how far every member goes by itself, which schedules need to know.
@@ -137,8 +138,11 @@ class Population:
         try:
             self._way.replace(member, task)
         except CannotStack as reason:
-            self._go_apart(reason)
-            self._way.replace(member, task)
+            raise TaskError(
+                "members that are computed together are replaced by tasks that stack",
+                got=f"one that does not: {reason}",
+                remedy="train it in a population of its own",
+            ) from reason
         self.members[member] = Member(task)
 
     def state(self, member: int) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Stacked(Executor):
             if group.stacks:
                 self._make_room()
                 tasks = [task for _, task in chosen]
-                population = Population(tasks, device=[self._device], epochs=self._workshop.epochs)
+                epochs, notice = self._workshop.epochs, self._say
+                population = Population(tasks, device=[self._device], epochs=epochs, notice=notice)
                 shelf = _Shelf(population)
                 self._shelves.append(shelf)
                 for number, (work, _) in enumerate(chosen):
