@@ -359,7 +359,7 @@ def check(
     Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
     data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
     """
-    made = as_task(task, params)
+    made = training.with_data(as_task(task, params))
     spec, devices, _ = settle(strategy, on, with_servers=True)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)

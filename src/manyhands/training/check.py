@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,14 @@ def plan_of(task: Task, spec: StrategySpec, most: int = MOST_ROWS) -> Plan:
     """Return the rows that a task is compared on under a spec with definite axes."""
     source = as_source(task.data, collate=task.collate)
     return choose_rows(source, check_source(source, task.batch_size), parts_of(spec), task.seed, most)
+
+
+def with_data(task: Task) -> Task:
+    """Return the task with the data that its function makes, once; a function that makes iterators stays as it is."""
+    if not inspect.isfunction(task.data):
+        return task
+    made = task.data()
+    return task if isinstance(made, Iterator) else task.replace(data=made)
 
 
 def parts_of(spec: StrategySpec) -> int:
