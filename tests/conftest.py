@@ -25,6 +25,7 @@ BUDGETS = {
     "cluster": 2.6,
     "recovery": 2.8,
     "sync": 1.5,
+    "strategies": 1.5,
     "servers": 2.0,
     "profiling": 1.0,
     "cli": 1.5,

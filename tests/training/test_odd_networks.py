@@ -238,8 +238,10 @@ class Drifting(nn.Module):
         return self.layer(x)
 
 
-def test_a_buffer_that_nobody_synchronises_is_named_and_training_goes_on(tmp_path: Path) -> None:
-    run = fit(task(Drifting, valid=(X, Y)), 2, tmp_path)
+def test_a_buffer_that_replicas_keep_for_themselves_is_named(tmp_path: Path) -> None:
+    spec = mh.Mirrored(2, batch_stats="local")
+    made = task(Drifting, valid=(X, Y))
+    run = mh.fit(made, spec, on="cpu*2", folder=tmp_path, progress=False, epochs=2)
     notices = [entry["text"] for entry in read_events(run.path / "events.jsonl") if entry["kind"] == "notice"]
     assert any("the buffer seen is not synchronised" in text for text in notices)
     assert len(run.losses) == 8

@@ -161,15 +161,21 @@ class LayoutFree(TorchFunctionMode):
             self._buffers[count] = torch.empty(count, dtype=torch.int64, device=self._device)
         return self._buffers[count].copy_(self._host, non_blocking=True)
 
-    def learn(self, compute: Callable[[int], Any], few: int, more: int) -> None:
-        """Finds out which dim of every draw holds the samples; `compute` does with so many rows what a step does."""
+    def learn(
+        self, compute: Callable[[int], Any], few: int, more: int, any_rank: Callable[[bool], bool] = bool
+    ) -> None:
+        """Find out which dim of every draw holds the samples; `compute` does with so many rows what a step does.
+
+        `compute` may contain collectives, so all ranks must call it equally often although a rank may see no draw, as
+        a pipeline stage without dropout: `any_rank` returns whether its argument is true on any of them.
+        """
         counts = self.num_draws, self._num_watched
         dims = SampleDims()
         try:
             for look in range(NUM_LOOKS):
                 first, second = (self._traced(compute, rows, look) for rows in (few, more))
                 dims.add(few, first, more, second)
-                if not first:
+                if not any_rank(bool(first)):
                     break
         finally:
             self._trace = None

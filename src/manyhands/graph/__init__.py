@@ -1,11 +1,11 @@
 """How a step is executed: recorded as CUDA graphs where it can be; what it holds; a network traced and cut."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
-from .blame import culprit
+from .blame import calling_line, culprit
 from .call import Call
 from .compilers import stop_compilers
 from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
-from .following import Facts, Value, follow, mutated, plainly
+from .following import Facts, Value, changed_at_root, follow, plainly
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, fuse_on_cpu, lie_alike, make_capturable, skips_on_device
@@ -31,6 +31,7 @@ __all__ = [
     "lie_alike",
     "CAPTURABLE",
     "skips_on_device",
+    "calling_line",
     "culprit",
     "trace",
     "Call",
@@ -40,7 +41,7 @@ __all__ = [
     "follow",
     "Facts",
     "Value",
-    "mutated",
+    "changed_at_root",
     "plainly",
     "Layer",
     "layer_of",

@@ -21,7 +21,15 @@ def culprit(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__
-    frame = innermost(frames)
+    return _shown(innermost(frames))
+
+
+def calling_line() -> str:
+    """The innermost line of the user's own code that is running, as `file.py:12: text`."""
+    return _shown(innermost(traceback.extract_stack()))
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
     text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return f"{place}: {text}" if text else place

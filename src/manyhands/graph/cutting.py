@@ -16,7 +16,7 @@ from functools import cached_property
 from torch import fx
 
 from ..core import StrategyError
-from .following import Facts, aliased, is_random, mutated
+from .following import Facts, aliased, changed_at_root, is_random, mutated
 from .tracing import Traced
 
 
@@ -143,7 +143,7 @@ def _needed(works: Works) -> Works:
     kept: set[int] = set()
     todo = [works.unit_of[name] for name in works.output_needs]
     for index, unit in enumerate(works.units):
-        if any(target.name in works.traced.buffers for node in unit.nodes for target in mutated(node)):
+        if any(target.name in works.traced.buffers for node in unit.nodes for target in changed_at_root(node)):
             todo.append(index)
     while todo:
         index = todo.pop()
@@ -213,7 +213,7 @@ def _together(traced: Traced, nodes: Sequence[fx.Node], placed: set[fx.Node]) ->
             last = max(order[n] for n in nodes if any(t in seen for t in mutated(n)))
             readers = [user for n in seen for user in n.users if user in order and order[user] <= last]
             together.join([*(n for n in seen if n in order), node, *readers])
-        if not node.users and any(target.name in traced.buffers for target in mutated(node)):
+        if not node.users and any(target.name in traced.buffers for target in changed_at_root(node)):
             # A counter belongs to the layer that counts.
             path = traced.paths[node.name]
             near = [n for n in nodes[order[node] + 1 :] if n in placed and traced.paths[n.name] == path]

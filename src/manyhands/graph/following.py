@@ -82,8 +82,10 @@ def follow(
             elif node.op == "call_function":
                 held[node.name] = _follow_one(node, held, facts, draws)
     # At the end, because what is filled in place has a gradient only then.
-    for name, made in held.items():
-        _note(name, made, facts)
+    for node in traced.graph.nodes:
+        # A block that changes buffers and returns nothing is not a number that is known beforehand.
+        if node.name in held and (isinstance(held[node.name], Tensor) or not mutated(node)):
+            _note(node.name, held[node.name], facts)
     return facts
 
 
@@ -165,6 +167,8 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     layer = layer_of(node)
     if layer is not None:
         return changed_by(node, layer)
+    if node.op == "call_function" and getattr(node.target, "__name__", "") in _BLOCKS:
+        return _changed_in_block(node)
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return _statistics(node)
@@ -172,6 +176,30 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     named.update(node.kwargs)
     changed = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [found for name in changed if isinstance(found := named.get(name), fx.Node)]
+
+
+def changed_at_root(node: fx.Node) -> list[fx.Node]:
+    """The tensors whose memory an operation changes in place, also through views of them."""
+    return [root_of(target) for target in mutated(node)]
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The tensor whose memory an operation's result shares; itself where that is its own."""
+    while (source := aliased(node)) is not None:
+        node = source
+    return node
+
+
+def _changed_in_block(node: fx.Node) -> list[fx.Node]:
+    """What a block in another mode, such as torch.no_grad(), changes of what it is given."""
+    place = next(
+        i for i, argument in enumerate(node.args) if isinstance(argument, fx.Node) and argument.op == "get_attr"
+    )
+    block = getattr(node.graph.owning_module, str(node.args[place].target))  # type: ignore[union-attr]
+    given = [inner for inner in block.graph.nodes if inner.op == "placeholder"]
+    changed = {root for inner in block.graph.nodes for root in changed_at_root(inner)}
+    pairs = zip(given, node.args[place + 1 :], strict=False)
+    return [outer for inner, outer in pairs if inner in changed and isinstance(outer, fx.Node)]
 
 
 def _statistics(node: fx.Node) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from .cutting import Piece, Works
-from .following import by_hash, is_random, mutated, plainly
+from .following import by_hash, changed_at_root, is_random, plainly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
@@ -151,7 +151,7 @@ def _segment(
                 function = _drawn(another or by_hash(node), clock, facts.draws[node.name])
             made[node.name] = graph.create_node("call_function", function, args, kwargs, node.name)
     graph.output(tuple(made[name] for name in gives))
-    changed = {target.name for node in nodes for target in mutated(node)}
+    changed = {target.name for node in nodes for target in changed_at_root(node)}
     changes = [place for place, name in enumerate(takes) if name in changed and name in works.traced.buffers]
     return Segment(_compiled(root, graph), takes, gives, is_repeated, changes=changes)
 

@@ -241,10 +241,12 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _traced(program: Any, answer: Answer, names: Mapping[str, str]) -> Traced:
+    from .following import mutated
+
     graph: fx.Graph = program.graph_module.graph
     for node in [n for n in graph.nodes if n.op == "call_function" and _name_of(n.target) in _CHECKS]:
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated(node)))
     operations = [node for node in graph.nodes if node.op == "call_function"]
     signature = program.graph_signature
     strip = len(_NET) + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,10 +30,13 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint32: "U32",
     torch.uint64: "U64",
     torch.complex64: "C64",
+    torch.complex128: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The format's own names of what it can hold."""
+"""The format's own names of what it can hold; complex128, which it lacks, is held as pairs of float64."""
+PAIRS = "complex128"
+"""The key of a file's metadata that lists the tensors held as pairs."""
 
 HEADER_CAP = 100_000_000
 """The format's own limit of a header, checked here because a reader refuses what is longer."""
@@ -52,13 +55,17 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """
     # Wide elements first: then every tensor starts at a multiple of its element size, as readers expect.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, offset = {}, 0
+    header: dict[str, Any] = {}
+    offset = 0
+    pairs = [name for name in order if tensors[name].dtype == torch.complex128]
+    if pairs:
+        header["__metadata__"] = {PAIRS: json.dumps(pairs)}
     for name in order:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "shape": [*tensor.shape, 2] if name in pairs else list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -98,8 +105,12 @@ def require_storable(name: str, tensor: object) -> Tensor:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; nothing in it is executed."""
     try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(path, "pt") as file:
+            pairs = json.loads((file.metadata() or {}).get(PAIRS, "[]"))
+        return {
+            name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in load_file(path).items()
+        }
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path.name} must be a whole safetensors file", got=str(error)) from error
 
 

@@ -14,7 +14,7 @@ from .offload import AT_ONCE
 from .outline import check_cut, outline
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica
-from .realise import MAIN, Probe, lay_out, optimizers_of, realise, require_built, require_loss
+from .realise import MAIN, Probe, in_double, lay_out, optimizers_of, realise, require_built, require_loss
 from .recompute import keep_all, recompute
 from .replica import Replica
 from .skipping import keep_where
@@ -39,6 +39,7 @@ __all__ = [
     "optimizers_of",
     "MAIN",
     "Probe",
+    "in_double",
     "Replica",
     "MirroredReplica",
     "ServedReplica",

@@ -25,7 +25,7 @@ class MirroredReplica(Replica):
 
     def __init__(self, spec: StrategySpec, world: World, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         super().__init__(spec, world, model, optimizers)
-        _require_dense(model)
+        require_dense(model)
         named = make_policy(spec.sync)
         self._policy = acting(named, world)
         if self._policy != named:
@@ -132,7 +132,7 @@ def comparable(model: nn.Module, *, has_own_stats: bool) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _require_dense(model: nn.Module) -> None:
+def require_dense(model: nn.Module) -> None:
     """Refuses layers that make sparse gradients before any step is taken."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:

@@ -24,15 +24,15 @@ BY_ELEMENT = (
 
 
 @contextmanager
-def on_own_parts(optimizer: Optimizer) -> Iterator[None]:
-    """An optimizer whose parameters, gradients and state are this rank's parts of them."""
+def on_own_parts(optimizer: Optimizer, *, by_element: bool) -> Iterator[None]:
+    """An optimizer whose parameters, gradients and state are this rank's parts, if it works element by element."""
     groups = optimizer.param_groups
     cut: list[Any] = [
         p for group in groups for p in group["params"] if type(p) is not nn.Parameter and hasattr(p, "_local_tensor")
     ]
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     # Whoever looks at an update sees the tensors of all ranks.
-    if not cut or type(optimizer) not in BY_ELEMENT or any(hook is not lie_alike for hook in hooks):
+    if not cut or not by_element or any(hook is not lie_alike for hook in hooks):
         yield
         return
     held, state = [group["params"] for group in groups], optimizer.state

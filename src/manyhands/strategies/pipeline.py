@@ -149,6 +149,9 @@ def homes_of_stages(placement: Placement, works: Works, world: World, *, measure
 class Micros(Protocol):
     """The microbatches of a step, as a pipeline asks for them."""
 
+    sizes: list[int]
+    """How many samples each has; 0 for one that is only borrowed."""
+
     def loss(self, micro: int) -> Any:
         """The loss of a microbatch, as far as it is computed here."""
 
@@ -193,6 +196,8 @@ class PipelineReplica(PlacedReplica):
         for micro in under_way.values():
             assert micro.flow is not None
             micro.flow.settle()
+            self.buffers.put(micro.flow.buffers)
+            self.buffers.add(micro.flow.buffers, steps.sizes[micro.number])
         self._note(time.perf_counter() - start, self.world.waited - waited)
 
     def _ahead(self, micro: _Micro, stage: int, steps: Micros) -> None:

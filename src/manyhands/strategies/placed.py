@@ -143,6 +143,7 @@ class PlacedReplica(Replica):
         for piece in relay.pieces:
             result = relay.forward(flow, piece)
         flow.settle()
+        self.buffers.put(flow.buffers)
         return self.answer_of(cut, flow, result)
 
     def answer_of(self, cut: Cut, flow: Flow, result: list[Tensor]) -> Any:
@@ -183,7 +184,8 @@ class PlacedReplica(Replica):
         """The cut for a call, and what this rank does of it."""
         cut = self.placement.cut(call, training=self.model.training and torch.is_grad_enabled())
         if id(cut) not in self._relays:
-            relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding)
+            own = self.buffers.all_names
+            relay = self.placement.relay(cut, self.inner, self._clock, self._substitute, self.holding, own)
             self._relays[id(cut)] = (cut, relay)
         self._cut = cut
         return self._relays[id(cut)]
@@ -316,6 +318,9 @@ class PlacedReplica(Replica):
                 self.inner.broadcast(tensor, source)
                 _put(parts, path, tensor)
         return parts
+
+    def whole(self, tensor: Tensor, name: str = "") -> Tensor:
+        return self.holding.whole(tensor, name)
 
     def part_for(self, whole: Tensor, like: Tensor, name: str = "") -> Tensor:
         return torch.empty_like(whole, device="meta") if like.is_meta else self.holding.part_for(whole, like, name)

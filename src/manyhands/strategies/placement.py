@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +27,15 @@ from ..graph import (
     Piece,
     Traced,
     Works,
+    changed_at_root,
     crossings,
     follow,
     in_pieces,
-    mutated,
     segments_of,
     trace,
     works_of,
 )
+from .double_backward import on_gradients, refuse_gradients, untraceable
 from .holding import Holding
 from .homes import REST, automatic, by_map, check_map, measured, module_names, parameters_of
 from .recompute import SELECTIVE, recomputed_by, selective_contexts
@@ -83,7 +84,7 @@ def calling(
     states, put_back = random_state(device), remember_buffers(model)
     model.forward = forward
     try:
-        with torch.no_grad(), scope, looks:
+        with torch.no_grad(), scope, looks, on_gradients(refuse_gradients), untraceable():
             value = probe(model, lambda batch: batch)
     except _Seen:
         return Calling(calls[0], False, None)
@@ -213,7 +214,7 @@ class Placement:
                 self.holders.setdefault(name, set()).add(home)
         for name in parameters_of(works, [node for node in works.traced.outputs if isinstance(node, fx.Node)]):
             self.holders.setdefault(name, set()).add(self.end)
-        changed = {works.traced.buffers.get(n.name) for node in works.traced.graph.nodes for n in mutated(node)}
+        changed = {works.traced.buffers.get(n.name) for node in works.traced.graph.nodes for n in changed_at_root(node)}
         for name in self.calling.reads:
             if name in changed or self.spec.shards != 1 or self.spec.tensor > 1:
                 raise _cannot_read(name)
@@ -327,7 +328,13 @@ class Placement:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def relay(
-        self, cut: Cut, world: World, clock: Clock, substitute: Callable[[fx.Node, str], Any], holding: Holding
+        self,
+        cut: Cut,
+        world: World,
+        clock: Clock,
+        substitute: Callable[[fx.Node, str], Any],
+        holding: Holding,
+        own_buffers: Collection[str] = (),
     ) -> Relay:
         """What this rank does of a cut."""
         blocks = recomputed_by(self.model, self.spec.recompute)
@@ -355,7 +362,9 @@ class Placement:
             held, name = places[node]
             return holding.work(held[name])
 
-        return Relay(cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain)
+        return Relay(
+            cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain, own_buffers
+        )
 
     def drop(self, rank: int) -> None:
         """Keeps this rank's parameters and buffers; of the others only shape and dtype remain."""
@@ -429,6 +438,13 @@ def placed_homes(
 
 
 def require_cuttable(model: nn.Module) -> None:
-    """Refuses networks that have no forward to trace."""
+    """Refuses networks that have no forward to trace, or hooks that a trace does not contain."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise StrategyError(
+                "a network that is cut is traced, and the trace does not contain backward hooks of modules",
+                got=f"one on {name or type(module).__name__}",
+                remedy="use mh.Mirrored() or mh.Sharded()",
+            )

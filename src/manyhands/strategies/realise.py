@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
 from ..cluster import World
-from ..core import StrategyError, StrategySpec, TaskError
+from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError
 from ..sync import Auto, Local, Policy, make_policy
+from .buffers import Buffers, Rules, find_rules
 from .deferred import Take
+from .gradient_hooks import GradientHooks, refuse_hooks
 from .holding import Holding
 from .local import replicated
 from .mirrored import mirror
 from .offload import OffloadedReplica
+from .optimizer_traits import require_in_stages
 from .parameter_server import ServedReplica
 from .pipeline import PipelineReplica, place
 from .placed import PlacedReplica
@@ -50,27 +54,74 @@ def realise(
     `fill` brings the values of a network that has none yet, which shards alone can do without.
     """
     require_built(spec)
+    hooks = GradientHooks()
+    if not (world.size == 1 and "optimizer" in spec.offloaded):
+        hooks.adopt(model.named_parameters())
+    if spec.servers:
+        refuse_hooks(hooks)
     if fill is None:
         _require_place(model, world)
     if spec.precision == "fp64":
-        model = widened(model)
+        model = in_double(model)
     if fill is None:
         model = model.to(world.device)
         if world.size > 1:
             _require_sums(model)
             mirror(model, world)
+    rules: Rules | None = None
+    if spec.stages != 1:
+        # What is cut is tried while it is whole.
+        rules = find_rules(model, probe, nullcontext()) if _splits(spec, world) else {}
+    replica = _built(spec, world, model, make_optimizer, probe, look, layout, fill)
+    replica.hooks = hooks
+    if rules is None:
+        rules = find_rules(model, probe, replica.scope()) if _splits(spec, world) else {}
+    _follow_buffers(replica, rules)
+    return replica
+
+
+def _splits(spec: StrategySpec, world: World) -> bool:
+    """Whether what a forward sees is a part of a batch, and buffers are those of the batch."""
+    num_parts = spec.accumulate * spec.microbatches * world.along(spec.axes, *DATA_AXES).size
+    is_local = spec.batch_stats == "local" or (spec.replicas != 1 and isinstance(make_policy(spec.sync), Local))
+    return (num_parts > 1 or spec.servers > 0) and not is_local
+
+
+def _follow_buffers(replica: Replica, rules: Rules) -> None:
+    spec, world = replica.spec, replica.world
+    held = dict(replica.model.named_buffers())
+    mine = {name: rule for name, rule in rules.items() if not held[name].is_meta}
+    replica.buffers = Buffers(replica.model, mine, world.along(spec.axes, *DATA_AXES))
+    if spec.servers and replica.buffers.names:
+        raise StrategyError(
+            "on parameter servers a forward leaves the network's buffers as they are",
+            got=f"{replica.buffers.names[0]}, which is updated from samples",
+            remedy="use mh.Mirrored() or mh.Sharded()",
+        )
+
+
+def _built(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    look: Callable[[nn.Module], None] | None,
+    layout: Layout | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica:
     if spec.stages != 1:
         holding = _holding(spec, world, model, probe, layout)
         placement = place(spec, world, model, probe, look, holding.layers)
         holding.hold(model)
         optimizers = optimizers_of(model, make_optimizer)
+        for optimizer in optimizers.values():
+            require_in_stages(optimizer)
         return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement, holding)
-    if spec.shards != 1 and world.size > 1 and spec.sharding == "optimizer":
-        from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
-
-        recompute(model, spec.recompute, own_randomness=not spec.deterministic)
-        parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
-        return OptimizerShardedReplica(spec, world, model, parted, shadows)
+    if spec.shards != 1 and world.size > 1:
+        whole = _whole_in_a_step(spec, world, model, make_optimizer, probe, fill)
+        if whole is not None:
+            return whole
     if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
         return _in_parts(spec, world, model, make_optimizer, probe, layout, fill)
     recompute(model, spec.recompute, own_randomness=not spec.deterministic)
@@ -83,19 +134,57 @@ def realise(
     return replicated(spec, world, model, optimizers_of(model, make_optimizer))
 
 
-def widened(model: nn.Module) -> nn.Module:
-    """Return a network in double precision; complex parameters stay complex, which `Module.to` would make real."""
+def in_double(model: nn.Module) -> nn.Module:
+    """Return a network in double precision; complex tensors stay complex, which Module.double() makes real."""
 
-    def widen(tensor: Tensor) -> Tensor:
-        return (
-            tensor.to(complex128)
-            if tensor.is_complex()
-            else tensor.to(float64)
-            if tensor.is_floating_point()
-            else tensor
+    def widened(tensor: Tensor) -> Tensor:
+        wide = complex128 if tensor.is_complex() else float64 if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(wide)
+
+    made: nn.Module = model._apply(widened)
+    return made
+
+
+def _whole_in_a_step(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica | None:
+    """Return a replica whose optimizer state alone is sharded, where that is asked for or the network needs it."""
+    why = ""
+    if spec.sharding != "optimizer":
+        # torch's fake tensors take a while to import, and few need them.
+        from .by_block import why_not_by_block
+
+        why = next(filter(None, world.gather_objects(why_not_by_block(model, probe, world.device))), "")
+        if not why:
+            return None
+        _require_whole_possible(spec, why)
+        spec = dataclasses.replace(spec, sharding="optimizer")
+    from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
+    from .sharded import taking
+
+    if fill is not None:
+        model.to_empty(device=world.device)
+        fill(taking(model))
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+    parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
+    replica = OptimizerShardedReplica(spec, world, model, parted, shadows)
+    if why:
+        replica.notes.append(f'{why}: parameters and gradients stay whole on every rank, as with sharding="optimizer"')
+    return replica
+
+
+def _require_whole_possible(spec: StrategySpec, why: str) -> None:
+    if spec.tensor > 1 or isinstance(make_policy(spec.sync), Local):
+        raise StrategyError(
+            "shards of a network that is also split by tensor=, or whose replicas run local steps, run the same blocks",
+            got=f"{why}, and {spec}",
+            remedy="use mh.Mirrored(), or mh.Sharded() without tensor and with another sync",
         )
-
-    return model._apply(widen)
 
 
 def _in_parts(
@@ -125,7 +214,8 @@ def _in_parts(
     scope = ExitStack if cutting is None else cutting.scope
     recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
     if spec.shards != 1:
-        shard(model, spec, world, apart=len(optimizers_of(model, make_optimizer)) > 1)
+        apart = len(optimizers_of(model, make_optimizer)) > 1
+        shard(model, spec, world, apart=apart, compares=probe is None)
     if fill is not None:
         model.to_empty(device=world.device)
         fill(taking(model))

@@ -7,7 +7,7 @@ order reversed, and gradients go the other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ class Flow:
     """What is being received, by crossing and direction."""
     going: list[tuple[Tensor, Pending]] = field(default_factory=list)
     """What is being sent; kept as it is until it has arrived."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers that it updates from the values before the step, by name: micro-batches do not see each other's."""
 
     def settle(self) -> None:
         """Waits until everything that was sent has left."""
@@ -58,10 +60,12 @@ class Relay:
         tensor_of: Callable[[str], Tensor],
         clock: Clock,
         plain: Callable[[Tensor], Tensor],
+        own_buffers: Collection[str] = (),
     ) -> None:
         self.works, self.pieces = works, pieces
         self._world, self._segments, self._tensor_of, self._clock = world, segments, tensor_of, clock
         self._plain = plain
+        self._own_buffers = {node: name for node, name in works.traced.buffers.items() if name in own_buffers}
         self.given = {piece.index: [c for c in crossings if c.source is piece] for piece in pieces}
         """What crosses from each piece."""
         self._taken = {piece.index: [c for c in crossings if c.first is piece] for piece in pieces}
@@ -93,7 +97,17 @@ class Relay:
         return result
 
     def _environment(self, flow: Flow) -> dict[str, Any]:
-        return _Environment(flow.held, dict(zip(self.works.traced.inputs, flow.inputs, strict=True)), self._tensor_of)
+        given = dict(zip(self.works.traced.inputs, flow.inputs, strict=True))
+        return _Environment(flow.held, given, lambda node: self._own(flow, node))
+
+    def _own(self, flow: Flow, node: str) -> Tensor:
+        """A tensor of the network; of a buffer that every micro-batch updates by itself, the micro-batch's own."""
+        name = self._own_buffers.get(node)
+        if name is None or not torch.is_grad_enabled():
+            return self._tensor_of(node)
+        if name not in flow.buffers:
+            flow.buffers[name] = self._tensor_of(node).clone()
+        return flow.buffers[name]
 
     def _take(self, flow: Flow, name: str) -> None:
         """Makes sure that a result of another piece is here."""

@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 from ..cluster import World
 from ..core import StrategySpec
 from ..graph import fuse_on_cpu
-from .own_parts import on_own_parts
+from .buffers import Buffers
+from .gradient_hooks import GradientHooks
+from .optimizer_traits import stepping
+from .own_parts import BY_ELEMENT, on_own_parts
 from .skipping import step_where
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ class Replica:
         """Whether the network is computed in bfloat16."""
         self.group: World = world
         """The ranks whose gradients are summed in every step; all of them, unless replicas go apart."""
+        self.hooks = GradientHooks()
+        """The user's hooks on parameters, which are called with complete gradients."""
+        self.buffers = Buffers(model, {}, world)
+        """Buffers that forward updates, which the parts of a batch leave as the whole batch would."""
         self.notes: list[str] = []
         """What a person should know of how the network was split."""
         self.groups = {key: self._parameters_of(optimizer) for key, optimizer in self.optimizers.items()}
@@ -41,7 +48,7 @@ class Replica:
 
             self._parked = {key: Parking(optimizer, world.device) for key, optimizer in self.optimizers.items()}
         for key in self.optimizers.keys() - self._parked.keys():
-            with on_own_parts(self.optimizers[key]):
+            with on_own_parts(self.optimizers[key], by_element=type(self.optimizers[key]) in BY_ELEMENT):
                 fuse_on_cpu(self.optimizers[key])
         if spec.offload and world.device.type == "cpu":
             self.notes.append(f"offload={spec.offload} changes nothing on a CPU: its memory is the host's")
@@ -177,7 +184,7 @@ class Replica:
             if where is None or bool(where):
                 self._parked[key].step(bring)
         else:
-            with on_own_parts(self.optimizers[key]):
+            with stepping(self, self.optimizers[key]):
                 step_where(self.optimizers[key], where)
         self.optimizers[key].zero_grad(set_to_none=True)
 

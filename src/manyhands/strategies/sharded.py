@@ -23,9 +23,10 @@ from ..cluster import World
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
 from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
+from .by_block import SameBlocks
 from .deferred import Take
 from .local import common_slots
-from .mirrored import hash_of
+from .mirrored import hash_of, require_dense
 from .own_parts import own_part, parted
 from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
@@ -34,13 +35,15 @@ from .replica import Replica
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = False) -> None:
+def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = False, compares: bool = False) -> None:
     """Cuts a network over the ranks of its group: block by block, so that few parameters are whole at a time.
 
     With `apart` its parts are called one by one, as those of several optimizers are: each gathers its own parameters.
+    With `compares` ranks compare the blocks that they run.
     """
     if isinstance(model, CONTAINERS) and not apart:
         raise StrategyError("a network must have a forward", got=type(model).__name__, remedy="wrap it in a module")
+    require_dense(model)
     mesh = world.mesh(spec.axes)["shards"]
     again = spec.sharding == "full"
     # A single number has no parts: every rank keeps it.
@@ -49,10 +52,15 @@ def shard(model: nn.Module, spec: StrategySpec, world: World, *, apart: bool = F
     _require_own(model, roots)
     for block in blocks_of(model).values():
         if block not in roots:
+            block.register_forward_hook(_without_views)
             fully_shard(block, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
     for root in roots:
         root.register_forward_hook(_without_views)
         fully_shard(root, mesh=mesh, reshard_after_forward=again, ignored_params=numbers)
+    if compares:
+        inner = {name: block for name, block in blocks_of(model).items() if block not in roots}
+        for root in roots:
+            SameBlocks(root, inner if root is model else {}, world.along(spec.axes, "shards"))
 
 
 def _without_views(_: nn.Module, __: Any, outputs: Any) -> Any:
@@ -194,8 +202,11 @@ class ShardedReplica(Replica):
 
     def finish(self, key: str, count: Tensor | None) -> None:
         self._add_numbers(key)
+        is_summed = self._outer.size > 1 and self._agreement is None
+        if is_summed:
+            self._fill_in(key)
         gradients = list(self._gradients(key))
-        if self._outer.size > 1 and gradients and self._agreement is None:
+        if is_summed and gradients:
             self._add_over_replicas(key, gradients)
         if count is not None:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
@@ -204,12 +215,29 @@ class ShardedReplica(Replica):
         """Means over the shards for what every one of them keeps, as torch does for the rest."""
         if not self._roots:
             return
-        kept = [own_part(p.grad) for p in self.groups[key].values() if not _is_sharded(p) and p.grad is not None]
-        if kept:
-            flat = torch.cat([gradient.flatten() for gradient in kept])
-            self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
-            sums = flat.split([gradient.numel() for gradient in kept])
-            torch._foreach_copy_(kept, [part.view_as(gradient) for part, gradient in zip(sums, kept, strict=True)])
+        kept = [p for p in self.groups[key].values() if not _is_sharded(p) and p.requires_grad]
+        if not kept:
+            return
+        # A rank that did not use one of them takes part all the same; what no rank used keeps no gradient.
+        gradients = [torch.zeros_like(own_part(p)) if p.grad is None else own_part(p.grad) for p in kept]
+        used = torch.tensor([float(p.grad is not None) for p in kept], device=gradients[0].device)
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), used.to(gradients[0].dtype)])
+        self.world.along(self.spec.axes, "shards").all_reduce(flat, "avg")
+        *means, used = flat.split([*(gradient.numel() for gradient in gradients), len(kept)])
+        for parameter, mean, is_used in zip(kept, means, used.tolist(), strict=True):
+            if is_used:
+                mean = mean.to(parameter.dtype).view_as(own_part(parameter))
+                parameter.grad = parted(mean, parameter) if isinstance(parameter, DTensor) else mean
+
+    def _fill_in(self, key: str) -> None:
+        """Zeros for parameters that another replica used and this one did not, so that all sum the same gradients."""
+        trained = [p for p in self.groups[key].values() if p.requires_grad]
+        used = torch.tensor([int(p.grad is not None) for p in trained], device=self.world.device)
+        self._outer.all_reduce(used, "max")
+        for parameter, is_used in zip(trained, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                zeros = torch.zeros_like(own_part(parameter))
+                parameter.grad = parted(zeros, parameter) if isinstance(parameter, DTensor) else zeros
 
     @property
     def drifts(self) -> bool:

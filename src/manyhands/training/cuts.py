@@ -13,7 +13,7 @@ from torch import nn
 from ..cluster import Device
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import Feed, as_source, check_source
-from ..strategies import Outline, check_cut, outline
+from ..strategies import Outline, check_cut, in_double, outline
 from .explain import layout_of, slots_of, without_values
 
 NUM_ROWS = 4
@@ -48,7 +48,7 @@ def _built(task: Task) -> nn.Module:
 
 
 def _as_wide(model: nn.Module, spec: StrategySpec) -> nn.Module:
-    return model.to(torch.float64) if spec.precision == "fp64" else model
+    return in_double(model) if spec.precision == "fp64" else model
 
 
 def _probe(task: Task, spec: StrategySpec, rows: int) -> Probe | None:

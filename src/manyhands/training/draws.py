@@ -27,15 +27,27 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     put_back = remember_buffers(hand.model)
 
     def compute(count: int) -> None:
-        with hand.replica.scope():
-            hand.replica.loss(loss, split(batch, [count, rows - count])[0] if count < rows else batch)
+        failure: Exception | None = None
+        try:
+            with hand.replica.scope():
+                hand.replica.loss(loss, split(batch, [count, rows - count])[0] if count < rows else batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            failure = error
+        # The loss may fail on one rank alone, the one that has the network's output: all ranks give up together.
+        if any_rank(failure is not None):
+            raise failure or RuntimeError("another rank could not compute the loss")
+
+    def any_rank(flag: bool) -> bool:
+        return any(hand.world.gather_objects(flag))
 
     try:
-        hand.randomness.learn(compute, few, more)
+        hand.randomness.learn(compute, few, more, any_rank)
     except UsageError:
         raise
     except Exception:
-        # A slip of the person's own comes again in the first step; a loss that needs more rows than these does not.
+        # A mistake of the user comes again in the first step; a loss that needs more rows than these does not.
         return
     finally:
         put_back()

@@ -12,7 +12,7 @@ from torch import nn
 from ..cluster import PretendedWorld, World, current_world
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import as_source, check_source, first_dim, map_leaves
-from ..strategies import Table, lay_out, optimizers_of, table_of
+from ..strategies import Table, in_double, lay_out, optimizers_of, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes
 
@@ -24,7 +24,7 @@ def explain(task: Task, spec: StrategySpec) -> tuple[Table, Layout | None]:
     """The table of a task under a spec with definite axes, and the layout that ranks can follow without finding it."""
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
-        model = model.to(torch.float64)
+        model = in_double(model)
     layout, rows = layout_of(task, model, spec)
     return table_of(model, spec, layout=layout, slots=slots_of(task, model), rows=rows), layout
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
 from ..data import map_leaves
 from ..graph import Life, kept_bytes, largest_sum, lives
-from ..strategies import AT_ONCE, Table, keep_all, recompute, size_text, table_of
+from ..strategies import AT_ONCE, Table, in_double, keep_all, recompute, size_text, table_of
 from .explain import few_samples, slots_of, without_values
 from .shortened import KEPT, Row, rows_of, shortened
 
@@ -54,7 +54,7 @@ def fit_in(
     """
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
-        model = model.to(torch.float64)
+        model = in_double(model)
     choices = sorted(_choices(task, model, spec, num_devices, host), key=lambda choice: choice.cost)
     best = next((choice for choice in choices if choice.bytes <= ROOM * memory), None)
     if best is None:

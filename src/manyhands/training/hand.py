@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ from ..strategies import (
 from .averages import Averages
 from .choosing import Choosing
 from .gathering import gather_rows
-from .micro_buffers import MicroBuffers
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..strategies import Layout
 
 Key = str
-NUM_FOLLOWED, MAX_FOLLOWED = 4, 64
+NUM_FOLLOWED, MAX_FOLLOWED, NUM_TRIED = 4, 64, 6
 """Samples that are followed through a network to find out how to split it; more where stages are measured."""
 TELL_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
@@ -91,7 +91,6 @@ class Hand:
         self.randomness = LayoutFree(self.device) if spec.deterministic else None
         """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
         self._seed = 0
-        self._buffers: MicroBuffers | None = None
         self._covers: list[RemovableHandle] = []
         self.layout: Layout | None = None
         """How layers are cut, where that is known before the network is built."""
@@ -183,13 +182,21 @@ class Hand:
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
         """What is computed of a few samples, for strategies that follow them through the network."""
-        is_known = self.layout is not None and self.spec.stages == 1
-        if compute is None or is_known or self.spec.tensor * self.spec.stages == 1:
+        is_known = self.layout is not None and self.spec.stages == 1 and self.size * self.spec.accumulate == 1
+        is_split = self.spec.accumulate > 1 or self.world.size > 1 or self.spec.servers > 0
+        if compute is None or is_known or not is_split:
             return None
         at_a_time = batch_size // (self.size * self.spec.accumulate * self.spec.microbatches)
-        rows = NUM_FOLLOWED if self.spec.stages == 1 else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
-        batch = self.peek(source, batch_size, rows)
-        return lambda model, fake: compute(model, fake(batch))
+        rows = (
+            (NUM_FOLLOWED if self.spec.tensor > 1 else NUM_TRIED)
+            if self.spec.stages == 1
+            else max(NUM_FOLLOWED, min(MAX_FOLLOWED, at_a_time))
+        )
+        few = functools.cache(lambda: self.peek(source, batch_size, rows))
+        if self.spec.axes.keys() - {"replicas"}:
+            # They are followed through the network on tensors without values, where none can be read any more.
+            few()
+        return lambda model, fake: compute(model, fake(few()))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
         """Some of the first samples."""
@@ -206,6 +213,7 @@ class Hand:
     ) -> None:
         """Puts a network under the strategy, and makes its optimizer there; `fill` brings values that it lacks."""
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
+        self.spec = self._replica.spec
         for text in self._replica.notes:
             self.notice(text)
         self._choosing = Choosing(self) if is_undecided(self._replica) else None
@@ -360,7 +368,13 @@ class Hand:
         self.part = Part(batch.num_samples, batch.global_samples)
         self.draw_for(batch)
         if self._replica is not None:
-            self._replica.ghost(self.part.is_ghost)
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        """Say what the next micro-batch is before it is computed."""
+        self.replica.ghost(self.part.is_ghost)
+        if self.replica.buffers:
+            self.replica.buffers.begin()
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:
         """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
@@ -377,29 +391,17 @@ class Hand:
 
     def _micros(self, current: Batch) -> Iterator[Any]:
         num_micros = len(current.sizes)
-        buffers = self._micro_buffers() if num_micros > 1 else None
         self._draw_next()
         for index, (data, size, _) in enumerate(current.micros()):
             self.part = Part(size, current.global_samples, last=index == num_micros - 1)
             self.start = sum(current.sizes[:index])
             self.select(self.start, size)
-            self.replica.ghost(self.part.is_ghost)
+            self._begin_part()
             yield data
-            if buffers is not None:
-                buffers.end(size)
-        if buffers is not None:
-            buffers.settle()
         self.part = Part(current.num_samples, current.global_samples)
         self._draw_next()
         self.start = 0
         self.select(0, current.num_samples)
-
-    def _micro_buffers(self) -> MicroBuffers:
-        """The network's buffers, at the beginning of a step of several micro-batches."""
-        if self._buffers is None:
-            self._buffers = MicroBuffers(self.model)
-        self._buffers.begin()
-        return self._buffers
 
     def _draw_next(self) -> None:
         if self.randomness is not None:
@@ -421,6 +423,8 @@ class Hand:
         # A forward that is computed again must draw the same numbers again.
         with self.during("backward"), self.drawing():
             self.replica.backward(objective, key, last=self.part.last)
+        if self.replica.buffers and key == next(iter(self.replica.groups)):
+            self.replica.buffers.end(self.part.size, last=self.part.last)
 
     def open_tally(self, key: Key = MAIN) -> Tally:
         """The tally of the step under way."""
@@ -481,6 +485,7 @@ class Hand:
             )
         tally.receive()
         self.replica.finish(key, tally.count)
+        self.replica.hooks.call(self.replica, key)
         tally.settle()
         with self.timed("optimizer"):
             norm = self.replica.clip(key, self.clip) if self.clip is not None else None
@@ -550,6 +555,7 @@ class Hand:
         """Gives up the step under way: its losses and gradients."""
         self._tallies.clear()
         self.replica.forget()
+        self.replica.buffers.reset()
 
     def recorded_tally(self) -> Tally:
         """The tally of the step that was just recorded, open or closed."""

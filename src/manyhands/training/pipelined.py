@@ -21,6 +21,7 @@ def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any,
     micros = _Micros(hand, replica, loss, data)
     replica.run(len(micros.sizes), micros)
     if whole.last:
+        replica.buffers.combine()
         hand.send(micros.tally)
 
 

@@ -81,6 +81,8 @@ class Recorder:
         """Whether the update stands in the recording too."""
         if not hand.replica.is_recordable:
             self._give_up("batch statistics are exchanged over gloo inside the network")
+        elif hand.replica.buffers:
+            self._give_up("forward updates buffers, whose values come from all parts of a batch")
         elif not self._is_whole:
             hand.notice(f"the update runs by itself, outside of the recording: {next(filter(None, reasons))}")
 
@@ -138,7 +140,7 @@ class Recorder:
         hand = self._hand
         self._hold_rates()
         watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
-        hooked = watch.hooked()
+        hooked = watch.hooked() or next(iter(hand.replica.hooks.names), "")
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")
             return ""

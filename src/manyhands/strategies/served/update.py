@@ -95,16 +95,41 @@ def unpack_slots(plain: Slots, frames: Iterator[Any]) -> dict[str, Any]:
 
 def needs_whole(optimizer: Optimizer) -> bool:
     """Whether it must see whole tensors; seen by trying it. One that needs several at once is refused."""
-    groups = optimizer.param_groups
-    if all(_agree(optimizer, group, _halves) for group in groups):
+    if is_by_element(optimizer):
         return False
-    if all(_agree(optimizer, group, _alone) for group in groups):
+    if is_by_tensor(optimizer):
         return True
     raise TaskError(
         "on parameter servers an optimizer updates every tensor by itself",
         got=f"{type(optimizer).__name__}, whose update of one tensor depends on others",
         remedy="use for instance torch.optim.AdamW, or mh.Mirrored()",
     )
+
+
+def is_by_element(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates every element by itself, seen by trying it."""
+    return all(_agree(optimizer, group, _halves) for group in optimizer.param_groups)
+
+
+def is_by_tensor(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates every tensor by itself, seen by trying it."""
+    return all(_agree(optimizer, group, _alone) for group in optimizer.param_groups)
+
+
+def draws_numbers(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer draws random numbers from torch's generator, seen by trying it."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = [[torch.randn(4, 6, generator=generator, dtype=torch.float64)] for _ in range(NUM_STEPS + 1)]
+    for group in optimizer.param_groups:
+        try:
+            _walk(optimizer, group, start, gradients)
+        except (RuntimeError, ValueError, IndexError, AssertionError):
+            continue
+        before = torch.get_rng_state()
+        _walk(optimizer, group, start, gradients)
+        if not torch.equal(before, torch.get_rng_state()):
+            return True
+    return False
 
 
 def _halves(tensor: Tensor) -> list[Tensor]:

@@ -39,6 +39,8 @@ class Glue(TorchFunctionMode):
             result = rule(self, func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _changes_view(func, args):
+            raise NotImplementedError(f"{func.__name__} in place on a view of a tensor that is in parts")
         if func not in _HARMLESS:
             args, kwargs = self._settled(args, kwargs)
         return func(*args, **kwargs)
@@ -221,12 +223,34 @@ class Glue(TorchFunctionMode):
         local = func(input.to_local(), *args, **kwargs)
         return in_tensors(lambda tensor: self._axis.sharded(tensor, dim, input.shape[dim]), local)
 
+    def looked_at(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
+        return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
+
+    def with_own_statistics(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Norms that update the running statistics they are given see whole tensors, and the statistics themselves."""
+        if not isinstance(input, DTensor):
+            return NotImplemented
+        args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
+        return func(self._axis.whole(input), *args, **kwargs)
+
 
 def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
     """A tensor whose sections are cut one by one, in the order of the whole."""
     widths = [axis.span(size)[1] for size in sections]
     parts = zip(tensor.to_local().split(widths, -1), sections, strict=True)
     return torch.cat([axis.sharded(p, -1, size).redistribute(placements=[WHOLE]) for p, size in parts], -1)
+
+
+def _changes_view(func: Any, args: Any) -> bool:
+    """Whether an operation changes a tensor in parts through a view of it, which may be a copy of a part."""
+    name = getattr(func, "__name__", "")
+    if not args or not isinstance(args[0], DTensor):
+        return False
+    if name == "__setitem__":
+        return True
+    is_in_place = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place and args[0]._is_view()
 
 
 @contextmanager
@@ -266,6 +290,8 @@ def glued(
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor", "mod")}
+"""Python's operators that change what is on their left."""
 _ATEN = torch.ops.aten
 _CHUNKS = {torch.chunk, Tensor.chunk, _ATEN.chunk.default}
 _HARMLESS = {
@@ -290,6 +316,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.cat: Glue.cat,
     torch.dropout: Glue.dropout,
     F.interpolate: Glue.by_channel,
+    **dict.fromkeys(
+        (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__), Glue.looked_at
+    ),
+    **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
-from .axis import Axis
-from .layers import Call, Replicated, Way
+from .axis import WHOLE, Axis
+from .layers import Call, Way
 
 
 class Heads(Way):
@@ -32,27 +33,38 @@ class Heads(Way):
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> Any:  # fmt: skip
         """As the layer's own forward."""
-        if query.dim() != 3 or need_weights:
-            settings = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            return Replicated.run_whole(axis, layer, call, query, key, value, *settings)
         same = {id(tensor): axis.whole(tensor, sums_gradient=True) for tensor in (query, key, value)}
         inputs = [same[id(tensor)] for tensor in (query, key, value)]
-        if not layer.batch_first:
+        is_single = query.dim() == 2
+        if is_single:
+            inputs = [tensor.unsqueeze(0) for tensor in inputs]
+        elif not layer.batch_first:
             inputs = [tensor.transpose(0, 1) for tensor in inputs]
         rows, length, _ = inputs[0].shape
-        q, k, v = (
-            axis.sharded(part.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2), 1, layer.num_heads)
-            for part in self._projected(axis, layer, inputs)
-        )
+        heads = [
+            part.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for part in self._projected(axis, layer, inputs)
+        ]
+        q, k, v = (axis.sharded(part, 1, layer.num_heads) for part in heads)
         mask = _mask(axis, layer, rows, key_padding_mask, attn_mask, q.dtype)
         dropout = layer.dropout if layer.training else 0.0
-        found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
+        weights: Tensor | None = None
+        if need_weights:
+            weights = F.dropout(_attention(axis, q, k, mask), dropout)
+            found = axis.sharded(axis.part(weights, 1) @ heads[2], 1, layer.num_heads)
+        else:
+            found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
         local = axis.part(found, 1).transpose(1, 2).reshape(rows, length, -1)
         bias = layer.out_proj.bias
         share = None if bias is None else axis.local(bias, sums_gradient=True) / axis.size
         result = F.linear(local, axis.local(layer.out_proj.weight), share)
-        result = result if layer.batch_first else result.transpose(0, 1)
-        return axis.summed(result, self.target(axis, result)), None
+        if is_single:
+            result = result.squeeze(0)
+        elif not layer.batch_first:
+            result = result.transpose(0, 1)
+        if weights is not None:
+            weights = _returned(axis, weights, layer.num_heads if average_attn_weights else 0)
+            weights = weights.squeeze(0) if is_single else weights
+        return axis.summed(result, self.target(axis, result)), weights
 
     @staticmethod
     def _projected(axis: Axis, layer: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -69,6 +81,23 @@ def fits(layer: nn.Module, axis: Axis) -> bool:
     if not isinstance(layer, nn.MultiheadAttention) or type(layer).forward is not nn.MultiheadAttention.forward:
         return False
     return layer.num_heads % axis.size == 0 and layer.bias_k is None and not layer.add_zero_attn
+
+
+def _attention(axis: Axis, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """How much each query attends to each key, by head: this rank's heads of them."""
+    local_q, local_k = axis.part(q, 1), axis.part(k, 1)
+    scores = local_q @ local_k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        is_by_head = mask.dim() == 4 and mask.shape[1] > 1
+        scores = scores + (axis.part(mask, 1) if is_by_head else mask)
+    return axis.sharded(scores.softmax(-1), 1, q.shape[1])
+
+
+def _returned(axis: Axis, weights: Tensor, num_averaged: int) -> Tensor:
+    """All of the attention weights: of each head, or their mean over so many."""
+    if not num_averaged:
+        return axis.as_parted(weights).redistribute(placements=[WHOLE])
+    return axis.summed(axis.part(weights, 1).sum(1) / num_averaged)
 
 
 def _mask(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from .axis import WHOLE, Axis, in_tensors, is_cut
 from .glue import OF_LAYER, SECTIONS
@@ -170,6 +171,9 @@ class Replicated(Way):
 
 def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
     """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
+    if is_parametrized(layer):
+        # What its weight is computed from, such as spectral norm's vectors, belongs to the whole of it.
+        return Replicated(layer)
     if _is_matrix(layer):
         if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
             return Row(layer)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...core import Mean, StrategyError
+from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued
@@ -200,7 +201,8 @@ def _follow(
     undo = dress(model, axis, layout, decides=decides)
     try:
         with glued(axis, on_sections if decides else None, draws=False), _Traffic(axis) as traffic:
-            found = probe(model, fake)
+            with on_gradients(refuse_gradients):
+                found = probe(model, fake)
             results = [axis.whole(t) for t in tree_leaves(found.total if isinstance(found, Mean) else found)]
             ends = [result.sum() for result in results if result.requires_grad]
             if ends and not decides:
@@ -260,13 +262,21 @@ def _forward(
             result = layout.ways[name].run(axis, module, plain, *args, **kwargs)
         elif gets_whole:
             with _own_whole(axis, module):
-                result = plain(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
+                given = in_tensors(lambda tensor: _own(axis, tensor), (args, kwargs))
+                result = plain(*given[0], **given[1])
         else:
             result = plain(*args, **kwargs)
         result = gathered(result) if gathers else result
-        return in_tensors(axis.whole, result) if gives_whole else result
+        return in_tensors(lambda tensor: _own(axis, tensor), result) if gives_whole else result
 
     return forward
+
+
+def _own(axis: Axis, tensor: Tensor) -> Tensor:
+    """All of a tensor, not as a view, which autograd would not let a module change in place."""
+    whole = axis.whole(tensor)
+    is_view = whole is not tensor and whole.requires_grad and whole._is_view()
+    return torch.ops.aten._unsafe_view(whole, whole.shape) if is_view else whole
 
 
 def _caller(name: str, module: nn.Module, layout: Layout) -> bool:

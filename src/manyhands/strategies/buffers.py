@@ -1,0 +1,309 @@
+"""Buffers that a forward updates: the parts of a batch leave what the whole batch would have left.
+
+Which part of a batch a rank or a micro-batch has must not change running means, counters and codebooks. How a buffer's
+new value comes from its old one and the samples is found before training, from a few samples, whole and in two parts:
+
+- the same from every part, as a counter of steps or the vectors of spectral norm: every part has the right value;
+- a mean over samples, as in `mean.lerp_(x.mean(0), 0.1)`: the mean of the parts' values, weighted by their samples;
+- a sum over samples, as in `counts.mul_(0.9).add_(hits.sum(0))`: the sum of the parts' values, with the old one once.
+
+Every part starts from the old value. Any other update is refused. BatchNorm layers have rules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..cluster import World
+from ..core import LayoutFree, StrategyError, UsageError, random_state, remember_buffers, restore_random_state
+from .own_parts import own_part
+
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+TOLERANCE = 1e-5
+"""How close the parts' values must come to the whole batch's, as a share of the largest."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the values that parts of a batch leave in a buffer are combined."""
+
+    is_mean: bool = False
+    is_sum: bool = False
+    decay: float = 1.0
+    """Of a sum: how much of the old value every part keeps."""
+
+    def combined(self, total: Tensor, old: Tensor, num_parts: float) -> Tensor:
+        """The new value, from the weighted mean of the parts' values, or from their sum."""
+        return total if self.is_mean else total - (num_parts - 1) * self.decay * old
+
+
+Rules = dict[str, Rule]
+
+
+class Buffers:
+    """The buffers of a network that its forward updates, and what the parts of the step under way left in them."""
+
+    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], world: World) -> None:
+        self._model, self._rules, self._world = model, dict(rules), world
+        self._old: dict[str, Tensor]
+        self._sums: dict[str, Tensor]
+        self._counts: list[float]
+        self.reset()
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    @property
+    def all_names(self) -> list[str]:
+        """Buffers that the forward updates."""
+        return list(self._rules)
+
+    @property
+    def names(self) -> list[str]:
+        """Buffers that the forward updates from samples."""
+        return [name for name, rule in self._rules.items() if rule.is_mean or rule.is_sum]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Put the old values back before a further micro-batch of the step; the first one finds them in place."""
+        if not self._old:
+            self._old = {name: self._held(name).clone() for name in self._rules}
+            self._sums = {name: _wide(torch.zeros_like(old)) for name, old in self._old.items()}
+            return
+        for name, old in self._old.items():
+            self._put(name, old)
+
+    @torch.no_grad()
+    def end(self, num_samples: int, *, last: bool) -> None:
+        """Take the values that a micro-batch of so many samples left; after the last one combine those of all ranks."""
+        self.add({name: self._held(name) for name in self._rules}, num_samples)
+        if last:
+            self.combine()
+
+    def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
+        """Add the values that a part of the batch left, a part without samples excepted."""
+        if num_samples:
+            for name in self.names:
+                value = values[name]
+                self._sums[name] += _wide(value) * (num_samples if self._rules[name].is_mean else 1)
+            self._counts = [self._counts[0] + num_samples, self._counts[1] + 1]
+
+    @torch.no_grad()
+    def combine(self) -> None:
+        """Put the values of the whole batch into the network; all ranks do so together."""
+        old, names = self._old, self.names
+        if names:
+            parts = [torch.view_as_real(t) if t.is_complex() else t for t in (self._sums[name] for name in names)]
+            counts = torch.tensor(self._counts, dtype=torch.float64, device=parts[0].device)
+            flat = torch.cat([*(part.flatten() for part in parts), counts])
+            self._world.all_reduce(flat)
+            *sums, counts = flat.split([*(part.numel() for part in parts), 2])
+            num_samples, num_parts = counts.tolist()
+            for name, total, part in zip(names, sums, parts, strict=True):
+                total = total.view_as(part)
+                total = torch.view_as_complex(total) if self._sums[name].is_complex() else total
+                total = total / num_samples if self._rules[name].is_mean else total
+                new = self._rules[name].combined(total, _wide(old[name]), num_parts)
+                self._put(name, new if old[name].is_floating_point() or old[name].is_complex() else new.round())
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what the parts of the step under way left."""
+        self._old, self._sums, self._counts = {}, {}, [0.0, 0.0]
+
+    def _held(self, name: str) -> Tensor:
+        """What this rank has of the buffer as it is now: a forward may have replaced it."""
+        owner, _, last = name.rpartition(".")
+        return own_part(self._model.get_submodule(owner)._buffers[last])
+
+    def _put(self, name: str, value: Tensor) -> None:
+        self._held(name).copy_(value)
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Put values into the network."""
+        for name, value in values.items():
+            self._put(name, value)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextManager[object]) -> Rules:
+    """Return the rules of the buffers that a forward in training mode updates; refuse an update that has none.
+
+    The network is left as it was. Where the loss cannot be computed from a few samples no rule is found.
+    """
+    names = _candidates(model)
+    if probe is None or not names or not _row_counts(probe):
+        return {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    states, put_back = random_state(device), remember_buffers(model)
+    rows = _row_counts(probe)
+    try:
+        with scope, _as_in_training(model):
+            first, second = _two_trials(model, names, probe, device, (rows // 3, rows // 2))
+    except UsageError:
+        raise
+    except Exception:
+        # A mistake of the user comes again in the first step.
+        return {}
+    finally:
+        put_back()
+        restore_random_state(states, device)
+    return {name: _rule(model, name, (first, second)) for name in names if first.changes(name) or second.changes(name)}
+
+
+def _two_trials(
+    model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, cuts: Sequence[int]
+) -> tuple[_Trial, _Trial]:
+    """Try the first of these ways to split the samples that works: a part of one sample may be too small."""
+    try:
+        put_back = remember_buffers(model)
+        return _Trial.of(model, names, probe, device, cuts[0]), _Trial.of(model, names, probe, device, cuts[0])
+    except ValueError:
+        if len(cuts) == 1:
+            raise
+        put_back()
+        return _two_trials(model, names, probe, device, cuts[1:])
+
+
+@dataclass
+class _Trial:
+    """What a few samples leave in buffers, whole and in two parts; it ends with what the whole leaves."""
+
+    old: dict[str, Tensor]
+    whole: dict[str, Tensor]
+    parts: list[dict[str, Tensor]]
+    sizes: tuple[int, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str], probe: Probe, device: torch.device, cut: int) -> _Trial:
+        rows = _row_counts(probe)
+        draws = LayoutFree(device)
+
+        def values() -> dict[str, Tensor]:
+            held = dict(model.named_buffers())
+            return {name: _wide(own_part(held[name])).clone() for name in names}
+
+        def after(begin: int, end: int) -> dict[str, Tensor]:
+            draws.load(0, 0, np.arange(begin, end))
+            put_back = remember_buffers(model)
+            try:
+                with draws.drawing():
+                    probe(model, lambda batch: _rows_of(batch, rows, begin, end))
+                return values()
+            finally:
+                put_back()
+
+        old = values()
+        parts = [after(0, cut), after(cut, rows)]
+        made = cls(old, after(0, rows), parts, (cut, rows - cut))
+        with draws.drawing():
+            probe(model, lambda batch: batch)
+        return made
+
+    def changes(self, name: str) -> bool:
+        return any(not torch.equal(self.old[name], after[name]) for after in (self.whole, *self.parts))
+
+    def is_same(self, name: str) -> bool:
+        return all(_close(self.whole[name], part[name]) for part in self.parts)
+
+    def is_mean(self, name: str) -> bool:
+        weighted = [part[name] * size for part, size in zip(self.parts, self.sizes, strict=True)]
+        return _close(self.whole[name], (weighted[0] + weighted[1]) / sum(self.sizes))
+
+    def kept(self, name: str) -> Tensor:
+        """What remains of the old value in each part, if the update is a sum."""
+        return self.parts[0][name] + self.parts[1][name] - self.whole[name]
+
+    def decay(self, name: str) -> float | None:
+        """The share of the old value that remains; None where the old value is zero everywhere."""
+        old, kept = self.old[name].flatten(), self.kept(name).flatten()
+        square = (old * old.conj()).sum().real
+        if square == 0:
+            return None
+        found = float((kept * old.conj()).sum().real / square)
+        # Numbers that people write, such as 0.999, are exact; what was found from float32 values is nearly so.
+        return round(found, 5) if abs(found - round(found, 5)) < 2e-6 else found
+
+    def is_sum(self, name: str, decay: float) -> bool:
+        largest = max(float(part[name].abs().amax()) for part in (*self.parts, self.whole, self.old))
+        return bool((self.kept(name) - decay * self.old[name]).abs().amax() <= TOLERANCE * largest)
+
+
+def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> Rule:
+    if all(trial.is_same(name) for trial in trials):
+        return Rule()
+    if all(trial.is_mean(name) for trial in trials):
+        return Rule(is_mean=True)
+    decay = next((found for trial in reversed(trials) if (found := trial.decay(name)) is not None), 1.0)
+    if all(trial.is_sum(name, decay) for trial in trials):
+        return Rule(is_sum=True, decay=decay)
+    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.removeprefix("FSDP")
+    raise StrategyError(
+        "where a batch is split, a buffer that forward updates must be a mean or a sum over samples",
+        got=f"{name} of {owner}, which two parts of a batch leave otherwise than the batch does",
+        remedy="compute it from such buffers where it is read, use nn.BatchNorm for batch statistics, train on one "
+        'device, or let every replica keep its own by batch_stats="local"',
+    )
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Buffers of layers that have no rule of their own for batches in parts."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return [name for name, _ in model.named_buffers() if not norms or not name.startswith(norms)]
+
+
+@contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    """Training mode, but for BatchNorm: its statistics are those of the whole batch by then."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        for module in modes:
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _row_counts(probe: Probe) -> int:
+    """How many samples a probe follows; 0 where that is not known, or too few to be split in unequal parts."""
+    found: list[int] = []
+
+    def look(batch: Any) -> Any:
+        found.extend(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+        raise _Seen
+
+    with suppress(_Seen):
+        probe(nn.Module(), look)
+    return found[0] if found and found[0] >= 3 and len(set(found)) == 1 else 0
+
+
+class _Seen(Exception):
+    """The batch was seen, and that was all that was asked."""
+
+
+def _rows_of(batch: Any, rows: int, begin: int, end: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[begin:end] if t.dim() and len(t) == rows else t, batch)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    largest = torch.maximum(a.abs(), b.abs()).amax() if a.numel() else 0.0
+    return bool(((a - b).abs() <= TOLERANCE * largest).all())

@@ -1,0 +1,180 @@
+"""By block: whether a network can be sharded block by block, that is gathered by collectives inside its own forward.
+
+Ranks must then run the same blocks in the same order, whatever their samples are: each block's all-gather and
+reduce-scatter is a collective. This is found before training, by computing the loss on fake tensors, which have shapes
+but no values: an operation that needs a value raises there. Nothing of the network itself is computed or changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..cluster import World
+from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
+from ..graph import culprit
+from .double_backward import on_gradients
+from .recompute import blocks_of
+
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+
+
+NUM_COMPARED = 50
+"""Forwards on a GPU in which ranks compare their blocks: each comparison waits for the device."""
+
+
+class SameBlocks:
+    """Compares the blocks that ranks run, where that could not be found out before training.
+
+    Ranks that gather different blocks would compute with each other's parameters, or wait for ever.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], world: World) -> None:
+        self._names, self._world = [*blocks, "the end of the network"], world
+        self._num_left = NUM_COMPARED if world.device.type != "cpu" else -1
+        for index, block in enumerate(blocks.values()):
+            block.register_forward_pre_hook(lambda *_, index=index: self._meet(index), prepend=True)
+        model.register_forward_hook(lambda *_: self._end())
+
+    def _meet(self, index: int) -> None:
+        if not self._num_left:
+            return
+        found = self._world.all_gather(torch.tensor([index], device=self._world.device)).flatten().tolist()
+        if len(set(found)) > 1:
+            raise StrategyError(
+                "ranks that share one network run the same blocks of it, whatever their samples are",
+                got=", ".join(f"rank {rank} at {self._names[place]}" for rank, place in enumerate(found)),
+                remedy='use sharding="optimizer", which keeps parameters whole, or mh.Mirrored()',
+            )
+
+    def _end(self) -> None:
+        self._meet(len(self._names) - 1)
+        self._num_left -= self._num_left > 0
+
+
+def why_not_by_block(model: nn.Module, probe: Probe | None, device: torch.device) -> str:
+    """Return why a network's parameters must be whole during a step; empty where each block can gather its own."""
+    return _odd_types(model) or ("" if probe is None else _odd_steps(model, probe, device))
+
+
+def _odd_types(model: nn.Module) -> str:
+    """Return the parameters that torch cannot put into one flat tensor with the others of their block."""
+    blocks = blocks_of(model)
+    own: dict[str, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            return f"{name} is complex"
+        block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+        own.setdefault(block, {}).setdefault(parameter.dtype, name)
+    mixed = next((found for found in own.values() if len(found) > 1), {})
+    return " and ".join(f"{name} is of {dtype}" for dtype, name in mixed.items())
+
+
+def _odd_steps(model: nn.Module, probe: Probe, device: torch.device) -> str:
+    """Return what makes ranks with other samples run other blocks, or makes a block run again in backward."""
+    states, python, numpy = random_state(device), random.getstate(), np.random.get_state()
+    # torch logs every operation that fails on fake tensors, which is what is looked for here.
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        all_rows, fewer_rows = (_blocks_run(model, probe, device, fewer) for fewer in (0, 1))
+        if random.getstate() != python or str(np.random.get_state()) != str(numpy):
+            return "its forward draws random numbers of Python or numpy, which may choose layers"
+    except UsageError:
+        raise
+    except Exception as error:
+        return f"what it computes may depend on values ({culprit(error)})"
+    finally:
+        logging.disable(before)
+        restore_random_state(states, device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+    if all_rows != fewer_rows:
+        return "which layers it runs depends on the number of samples"
+    read = next((name.removeprefix(_READ) for name in all_rows if name.startswith(_READ)), "")
+    if read:
+        return f"the loss reads {read} by itself"
+    line = next((name.removeprefix(_GRADIENT) for name in all_rows if name.startswith(_GRADIENT)), "")
+    return f"what a block gathered for forward is needed by a second backward ({line})" if line else ""
+
+
+_GRADIENT, _READ = "gradient ", "read "
+
+
+class _Reads(TorchFunctionMode):
+    """Notes parameters that are computed with outside of the network's forward, which alone gathers them."""
+
+    def __init__(self, model: nn.Module, ran: list[str]) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._ran, self._depth = ran, 0
+        model.register_forward_pre_hook(lambda *_: self._enter(1))
+        model.register_forward_hook(lambda *_: self._enter(-1))
+
+    def _enter(self, by: int) -> None:
+        self._depth += by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._depth and not _asks(func):
+            self._ran += [_READ + self._names[id(arg)] for arg in tree_leaves((args, kwargs)) if id(arg) in self._names]
+        return func(*args, **(kwargs or {}))
+
+
+def _asks(func: Any) -> bool:
+    """Whether a function only asks a tensor about itself, its shape, its device or whether it has a gradient."""
+    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "is_floating_point", "is_complex")
+
+
+def _blocks_run(model: nn.Module, probe: Probe, device: torch.device, fewer: int) -> list[str]:
+    """Return the modules with parameters that a loss calls, in order."""
+    ran: list[str] = []
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def few(batch: Any) -> Any:
+        rows = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+        def fake(tensor: Tensor) -> Tensor:
+            is_by_row = tensor.dim() > 0 and len(tensor) == rows > fewer
+            return mode.from_tensor(tensor[: rows - fewer] if is_by_row else tensor)
+
+        return tree_map_only(Tensor, fake, batch)
+
+    with ExitStack() as scope:
+        twin = _fake_twin(model, mode, device).train()
+        for name, module in twin.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda _, __, name=name: ran.append(name))
+        scope.enter_context(as_written())
+        scope.enter_context(on_gradients(lambda line: ran.append(_GRADIENT + line)))
+        scope.enter_context(mode)
+        scope.enter_context(_Reads(twin, ran))
+        probe(twin, few)
+    return ran
+
+
+def _fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Return a copy of a network on fake tensors of a device."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for module in model.modules():
+            held: list[Mapping[str, Any]] = [module._parameters, module._buffers, vars(module)]
+            for tensor in (value for own in held for value in own.values() if isinstance(value, Tensor)):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = _fake(tensor, device)
+        return copy.deepcopy(model, memo)
+
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

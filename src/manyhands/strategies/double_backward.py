@@ -1,0 +1,68 @@
+"""Own gradients: losses that differentiate by themselves, as gradient penalties do, and backward code of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..core import StrategyError
+from ..graph import calling_line
+
+
+@contextmanager
+def on_gradients(call: Callable[[str], None]) -> Iterator[None]:
+    """Call a function with the user's line whenever torch.autograd.grad is called inside."""
+    own = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        call(calling_line())
+        return own(*args, **kwargs)
+
+    torch.autograd.grad = grad  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.grad = own
+
+
+def refuse_gradients(line: str) -> None:
+    """Refuse a loss that differentiates by itself where no rank has all of the graph that it needs."""
+    raise StrategyError(
+        "a loss does not call torch.autograd.grad where several ranks compute the network together",
+        got=line,
+        remedy="use mh.Mirrored() or mh.Sharded()",
+    )
+
+
+@contextmanager
+def untraceable() -> Iterator[None]:
+    """Refuse what a trace of forward does not contain: hooks on results, and a user's torch.autograd.Function."""
+    own_apply, own_hook = Function.__dict__["apply"], Tensor.register_hook
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):
+            _refuse_own_backward(f"{kind.__name__}, in {calling_line()}")
+        return own_apply.__get__(None, kind)(*args, **kwargs)
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        _refuse_own_backward(f"a hook, in {calling_line()}")
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply, Tensor.register_hook = own_apply, own_hook  # type: ignore[method-assign]
+
+
+def _refuse_own_backward(got: str) -> None:
+    raise StrategyError(
+        "a network that is cut is traced, and the trace does not contain a backward written by the user",
+        got=got,
+        remedy="use mh.Mirrored() or mh.Sharded()",
+    )

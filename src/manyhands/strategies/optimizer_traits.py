@@ -1,0 +1,163 @@
+"""Optimizer traits: what an update looks at, found by trying it on small tensors.
+
+An update that works element by element runs on a rank's own part of each parameter. One that looks at rows, columns or
+norms, as Adafactor and Muon do, needs whole tensors, and one that draws random numbers the same draws on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..cluster import World
+from ..core import StrategyError, random_state, restore_random_state
+from .own_parts import BY_ELEMENT, on_own_parts
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an optimizer's update of an element depends on."""
+
+    by_element: bool = True
+    """On nothing but the element's own values, gradient and state."""
+    by_tensor: bool = True
+    """On nothing but those of its own tensor."""
+    draws: bool = False
+    """On random numbers."""
+
+
+_known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
+
+
+def traits_of(optimizer: Optimizer) -> Traits:
+    """Return the traits of an optimizer with its settings; those of torch's element-wise ones are known."""
+    if type(optimizer) in BY_ELEMENT:
+        return Traits()
+    if optimizer not in _known:
+        _known[optimizer] = _tried(optimizer)
+    return _known[optimizer]
+
+
+def _tried(optimizer: Optimizer) -> Traits:
+    # The parameter servers try optimizers in the same way; their package takes a while to import.
+    from .served.update import draws_numbers, is_by_element, is_by_tensor
+
+    states = random_state(torch.device("cpu"))
+    try:
+        return Traits(is_by_element(optimizer), is_by_tensor(optimizer), draws_numbers(optimizer))
+    finally:
+        restore_random_state(states, torch.device("cpu"))
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those that it holds and steps itself."""
+    held = [
+        item for value in vars(optimizer).values() for item in (value if isinstance(value, list | tuple) else (value,))
+    ]
+    return [optimizer, *(found for inner in held if isinstance(inner, Optimizer) for found in inner_optimizers(inner))]
+
+
+def require_in_stages(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update needs tensors of stages on other ranks."""
+    for found in inner_optimizers(optimizer):
+        traits = traits_of(found)
+        if traits.draws or not traits.by_tensor:
+            what = "draws random numbers" if traits.draws else "updates a tensor by what others are"
+            raise StrategyError(
+                "where ranks hold different parts of a network, an optimizer updates every tensor by itself",
+                got=f"{type(found).__name__}, which {what}",
+                remedy="use mh.Mirrored() or mh.Sharded(), or an optimizer such as torch.optim.AdamW",
+            )
+
+
+@contextmanager
+def stepping(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer with the tensors that its update needs: a rank's own parts, or whole ones."""
+    with ExitStack() as scope:
+        every = inner_optimizers(optimizer)
+        if any(traits_of(found).draws for found in every):
+            scope.enter_context(_same_draws(replica.world))
+        for found in every:
+            traits = traits_of(found)
+            is_split = any(_is_parted(p) for group in found.param_groups for p in group["params"])
+            if is_split and not traits.by_element:
+                scope.enter_context(_on_wholes(replica, found))
+            else:
+                scope.enter_context(on_own_parts(found, by_element=traits.by_element))
+        yield
+
+
+@contextmanager
+def _same_draws(world: World) -> Iterator[None]:
+    """The first rank's random numbers on all ranks; afterwards each continues with its own."""
+    if world.size == 1:
+        yield
+        return
+    own = random_state(world.device)
+    common = {name: state.to(world.device) for name, state in own.items()}
+    for state in common.values():
+        world.broadcast(state.contiguous())
+    restore_random_state({name: state.cpu() for name, state in common.items()}, world.device)
+    try:
+        yield
+    finally:
+        if not world.is_first:
+            restore_random_state(own, world.device)
+
+
+@contextmanager
+def _on_wholes(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer whose parameters, gradients and state are whole on every rank while it updates them."""
+    groups, state = optimizer.param_groups, optimizer.state
+    held = [group["params"] for group in groups]
+    parted = [p for parameters in held for p in parameters if _is_parted(p)]
+    wholes = {parameter: _whole(replica, parameter) for parameter in parted}
+    for parameter, whole in wholes.items():
+        name = replica.names[parameter]
+        slots = state.pop(parameter, {})
+        if slots:
+            state[whole] = {key: _gathered(replica, slot, name) for key, slot in slots.items()}
+    for group in groups:
+        group["params"] = [wholes.get(parameter, parameter) for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, held, strict=True):
+            group["params"] = parameters
+        with torch.no_grad():
+            for parameter, whole in wholes.items():
+                name = replica.names[parameter]
+                parameter.copy_(replica.part_for(whole.detach(), parameter, name))
+                slots = state.pop(whole, {})
+                if slots:
+                    state[parameter] = {key: _kept(replica, slot, parameter, name) for key, slot in slots.items()}
+
+
+def _whole(replica: Replica, parameter: nn.Parameter) -> nn.Parameter:
+    name = replica.names[parameter]
+    whole = nn.Parameter(replica.whole(parameter.detach(), name).clone(), parameter.requires_grad)
+    whole.grad = None if parameter.grad is None else replica.whole(parameter.grad, name)
+    return whole
+
+
+def _gathered(replica: Replica, slot: Any, name: str) -> Any:
+    return replica.whole(slot, name) if isinstance(slot, Tensor) else slot
+
+
+def _kept(replica: Replica, slot: Any, parameter: nn.Parameter, name: str) -> Any:
+    has_all = isinstance(slot, Tensor) and slot.shape == parameter.shape and parameter.dim() > 0
+    return replica.part_for(slot, parameter, name) if has_all else slot
+
+
+def _is_parted(parameter: Tensor) -> bool:
+    return hasattr(parameter, "_local_tensor")
