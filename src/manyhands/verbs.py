@@ -399,8 +399,8 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         verdict = training.judge(task, spec, plan, whole, apart)
     if not verdict:
         return verdict
-    exact = {"staleness": 0, "backup": 0, "correction": False, "followers": 0}
-    plain = dataclasses.replace(spec, precision="fp64", deterministic=True, batch_stats="local", **exact)
+    exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
+    plain = dataclasses.replace(exact, precision="fp64", deterministic=True, batch_stats="local")
     told: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)
