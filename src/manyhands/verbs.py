@@ -359,7 +359,7 @@ def check(
     Compares losses, gradients, buffers and the weights after each update, in training mode, on rows from all over the
     data. Random numbers are layout-free in both, as with deterministic=True, so that dropout is compared too.
     """
-    made = as_task(task, params)
+    made = training.with_data(as_task(task, params))
     spec, devices, _ = settle(strategy, on, with_servers=True)
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
@@ -399,8 +399,8 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
         verdict = training.judge(task, spec, plan, whole, apart)
     if not verdict:
         return verdict
-    exact = {"staleness": 0, "backup": 0, "correction": False, "followers": 0}
-    plain = dataclasses.replace(spec, precision="fp64", deterministic=True, batch_stats="local", **exact)
+    exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
+    plain = dataclasses.replace(exact, precision="fp64", deterministic=True, batch_stats="local")
     told: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)

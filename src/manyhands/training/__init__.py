@@ -3,7 +3,7 @@
 from ..core import EVENTS
 from .averages import Averages
 from .callbacks import Callback, check_callbacks
-from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps
+from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps, with_data
 from .cuts import check_pieces, outline_of
 from .draws import learn_draws
 from .evaluation import evaluate, evaluating, predict
@@ -97,6 +97,7 @@ __all__ = [
     "parts_of",
     "record_of",
     "take_steps",
+    "with_data",
     "with_micro_statistics",
     "refuse",
     "Stragglers",

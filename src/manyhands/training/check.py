@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,6 @@ class Record:
     weights: dict[str, Tensor]
     """Parameters before the first step."""
     batch_norms: list[str]
-    hooked: list[str]
-    """Parameters with hooks, which see the gradients of parts."""
     num_draws: int
     """Random operations that were made layout-free."""
     strayed: bool
@@ -143,6 +142,14 @@ def plan_of(task: Task, spec: StrategySpec, most: int = MOST_ROWS) -> Plan:
     return choose_rows(source, check_source(source, task.batch_size), parts_of(spec), task.seed, most)
 
 
+def with_data(task: Task) -> Task:
+    """Return the task with the data that its function makes, once; a function that makes iterators stays as it is."""
+    if not inspect.isfunction(task.data):
+        return task
+    made = task.data()
+    return task if isinstance(made, Iterator) else task.replace(data=made)
+
+
 def parts_of(spec: StrategySpec) -> int:
     """Return into how many parts a batch is split, over replicas and one after another."""
     workers = spec.replicas or 1 if spec.servers else spec.num_parts
@@ -201,7 +208,6 @@ def take_steps(
             steps=steps,
             weights=first,
             batch_norms=[name for name, part in hand.model.named_modules() if has_batch_stats(part)],
-            hooked=[name for name, parameter in hand.model.named_parameters() if parameter._backward_hooks],
             num_draws=hand.randomness.num_draws,
             strayed=hand.randomness.strayed,
             precision=precision,
@@ -472,7 +478,6 @@ SAMPLES = (
     "use an operation of each sample by itself (LayerNorm or GroupNorm in place of batch statistics), torch's own "
     "BatchNorm, whose statistics are synchronised, or a strategy that does not split batches"
 )
-HOOK = "make the hook linear in the gradient (a mask, a factor), clip with clip=, or change gradients in the optimizer"
 BUFFER = "make its update a mean over samples, keep it out of forward, or use a strategy that does not split batches"
 MICRO = (
     'batch_stats="micro" takes them of each micro-batch, as a loop in plain PyTorch does; GroupNorm or LayerNorm need '
@@ -506,15 +511,12 @@ def _reason(
         return f"{cause} looks at other samples of the batch", SAMPLES
     if cause:
         return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
-    return _of_the_strategy(spec, whole, found, task)
+    return _of_the_strategy(spec, found, task)
 
 
-def _of_the_strategy(spec: StrategySpec, whole: Record, found: Difference, task: Task) -> tuple[str, str]:
+def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple[str, str]:
     """A difference that splitting the batch on one device does not show."""
     other = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
-    name = found.what.rsplit(" ", 1)[-1]
-    if name in whole.hooked:
-        return f"a hook on {name} sees the gradients of parts of the batch, and not their sum", HOOK
     if found.what.startswith("the update"):
         return f"gradients are equal, but the optimizer computes another update under {spec}", other
     if found.what.startswith("the buffer"):

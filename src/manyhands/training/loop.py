@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,7 @@ class TrainingLoop:
         self.is_tried = False
         self.not_verified = ""
         self.verdict: Verdict | None = None
-        self.seconds_per_row = 0.0
+        self.seconds_per_row = self.seconds_to_build = 0.0
         self.noticed: set[str] = set()
         self.limit = "compute"
         self.factor: float | None = None
@@ -269,7 +270,8 @@ class TrainingLoop:
         hand, task = self.hand, self.task
         hand.layout = self.job.layout
         goes_on = self.job.resume and hand.store(self.path).steps()
-        hand.build(task.replace(weights=None) if goes_on else task, self.try_on)
+        timed = task.replace(model=functools.partial(self.timed_build, task.model))
+        hand.build(timed.replace(weights=None) if goes_on else timed, self.try_on)
         check_patience(self.job.stop, task, [key or "loss" for key in hand.optimizers])
         if not hand.model.training:
             hand.model.train()
@@ -302,6 +304,14 @@ class TrainingLoop:
         else:
             self.go_on()
         return feed, valid
+
+    def timed_build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Build the network, and note how long that takes."""
+        began = time.perf_counter()
+        try:
+            return make()
+        finally:
+            self.seconds_to_build = time.perf_counter() - began
 
     def ease(self, batch_size: int) -> None:
         """Fewer replicas than there were take more micro-batches, and not larger ones, which might not fit."""
@@ -482,7 +492,8 @@ class TrainingLoop:
         elif why:
             verdict = Verdict("not verified", spec, why=why)
         else:
-            verdict = verify(self.hand, self.task, spec, self.job.layout, self.seconds_per_row)
+            seconds = self.seconds_per_row, self.seconds_to_build
+            verdict = verify(self.hand, self.task, spec, self.job.layout, *seconds)
         refuse(verdict)
         self.verdict = verdict
         self.kept.is_verified = True

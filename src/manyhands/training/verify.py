@@ -39,6 +39,7 @@ from .check import (
     parts_of,
     plan_of,
     take_steps,
+    with_data,
 )
 from .explain import without_values
 from .hand import Hand
@@ -96,14 +97,17 @@ def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
     return dataclasses.replace(spec, batch_stats="micro") if has_stats else spec
 
 
-def verify(hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, seconds_per_row: float) -> Verdict:
+def verify(
+    hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, seconds_per_row: float, seconds_to_build: float
+) -> Verdict:
     """Compare a strategy's first steps with those of one device; all ranks call it together and get one verdict.
 
-    Generators are put back; the hand's own network, optimizers and data are not touched.
+    Generators are put back; the hand's own network, optimizers and data are not touched. `seconds_per_row` is what the
+    loss of a sample takes, `seconds_to_build` what the model function takes.
     """
     states = random_state(hand.device)
     try:
-        return _Trial(hand, task, spec, layout).run(seconds_per_row)
+        return _Trial(hand, task, spec, layout).run(seconds_per_row, seconds_to_build)
     finally:
         restore_random_state(states, hand.device)
 
@@ -111,16 +115,17 @@ def verify(hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, se
 class _Trial:
     def __init__(self, hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None) -> None:
         self.world, self.layout, self.spec = hand.world, layout, spec
-        self.task = task.replace(ema=None)
+        self.task = with_data(task.replace(ema=None))
         if spec.batch_stats != "sync":
             self.task = self.task.replace(model=_with_fixed_statistics(task.model))
         self.alone = NullWorld(hand.world.seat.device)
         self.whole: Record | None = None
-        self.stream = not isinstance(as_source(task.data, collate=task.collate), IndexedSource)
+        self.stream = not isinstance(as_source(self.task.data, collate=task.collate), IndexedSource)
 
-    def run(self, seconds_per_row: float) -> Verdict:
+    def run(self, seconds_per_row: float, seconds_to_build: float) -> Verdict:
         """Take the whole steps on the first rank, the split ones on all, and return what the first rank finds."""
-        told = self.world.gather_objects(self._begin(seconds_per_row) if self.world.is_first else None)[0]
+        begun = self._begin(seconds_per_row, seconds_to_build) if self.world.is_first else None
+        told = self.world.gather_objects(begun)[0]
         if "verdict" in told:
             return Verdict(spec=self.spec, **told["verdict"])
         try:
@@ -135,14 +140,13 @@ class _Trial:
         verdict = self._judge(told["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
 
-    def _begin(self, seconds_per_row: float) -> dict[str, Any]:
+    def _begin(self, seconds_per_row: float, seconds_to_build: float) -> dict[str, Any]:
         """Choose rows and take the whole steps, in float64 if the network can."""
         parts = parts_of(self.spec)
-        affordable = int(MOST_SECONDS / max(seconds_per_row, 1e-9) / 12)
+        affordable = int((MOST_SECONDS - 3 * seconds_to_build) / max(seconds_per_row, 1e-9) / 12)
         if affordable < 2 * parts:
-            return {
-                "why": f"a trial of {2 * parts} samples takes longer than {MOST_SECONDS:g} s; mh.check compares them"
-            }
+            why = f"a trial of {2 * parts} samples takes longer than {MOST_SECONDS:g} s; mh.check compares them"
+            return {"verdict": {"outcome": "not verified", "why": why}}
         why = ""
         for precision in ("fp64", "fp32"):
             try:
