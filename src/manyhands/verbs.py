@@ -423,7 +423,10 @@ def serve(
     grpc: int = 8500,
     manage: int = 8502,
     manage_host: str = "127.0.0.1",
+    manage_grpc: int | None = None,
     token: str | None = None,
+    manage_token: str | None = None,
+    allow: Sequence[str] = (),
     cert: str | Path | None = None,
     key: str | Path | None = None,
     client_ca: str | Path | None = None,
@@ -449,7 +452,10 @@ def serve(
       "ray://head:10001" servers of one device each are placed on the cluster's hosts, and a router here stands before
       them: `servers` of them, or "1..4", as many as the load wants. The folder and the token are the same everywhere;
     - `host`, `http`, `grpc`, `manage`: where to listen; 0 takes any port; beyond this machine a `token` is needed;
-    - `manage_host`: where management listens, for a router on another host;
+    - `manage_host`: where management listens, for a router on another host; `manage_token` opens it, which must differ
+      from `token`; `manage_grpc`: a port where models can be loaded and unloaded over gRPC too;
+    - `allow`: further names of this server in URLs, and origins such as "https://app.example" of web pages that may
+      use it; requests of all others are refused;
     - `cert`, `key`, `client_ca`: PEM files for TLS on all listeners; with `client_ca` clients need a certificate too;
     - `versions`: "latest", "latest:2", "all" or numbers such as "1,3"; `unload_first` ends the old one before the new
       one is loaded, where a device has no room for both: requests are refused meanwhile;
@@ -474,7 +480,10 @@ def serve(
         grpc=grpc,
         manage=manage,
         manage_host=manage_host,
+        manage_grpc=manage_grpc,
         token=token,
+        manage_token=manage_token,
+        allow=tuple(allow),
         tls=Tls.of(cert, key, client_ca),
         versions=versions,
         timeout=timeout,
@@ -510,6 +519,12 @@ def _serve_placed(
     """Servers where the engine has room for them, and a router here that listens as the settings say."""
     from .serving import ListenSettings, PlacedServer, RouteSettings, ScaledRouter
 
+    if settings.manage_grpc is not None:
+        raise SettingsError(
+            "a router is managed over HTTP only",
+            got=f"manage_grpc={settings.manage_grpc}",
+            remedy="leave manage_grpc out; manyhands models works with all servers together",
+        )
     listening = {each.name: getattr(settings, each.name) for each in dataclasses.fields(ListenSettings)}
     models = models.absolute() if isinstance(models, Path) else models
     make = functools.partial(PlacedServer, models=models, settings=dataclasses.replace(settings, tls=None, log=None))
@@ -525,6 +540,8 @@ def route(
     manage: int = 8502,
     manage_host: str = "127.0.0.1",
     token: str | None = None,
+    manage_token: str | None = None,
+    allow: Sequence[str] = (),
     cert: str | Path | None = None,
     key: str | Path | None = None,
     client_ca: str | Path | None = None,
@@ -538,7 +555,7 @@ def route(
     - `backends`: "a:8500,b:8500", the port of each one's gRPC, HTTP and management on the next two ("a:8500/8601/8602"
       where they are others); a name may stand for several hosts, which are looked up again and again;
     - `backend_ca`: who signed the backends' certificates, where they have some; the router shows its own;
-    - the others as for `mh.serve`. The same `token` opens the router and the backends.
+    - the others as for `mh.serve`. The same `token` opens the router and the backends, and the same `manage_token`.
 
         router = mh.route("a:8500,b:8500", token=token)
         router.wait()
@@ -554,6 +571,8 @@ def route(
         manage=manage,
         manage_host=manage_host,
         token=token,
+        manage_token=manage_token,
+        allow=tuple(allow),
         tls=tls,
         backend_tls=Tls.of(cert, key, backend_ca) if backend_ca is not None else None,
         timeout=timeout,

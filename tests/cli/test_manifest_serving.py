@@ -36,7 +36,7 @@ def test_a_pod_is_asked_when_ready_and_finishes_before_it_ends(parts: dict[tuple
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     defaults = ServeSettings()
-    assert ports == {"grpc": defaults.grpc, "http": defaults.http, "manage": defaults.manage}
+    assert ports == {"grpc": defaults.grpc, "http": defaults.http}
     for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         assert container[probe]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
     leaving = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -54,8 +54,11 @@ def test_a_pod_may_do_little(parts: dict[tuple[str, str], Any]) -> None:
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
     assert mounts["models"] == {"name": "models", "mountPath": "/models", "readOnly": True}
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "models"
-    (token,) = [entry for entry in container["env"] if entry["name"] == "MANYHANDS_TOKEN"]
-    assert token["valueFrom"]["secretKeyRef"] == {"name": "digits", "key": "token"}
+    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in container["env"] if "valueFrom" in entry}
+    assert secrets == {
+        "MANYHANDS_TOKEN": {"name": "digits", "key": "token"},
+        "MANYHANDS_MANAGE_TOKEN": {"name": "digits", "key": "manage-token"},
+    }
 
 
 def test_it_grows_with_the_queue_and_a_router_finds_its_pods(parts: dict[tuple[str, str], Any]) -> None:
@@ -67,7 +70,7 @@ def test_it_grows_with_the_queue_and_a_router_finds_its_pods(parts: dict[tuple[s
     (endpoint,) = parts["PodMonitor", "digits"]["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
     assert parts["Service", "digits-pods"]["spec"]["clusterIP"] == "None"
-    assert [port["port"] for port in parts["Service", "digits-pods"]["spec"]["ports"]] == [8500, 8501, 8502]
+    assert [port["port"] for port in parts["Service", "digits-pods"]["spec"]["ports"]] == [8500, 8501]
     assert [port["port"] for port in parts["Service", "digits"]["spec"]["ports"]] == [8500, 8501]
 
 

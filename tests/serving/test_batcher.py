@@ -338,3 +338,12 @@ def test_rows_that_fit_into_a_slot() -> None:
     assert free.rows_fitting([(1 << 26,), ()]) == 0
     fixed = Layout(Signature({"x": TensorSpec("float32", (None, 1 << 25))}, {}), 64)
     assert fixed.rows_fitting([(1 << 25,)]) == 64
+
+
+@pytest.mark.parametrize("shape", [(549_755_813_888, 0), (0, 3), (3, 0, 2), (4097,), (5000, 3)])
+def test_empty_rows_and_more_rows_than_many_queues_are_not_taken(shape: tuple[int, ...]) -> None:
+    desk = Desk()
+    with pytest.raises(RequestRefused, match=r"must not be empty|may have \d+ rows") as caught:
+        desk.batcher.submit({"x": np.empty(shape, np.float32)}, shape[0], deadline=1e9, done=desk.done.append)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert desk.batcher.num_queued == desk.batcher.num_live == 0

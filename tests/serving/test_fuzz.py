@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import httpx
+import pytest
+from benchmarks.fuzzing.serving import SEEDS, TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,12 @@ ANYTHING = st.recursive(
 NUMBERS = st.lists(st.floats(width=32) | st.integers(-(2**70), 2**70), max_size=4)
 NAMES = st.sampled_from(["x", "a", "b", "output", "data", ""])
 MODELS = st.sampled_from(["adder", "pair"])
+
+
+WORDS = (
+    b"\r\n", b"\r\n\r\n", b"NaN", b"-1", b"1e999", b"null", b"[]", b"{}", b"9" * 30, b"\xff" * 9, b"\\ud800",
+    b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Expect: 100-continue\r\n", b"0\r\n\r\n",
+)  # fmt: skip
 
 
 def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -92,6 +100,18 @@ def test_bytes(http: httpx.Client, body: bytes, coding: str) -> None:
 def test_paths(http: httpx.Client, path: str) -> None:
     for start in ("/v1/models/", "/v2/models/", "/v2/", "/"):
         require_sound(http.get(start + path))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_decoders_refuse_or_fit(name: str, data: st.DataObject) -> None:
+    """Good inputs, cut and changed, as a longer fuzzing run begins with them."""
+    seed = data.draw(st.sampled_from(SEEDS[name]))
+    start = data.draw(st.integers(0, len(seed)))
+    middle = data.draw(st.binary(max_size=24) | st.sampled_from(WORDS))
+    TARGETS[name](seed)
+    TARGETS[name](seed[:start] + middle + seed[start + data.draw(st.integers(0, 24)) :])
 
 
 def test_the_server_is_as_before(served: Server, http: httpx.Client) -> None:

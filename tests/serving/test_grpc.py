@@ -105,8 +105,13 @@ def test_a_token_and_a_deadline(start: Start) -> None:
 
 
 def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:
-    server = start({"moody": Moody()})
-    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+    server = start({"moody": Moody()}, manage_grpc=0)
+    with (
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client,
+        pytest.raises(InferenceServerException, match=r"PERMISSION_DENIED.*--manage-grpc PORT"),
+    ):
+        client.unload_model("moody")
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.manage_grpc}") as client:
         client.unload_model("moody")
         assert not client.is_model_ready("moody")
         with pytest.raises(InferenceServerException, match="'moody' has no available versions"):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import gzip
+import sys
 import weakref
 import zlib
 from collections.abc import Awaitable, Callable
@@ -105,7 +106,7 @@ def test_chunks_and_compression() -> None:
         (post(b"abc", "Content-Encoding: br"), 415),
         (post(b"abc", "Content-Encoding: gzip"), 400),
         (post(gzip.compress(b"abcdefgh")[:-6], "Content-Encoding: gzip"), 400),
-        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n", 414),
         (b"GET / HTTP/1.1\r\n" + b"A: " + b"b" * 5000 + b"\r\n\r\n", 431),
         (b"nonsense\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00", 400),
@@ -118,6 +119,83 @@ def test_what_is_too_much_or_no_http_gets_its_status(message: bytes, wanted: int
     answer, listener = serve(lambda port: say(port, message), body=100, head=4000)
     assert status(answer) == wanted
     assert not listener.connections
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "wanted"),
+    [
+        (b"GET / HTTP/1.1\r\nA: ", b"b" * 1000, 431),
+        (b"GET / HTTP/1.1\r\nA", b"b" * 1000, 431),
+        (b"GET /", b"b" * 1000, 414),
+        (b"", b"\r\n" * 500, 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 200, 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;a=", b"b" * 1000, 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nA: ", b"b" * 1000, 400),
+        (b"GET / HTTP/1.1\r\n", b"A: b\r\n" * 20, 431),
+    ],
+)
+def test_what_never_ends_is_refused_however_it_is_cut(start: bytes, piece: bytes, wanted: int) -> None:
+    answer, listener = serve(lambda port: say(port, start, *[piece] * 40, pause=0.001), head=8000, headers=50)
+    assert status(answer) == wanted
+    assert b"but got" in answer
+    assert not listener.bodies.num_bytes
+
+
+def test_trailers_change_no_header_and_headers_that_decide_come_once() -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    def keep(request: Request) -> None:
+        seen.append(dict(request.headers))
+        request.answer(200, b"")
+
+    chunked = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\nX-Key: a\r\nConnection: close\r\n\r\n"
+    serve(lambda port: say(port, chunked + b"1\r\na\r\n0\r\nX-Key: b\r\nAuthorization: c\r\n\r\n"), keep)
+    assert seen[0][b"x-key"] == b"a"
+    assert b"authorization" not in seen[0]
+    for name in ("Host", "Authorization", "Content-Encoding", "Origin"):
+        answer, _ = serve(lambda port, name=name: say(port, post(b"", f"{name}: a", f"{name}: b")), keep)
+        assert status(answer) == 400
+    assert len(seen) == 1
+
+
+def test_many_chunks_take_no_more_memory_than_their_bytes() -> None:
+    sizes: list[int] = []
+
+    def weigh(request: Request) -> None:
+        sizes.append(len(request.body) and sys.getsizeof(request.body))
+        request.answer(200, b"")
+
+    chunks = b"10\r\n0123456789abcdef\r\n" * 20_000
+    head = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    answer, _ = serve(lambda port: say(port, head, chunks, b"0\r\n\r\n"), weigh)
+    assert status(answer) == 200
+    assert sizes[0] < 1.2 * 16 * 20_000
+
+
+def test_who_may_not_come_in_is_refused_before_the_body_is_read() -> None:
+    def admit(path: str, headers: Any) -> tuple[int, str] | None:
+        return None if headers.get(b"authorization") == b"yes" else (401, "no")
+
+    async def run() -> tuple[bytes, int]:
+        listener = Listener(lambda request: request.answer(200, b""), Limits(), None, admit)
+        port = await listener.open("127.0.0.1", 0)
+        try:
+            head = b"POST /x HTTP/1.1\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+            return await asyncio.wait_for(say(port, head), 20), listener.bodies.num_bytes
+        finally:
+            listener.close()
+
+    answer, num_bytes = asyncio.run(run())
+    assert status(answer) == 401
+    assert b"WWW-Authenticate: Bearer" in answer
+    assert num_bytes == 0
+
+
+def test_a_body_that_grows_too_much_is_refused() -> None:
+    message = post(gzip.compress(bytes(2 << 20)), "Content-Encoding: gzip")
+    answer, _ = serve(lambda port: say(port, message))
+    assert status(answer) == 413
+    assert b"may become 100 times larger by decompression" in answer
 
 
 def test_a_client_that_sends_on_hears_why_it_was_refused() -> None:
@@ -285,19 +363,72 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_silence_ends_a_connection_and_there_are_only_so_many() -> None:
-    async def talk(port: int) -> tuple[bytes, bytes]:
-        first = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.sleep(0.05)
-        refused = await say(port)
-        ended = await first[0].read()
-        first[1].close()
-        return refused, ended
+def test_answers_that_are_not_taken_count_until_their_client_is_gone() -> None:
+    listeners: list[Listener] = []
 
-    (refused, ended), _ = serve(talk, connections=1, idle=0.2, receive=0.4)
-    assert status(refused) == 503
-    assert b"Retry-After" in refused
+    def much(request: Request) -> None:
+        listeners.append(request._connection._listener)
+        request.answer(200, b"x" * (16 << 20))
+
+    async def talk(port: int) -> tuple[int, int]:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(post(b"", close=False))
+        while not (listeners and listeners[0].bodies.num_bytes):
+            await asyncio.sleep(0.01)
+        held = listeners[0].bodies.num_bytes
+        writer.transport.abort()
+        while listeners[0].connections:
+            await asyncio.sleep(0.01)
+        return held, listeners[0].bodies.num_bytes
+
+    (held, left), _ = serve(talk, much)
+    assert held > 1 << 20
+    assert left == 0
+
+
+def test_silence_ends_a_connection() -> None:
+    ended, listener = serve(lambda port: say(port), idle=0.2, receive=0.4)
     assert ended == b""
+    assert not listener.connections
+
+
+@pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
+def test_one_connection_too_many_closes_the_one_that_was_idle_longest(limit: str) -> None:
+    async def talk(port: int) -> tuple[bytes, bytes, bytes]:
+        idle = await asyncio.open_connection("127.0.0.1", port)
+        half = await asyncio.open_connection("127.0.0.1", port)
+        half[1].write(b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\nab")
+        await asyncio.sleep(0.05)
+        answers = [await say(port, post(b"new")), await idle[0].read()]
+        others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        answers.append(await half[0].read())
+        for _, writer in (idle, half, *others):
+            writer.close()
+        return answers[0], answers[1], answers[2]
+
+    (new, idle, half), _ = serve(talk, **{limit: 2})
+    assert new.endswith(b"new")
+    assert idle == b""
+    assert status(half) == 503
+    assert b"Retry-After" in half
+    assert b"this request was not complete yet" in half
+
+
+def test_connections_whose_requests_are_being_answered_stay() -> None:
+    requests: list[Request] = []
+
+    async def talk(port: int) -> tuple[bytes, bytes]:
+        first = asyncio.ensure_future(say(port, post(b"first")))
+        while not requests:
+            await asyncio.sleep(0.01)
+        refused = await say(port)
+        requests[0].answer(200, b"done")
+        return await first, refused
+
+    (first, refused), _ = serve(talk, requests.append, connections=1)
+    assert first.endswith(b"done")
+    assert status(refused) == 503
+    assert b"all of 1 have requests that are being answered" in refused
 
 
 def test_a_client_that_leaves_cancels_its_request() -> None:

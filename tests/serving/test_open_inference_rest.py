@@ -97,7 +97,7 @@ def test_compressed_both_ways(http: httpx.Client) -> None:
     one = {"name": "x", "shape": [4000, 3], "datatype": "FP32", "data": rows.ravel().tolist()}
     body = gzip.compress(json.dumps({"inputs": [one]}).encode())
     headers = {"Content-Encoding": "gzip", "Accept-Encoding": "gzip"}
-    # More rows than may wait are refused only when others wait already.
+    # More rows than may wait are refused only when others wait already, or when they are many times more.
     answer = http.post("/v2/models/adder/infer", content=body, headers=headers)
     assert answer.headers["Content-Encoding"] == "gzip"
     assert answer.json()["outputs"][0]["data"] == [2.0] * 12000
@@ -216,4 +216,6 @@ def test_a_deadline_that_cannot_be_kept(http: httpx.Client) -> None:
 
 
 def test_models_are_not_loaded_from_here(http: httpx.Client) -> None:
-    assert http.post("/v2/repository/models/adder/unload").status_code == 404
+    refused = http.post("/v2/repository/models/adder/unload")
+    assert refused.status_code == 403
+    assert "managed on another listener" in refused.json()["error"]

@@ -28,6 +28,7 @@ from manyhands.serving.protocols import tensorflow_grpc
 from manyhands.serving.routing.backend import Address, Backend, Lost
 from manyhands.serving.routing.fleet import READY, Fleet
 from manyhands.serving.routing.management import RouterManagement
+from manyhands.serving.routing.router import MANAGING
 from manyhands.testing import Hosts
 
 from .conftest import Start, publish
@@ -87,8 +88,12 @@ def test_both_protocols_go_through_and_both_servers_work(
                 404, "Servable not found for request: Latest(foo)",
             )  # fmt: skip
             assert http.head("/v2/models/adder").status_code == 200
-            assert http.post("/v2/repository/models/adder/unload").status_code == 404
+            assert http.post("/v2/repository/models/adder/unload").status_code == 403
             assert 'manyhands_backend_up{backend="127.0.0.1:' in http.get("/metrics").text
+        for method in sorted(MANAGING):
+            with grpc.insecure_channel(f"127.0.0.1:{router.grpc}") as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(method)(b"\x12\x05adder", timeout=20)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
         with pytest.raises(grpc.RpcError) as caught:
             predict(router.grpc, tensor(rows, as_bytes=True), version={"value": 9})
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
@@ -103,7 +108,8 @@ def test_both_protocols_go_through_and_both_servers_work(
     lines = [json.loads(line) for line in (tmp_path / ".log" / "access.jsonl").read_text().splitlines()]
     called = [(line["path"], line["status"], line["out"] > 0) for line in lines if line["method"] == "gRPC"]
     path = "/tensorflow.serving.PredictionService/Predict"
-    assert called == [(path, 200, True), (path, 404, False)]
+    assert [each for each in called if each[0] == path] == [(path, 200, True), (path, 404, False)]
+    assert {each for each in called if each[0] != path} == {(method, 403, False) for method in MANAGING}
 
 
 def test_one_call_changes_all_or_none(
@@ -299,7 +305,12 @@ def test_a_router_that_others_reach_wants_a_token() -> None:
 @pytest.mark.timeout(300)
 def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "models" / "adder", 2)
-    environment = {**os.environ, "MANYHANDS_TOKEN": "secret", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "MANYHANDS_TOKEN": "secret",
+        "MANYHANDS_MANAGE_TOKEN": "other",
+        "PYTHONWARNINGS": "ignore",
+    }
     manyhands = [sys.executable, "-m", "manyhands", "serve", "--quiet"]
     rows = np.arange(3, dtype=np.float32).reshape(1, 3)
     programs: dict[int, subprocess.Popen[Any]] = {}
@@ -368,7 +379,7 @@ def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_pa
 
         def ask() -> None:
             hosts[2].enter()
-            headers = {"Authorization": "Bearer secret"}
+            headers = {"Authorization": "Bearer other"}
             while not stop.is_set():
                 with contextlib.suppress(httpx.HTTPError, ValueError):
                     told = httpx.get("http://127.0.0.1:8502/manage/models", headers=headers, timeout=10, verify=False)

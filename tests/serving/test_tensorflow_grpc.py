@@ -153,14 +153,14 @@ def test_the_same_over_rest(scored: Server) -> None:
 def reload(server: Server, *configs: dict[str, Any]) -> Any:
     request = MESSAGES["ReloadConfigRequest"](config={"model_config_list": {"config": configs}})
     method = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
-    return call(server.grpc, method, request, MESSAGES["ReloadConfigResponse"])
+    return call(server.manage_grpc, method, request, MESSAGES["ReloadConfigResponse"])
 
 
 def test_another_list_of_models(start: Start, adder: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         for number in (1, 2):
             publish(adder, tmp_path / name, number)
-    server = start(tmp_path)
+    server = start(tmp_path, manage_grpc=0)
 
     def served() -> dict[str, list[int]]:
         models = server.state()["models"]
@@ -189,10 +189,15 @@ def test_another_list_of_models(start: Start, adder: Path, tmp_path: Path) -> No
 
 def test_strangers_do_not_change_the_list(start: Start, adder: Path, tmp_path: Path) -> None:
     publish(adder, tmp_path / "one", 1)
-    server = start(tmp_path, host="0.0.0.0", token="secret")
+    server = start(tmp_path, token="secret", manage_token="other", manage_grpc=0)
     request = MESSAGES["ReloadConfigRequest"](config={"model_config_list": {"config": []}})
     method = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
-    metadata = [("authorization", "Bearer secret")]
-    with pytest.raises(grpc.RpcError) as caught:
-        call(server.grpc, method, request, MESSAGES["ReloadConfigResponse"], metadata=metadata)
-    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
+    for port, token, code in (
+        (server.grpc, "secret", "PERMISSION_DENIED"),
+        (server.grpc, "other", "UNAUTHENTICATED"),
+        (server.manage_grpc, "secret", "UNAUTHENTICATED"),
+    ):
+        metadata = [("authorization", f"Bearer {token}")]
+        with pytest.raises(grpc.RpcError) as caught:
+            call(port, method, request, MESSAGES["ReloadConfigResponse"], metadata=metadata)
+        assert caught.value.code().name == code  # type: ignore[attr-defined]

@@ -177,8 +177,8 @@ def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start:
             {"shares": [{"weight": 1e308 * 10}]},
             {"shares": [{"version": 1.5, "weight": 1}]},
         ):
-            body = json.dumps(nonsense)
-            assert manage.post("/manage/models/adder/split", content=body).status_code == 400, nonsense
+            body, kind = json.dumps(nonsense), {"Content-Type": "application/json"}
+            assert manage.post("/manage/models/adder/split", content=body, headers=kind).status_code == 400, nonsense
         shares = [{"version": 2, "weight": 1}, {"version": 3, "weight": 1}]
         assert manage.post("/manage/models/adder/split", json={"shares": shares}).status_code == 200
         assert {ask() for _ in range(30)} == {2, 3}
@@ -370,8 +370,13 @@ def test_a_token_is_wanted_where_others_can_come(start: Start, tmp_path: Path) -
     server = start({"moody": Moody()}, token="secret")
     assert ask_moody(server.url, 1).status_code == 401
     assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
-    assert httpx.get(f"{server.manage_url}/manage/models").status_code == 401
     headers = {"Authorization": "Bearer secret"}
+    # The token for requests does not open management, which has none here.
+    closed = httpx.get(f"{server.manage_url}/manage/models", headers=headers)
+    assert closed.status_code == 403
+    assert "set MANYHANDS_MANAGE_TOKEN" in closed.json()["error"]
+    with pytest.raises(SettingsError, match="the two tokens differ"):
+        start(tmp_path, token="secret", manage_token="secret")
     assert httpx.get(f"{server.url}/v1/models/moody", headers=headers).status_code == 200
     rows = np.ones((1, 1), np.float32)
     for token, words in ((None, "pass token="), ("other", "another one")):

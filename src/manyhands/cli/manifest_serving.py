@@ -25,7 +25,7 @@ class Served:
 
 
 def serving(wanted: Served) -> str:
-    """A deployment, its services, and what scales it; the token lies in a secret of the same name."""
+    """A deployment, its services, and what scales it; the tokens lie in a secret of the same name."""
     parts = (
         _deployment(wanted),
         _service(wanted),
@@ -35,7 +35,8 @@ def serving(wanted: Served) -> str:
         _scaling(wanted),
     )
     head = (
-        f"# kubectl create secret generic {wanted.name} --from-literal=token=$(openssl rand -hex 32)\n"
+        f"# kubectl create secret generic {wanted.name} --from-literal=token=$(openssl rand -hex 32) \\\n"
+        "#   --from-literal=manage-token=$(openssl rand -hex 32)\n"
         "# PodMonitor needs Prometheus' operator; the scaling by queue needs its adapter for custom metrics.\n"
     )
     return head + "---\n".join(parts)
@@ -71,13 +72,14 @@ spec:
         args: ["serve", "/models", "--quiet"]
         env:
         - {{name: MANYHANDS_HOST, value: "0.0.0.0"}}
-        - {{name: MANYHANDS_MANAGE_HOST, value: "0.0.0.0"}}
         - name: MANYHANDS_TOKEN
           valueFrom: {{secretKeyRef: {{name: {wanted.name}, key: token}}}}
+        # Management listens inside the pod only: kubectl exec POD -- manyhands models list
+        - name: MANYHANDS_MANAGE_TOKEN
+          valueFrom: {{secretKeyRef: {{name: {wanted.name}, key: manage-token}}}}
         ports:
         - {{name: grpc, containerPort: 8500}}
         - {{name: http, containerPort: 8501}}
-        - {{name: manage, containerPort: 8502}}
         startupProbe:
           httpGet: {{path: /v2/health/ready, port: http}}
           periodSeconds: 2
@@ -136,7 +138,6 @@ spec:
   ports:
   - {{name: grpc, port: 8500, targetPort: grpc}}
   - {{name: http, port: 8501, targetPort: http}}
-  - {{name: manage, port: 8502, targetPort: manage}}
 """
 
 

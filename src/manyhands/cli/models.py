@@ -40,7 +40,7 @@ LOOK_SECONDS = 1.0
 """Between two looks, because a rate has two ends."""
 _REMEDIES = {
     "UNAVAILABLE": "start it with manyhands serve, or name another one with --server; under TLS it is https://",
-    "UNAUTHENTICATED": "set MANYHANDS_TOKEN to the server's",
+    "UNAUTHENTICATED": "set MANYHANDS_MANAGE_TOKEN to the server's",
     "NOT_FOUND": "--server names the port of management, 8502 by default, not that of answers",
 }
 """What helps where a server does not tell what it serves."""
@@ -73,16 +73,16 @@ def models(
 
     A label names a version for clients (label digits stable= takes it away); a split shares requests out by weight,
     between versions or between models; rollback lets the version before answer again. A token is
-    taken from MANYHANDS_TOKEN.
+    taken from MANYHANDS_MANAGE_TOKEN.
     """
     from ..serving import Client
 
     if act not in _ACTS:
         raise SettingsError(f"models can {', '.join(_ACTS)}", got=repr(act), remedy="write for instance models list")
     address = server or "http://127.0.0.1:8502"
-    token = os.environ.get("MANYHANDS_TOKEN")
+    token = os.environ.get("MANYHANDS_MANAGE_TOKEN")
     ask = _ACTS[act](words or [])
-    reach = partial(Client, address, manage=address, token=token, ca=ca, cert=cert, key=key)
+    reach = partial(Client, address, manage=address, manage_token=token, ca=ca, cert=cert, key=key)
     before = _reached(reach(timeout=REACH_SECONDS))
     client = reach(timeout=ACT_SECONDS)
     if act != "list" or json:

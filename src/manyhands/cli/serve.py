@@ -34,6 +34,8 @@ class ListenOptions:
     manage: int = 8502
     manage_host: str = "127.0.0.1"
     token: str | None = None
+    manage_token: str | None = None
+    allow: str = ""
     cert: str | None = None
     key: str | None = None
     client_ca: str | None = None
@@ -46,6 +48,7 @@ class ListenOptions:
 class ServeOptions(ListenOptions):
     """And of a server."""
 
+    manage_grpc: int | None = None
     on: str | None = None
     servers: str = "1"
     versions: str = "latest"
@@ -93,6 +96,14 @@ Grpc = Annotated[int | None, typer.Option(help="The port for gRPC; 8500 by defau
 Manage = Annotated[int | None, typer.Option(help="The port for management; 8502 by default.")]
 ManageHost = Annotated[
     str | None, typer.Option(help="The address for management: this machine only, unless a router is to reach it.")
+]
+ManageGrpc = Annotated[int | None, typer.Option(help="A port for management over gRPC too; by default there is none.")]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,URL",
+        help="Further names of this server in URLs, and origins of web pages that may use it, such as https://a.example.",
+    ),
 ]
 Cert = Annotated[str | None, typer.Option(metavar="FILE", help="A certificate (PEM) for TLS on all ports.")]
 Key = Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's key (PEM).")]
@@ -156,6 +167,8 @@ def serve(
     grpc: Grpc = None,
     manage: Manage = None,
     manage_host: ManageHost = None,
+    manage_grpc: ManageGrpc = None,
+    allow: Allow = None,
     cert: Cert = None,
     key: Key = None,
     client_ca: ClientCa = None,
@@ -183,24 +196,26 @@ def serve(
     server after the requests that it has. With --router it stands before other servers: the less loaded of two is
     asked, another one where one is lost, and manyhands models changes all of them together. With --on ray servers are
     placed in a Ray cluster and a router here stands before them. Every option can also
-    stand in the file of --config or in the environment (MANYHANDS_HTTP, ...); a token only there: MANYHANDS_TOKEN.
+    stand in the file of --config or in the environment (MANYHANDS_HTTP, ...); tokens only there: MANYHANDS_TOKEN for
+    requests, MANYHANDS_MANAGE_TOKEN for management.
     """
     from .. import verbs
 
     shared = {
         "host": host, "http": http, "grpc": grpc, "manage": manage, "manage_host": manage_host, "timeout": timeout,
+        "allow": allow,
         "queue_mib": queue_mib, "cert": cert, "key": key, "client_ca": client_ca, "log": log,
     }  # fmt: skip
     routed = {"backends": backends, "backend_ca": backend_ca}
     served = {
-        "on": on, "servers": servers, "versions": versions, "max_rows": max_rows, "sizes": sizes,
-        "queue_rows": queue_rows, "probation": probation, "precision": precision, "compile": compile,
+        "manage_grpc": manage_grpc, "on": on, "servers": servers, "versions": versions, "max_rows": max_rows,
+        "sizes": sizes, "queue_rows": queue_rows, "probation": probation, "precision": precision, "compile": compile,
         "warmup": warmup, "record": record, "unload_first": unload_first, "traces": traces,
     }  # fmt: skip
     if router:
         _require_none("a router serves nothing itself", "give it to the backends", {**served, "FOLDER": models})
         options = resolve_settings(RouteOptions, {**shared, **routed}, file=config).values
-        with until_ended() as ending, in_options(RouteOptions), verbs.route(**dataclasses.asdict(options)) as running:
+        with until_ended() as ending, in_options(RouteOptions), verbs.route(**_listening(options)) as running:
             _show(running, ending, quiet)
         return
     _require_none("only a router has backends", "add --router", routed)
@@ -249,7 +264,13 @@ def _arguments(settings: ServeOptions) -> dict[str, Any]:
     sizes = [part.strip() for part in settings.sizes.split(",") if part.strip()]
     if not all(part.isdecimal() for part in sizes):
         raise SettingsError("sizes are numbers", got=repr(settings.sizes), remedy="write --sizes 1,8,64")
-    return {**dataclasses.asdict(settings), "sizes": tuple(map(int, sizes))}
+    return {**_listening(settings), "sizes": tuple(map(int, sizes))}
+
+
+def _listening(options: ListenOptions) -> dict[str, Any]:
+    """The options as `mh.serve` and `mh.route` take them."""
+    allow = tuple(part.strip() for part in options.allow.split(",") if part.strip())
+    return {**dataclasses.asdict(options), "allow": allow}
 
 
 def _tell(entry: Mapping[str, Any]) -> None:

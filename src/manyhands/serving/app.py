@@ -1,33 +1,60 @@
-"""One listener's requests: the token, the protocol, and what becomes of errors."""
+"""One listener's requests: who may ask, the protocol, and what becomes of errors."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 from ..core import RequestRefused
 from . import openapi
 from .exposition import KIND
-from .http import BadRequest, Request
-from .protocols.protocol import RestHandler, answer_failure, answer_refusal
-from .security import Token
+from .http import BadRequest, Inflating, Request
+from .limits import Limits
+from .protocols.protocol import RestHandler, answer_failure, answer_refusal, cancel
+from .security import Sites, Token
 
 METRICS = ("/metrics", "/monitoring/prometheus/metrics")
 HEALTH = ("/v2/health/live", "/v2/health/ready")
-"""What a probe may ask without a token."""
+"""What a probe may ask without a token, by any name."""
 PAGE = b"Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'\r\nX-Content-Type-Options: nosniff\r\n"
+INFLATED_HERE = 2048
+"""Compressed bytes that are decompressed at once; more of them on a thread, so that others are answered meanwhile."""
+INFLATE_NICENESS = 10
+
+
+class Access:
+    """Who may use a listener. Asked as soon as the headers of a request are there, before its body is read."""
+
+    def __init__(self, token: Token, sites: Sites, closed: str = "") -> None:
+        self._token, self._sites, self._closed = token, sites, closed
+
+    def __call__(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        """Return the status and the reason of a refusal, or None."""
+        if path in HEALTH:
+            # Without a token nothing is read but heads.
+            has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+            return (413, "a health check has no body, but got one") if has_body else None
+        if (refusal := self._sites.refusal(headers)) is not None:
+            return refusal
+        if self._closed:
+            return 403, self._closed
+        return None if self._token.is_said(headers.get(b"authorization", b"")) else (401, self._token.reason)
 
 
 class App:
     """Hands every request to whoever answers its path."""
 
-    def __init__(self, handlers: Mapping[str, RestHandler], metrics: Callable[[], bytes], token: str | None) -> None:
-        self._handlers, self._metrics, self._token = handlers, metrics, Token(token)
+    def __init__(self, handlers: Mapping[str, RestHandler], metrics: Callable[[], bytes], limits: Limits) -> None:
+        self._handlers, self._metrics, self._limits = handlers, metrics, limits
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, request: Request) -> None:
         path = request.path
         try:
-            if path not in HEALTH and not self._token.is_said(request.headers.get(b"authorization", b"")):
-                raise BadRequest(401, "this server wants a token")
             end = path.find("/", 1)
             handler = self._handlers.get(path[:end] if end > 0 else path)
             if handler is not None:
@@ -46,7 +73,47 @@ class App:
             answer_failure(request, error)
 
     def _handle(self, handler: RestHandler, request: Request) -> None:
+        if b"content-encoding" in request.headers and handler.inflates and len(request.body) > INFLATED_HERE:
+            self._inflate(handler, request)
+            return
         try:
             handler.handle(request)
         except RequestRefused as refusal:
             handler.refuse(request, refusal)
+
+    def _inflate(self, handler: RestHandler, request: Request) -> None:
+        """Decompress a body on a thread, then hand the request on."""
+        coding = request.coding
+        if coding is None:
+            del request.headers[b"content-encoding"]
+            self._handle(handler, request)
+            return
+        is_text = b"inference-header-content-length" not in request.headers
+        inflating = Inflating(request, coding, self._limits.json if is_text else self._limits.body)
+        task = asyncio.ensure_future(self._inflated(inflating, request))
+        request.cancel = lambda: cancel(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _inflated(self, inflating: Inflating, request: Request) -> None:
+        loop, pool = asyncio.get_running_loop(), _inflating_thread()
+        try:
+            for step in inflating.steps():
+                await loop.run_in_executor(pool, step)
+        except BadRequest as error:
+            answer_refusal(request, error.status, error.reason)
+        except RequestRefused as refusal:
+            answer_refusal(request, 503, refusal.reason, refusal.retry_after)
+        else:
+            request.cancel = None
+            self(request)
+
+
+@cache
+def _inflating_thread() -> ThreadPoolExecutor:
+    """One thread for all servers of the process, with less priority than the threads that answer."""
+
+    def step_back() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), INFLATE_NICENESS)
+
+    return ThreadPoolExecutor(1, "manyhands-inflate", step_back)

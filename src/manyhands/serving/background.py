@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..core import SettingsError, event
+from .app import Access
 from .http import Listener
 from .limits import Bodies, Limits
 from .logs import Logs
 from .protocols import GrpcListener
-from .security import Tls, is_loopback
+from .security import Sites, Tls, Token, is_loopback
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
@@ -46,6 +47,10 @@ class ListenSettings:
     """Where management listens: on this machine only, unless a router elsewhere is to manage it."""
     token: str | None = None
     """What clients must send as `Authorization: Bearer ...`; needed where others can reach the server."""
+    manage_token: str | None = None
+    """The same for management, which the other token does not open."""
+    allow: tuple[str, ...] = ()
+    """Further names of this server in URLs, and origins (`https://...`) of web pages that may use it."""
     tls: Tls | None = None
     """A certificate for all listeners."""
     timeout: float = 30.0
@@ -57,13 +62,7 @@ class ListenSettings:
     """A folder for events.jsonl and access.jsonl."""
 
     def __post_init__(self) -> None:
-        for host in (self.host, self.manage_host):
-            if not is_loopback(host) and not self.token:
-                raise SettingsError(
-                    "a server that others can reach needs a token",
-                    got=f"host={host}",
-                    remedy="set MANYHANDS_TOKEN, or listen on 127.0.0.1",
-                )
+        self._require_tokens()
         if self.tls is not None:
             self.tls.for_server  # noqa: B018 - a certificate that cannot be read is told at once
         for name, port in (("http", self.http), ("grpc", self.grpc), ("manage", self.manage)):
@@ -71,6 +70,45 @@ class ListenSettings:
                 raise SettingsError(f"{name} must be a port", got=port, remedy=f"pass {name}=8501")
         if self.timeout <= 0:
             raise SettingsError("timeout must be above 0", got=self.timeout, remedy="pass seconds")
+
+    def _require_tokens(self) -> None:
+        needed = (
+            ("a server", self.host, self.token, "MANYHANDS_TOKEN"),
+            ("management", self.manage_host, self.manage_token, "MANYHANDS_MANAGE_TOKEN"),
+        )
+        for what, host, token, variable in needed:
+            if not is_loopback(host) and not token:
+                raise SettingsError(
+                    f"{what} that others can reach needs a token",
+                    got=f"host={host}",
+                    remedy=f"set {variable}, or listen on 127.0.0.1",
+                )
+        if self.token and self.token == self.manage_token:
+            raise SettingsError(
+                "who may ask may not manage, so the two tokens differ",
+                got="the same for both",
+                remedy="set another MANYHANDS_MANAGE_TOKEN",
+            )
+
+    @property
+    def access(self) -> Access:
+        """Who may ask."""
+        return Access(Token(self.token), Sites(self.host, self.allow, checks_host=not self.token))
+
+    @property
+    def manage_access(self) -> Access:
+        """Who may manage: nobody where there is a token for asking and none for this."""
+        return Access(Token(self.manage_token, "management token"), Sites(self.manage_host, self.allow), self.closed)
+
+    @property
+    def closed(self) -> str:
+        """Why management is closed, or nothing."""
+        return CLOSED if self.token and not self.manage_token else ""
+
+
+CLOSED = (
+    "management is closed: this server has a token for requests and none for management; set MANYHANDS_MANAGE_TOKEN"
+)
 
 
 class Background(ABC):
@@ -175,9 +213,9 @@ class Background(ABC):
         public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
         if settings.log is not None:
             public.on_answer, remote.on_answer = self._log.access, partial(self._log.call, "gRPC")
-        self.http = await _opened(public, settings.host, settings.http)
-        self.grpc = await _opened(remote, settings.host, settings.grpc)
-        self.manage = await _opened(private, settings.manage_host, settings.manage)
+        self.http = await opened(public, settings.host, settings.http)
+        self.grpc = await opened(remote, settings.host, settings.grpc)
+        self.manage = await opened(private, settings.manage_host, settings.manage)
 
     async def _drain(self, public: Listener, remote: GrpcListener) -> None:
         """Takes nothing new, and lets what is there finish."""
@@ -192,7 +230,7 @@ class Background(ABC):
         return "http" if self._listening.tls is None else "https"
 
 
-async def _opened(listener: Listener | GrpcListener, host: str, port: int) -> int:
+async def opened(listener: Listener | GrpcListener, host: str, port: int) -> int:
     """Listens; the port that it got."""
     try:
         return await listener.open(host, port)

@@ -23,6 +23,8 @@ from .pace import Pace
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
 Shapes = tuple[tuple[int, ...], ...]
+REQUEST_QUEUES = 4
+"""How many times the rows that may wait one request may have."""
 ATTEMPTS = 3
 """How often a request is computed when replicas die over it; the last time alone."""
 
@@ -36,7 +38,7 @@ class BatchSettings:
     sizes: tuple[int, ...] = ()
     """The sizes to pad batches to, ascending, the last one `max_rows`; empty where any number of rows will do."""
     queue_rows: int = 1024
-    """Rows that may wait; what comes beyond is refused at once."""
+    """Rows that may wait; what comes beyond is refused at once. One request may have four times as many."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -177,6 +179,7 @@ class Batcher:
         A lower priority goes first. Raises where too much is waiting already.
         """
         self.require_room(deadline)
+        self._require_rows(inputs, rows)
         if not self._most(self._shapes(inputs)):
             size = sum(inputs[name][:1].nbytes for name in self._inputs)
             raise RequestRefused("INVALID_ARGUMENT", f"rows of {size} bytes are more than a batch can hold")
@@ -195,6 +198,17 @@ class Batcher:
         if self.is_full or now + wait > deadline:
             retry = max(1.0, math.ceil(wait))
             raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_queued} rows are waiting", retry)
+
+    def _require_rows(self, inputs: Arrays, rows: int) -> None:
+        """Refuses empty rows, of which a small request can have any number, and more rows than may wait."""
+        empty = [name for name in self._inputs if 0 in inputs[name].shape]
+        if empty or not rows:
+            shape = list(inputs[empty[0] if empty else self._inputs[0]].shape)
+            which = f" of input '{empty[0]}'" if empty else ""
+            raise RequestRefused("INVALID_ARGUMENT", f"rows{which} must not be empty, but got the shape {shape}")
+        most = REQUEST_QUEUES * self.settings.queue_rows
+        if rows > most:
+            raise RequestRefused("INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send parts")
 
     def cancel(self, ticket: Ticket) -> None:
         """Forgets a request whose asker is gone; what was not begun is never computed."""

@@ -37,6 +37,7 @@ class Client:
 
     - `url`: where requests go; any server of the Open Inference Protocol with binary tensors will do;
     - `manage`: where a manyhands server is managed: `models`, `load`, `label`, `split`, `rollback`;
+    - `token`, `manage_token`: what the server wants for requests and for management;
     - `timeout`: seconds for an answer, within which a server that is overloaded or gone is asked again;
     - `ca`: who signed the server's certificate, where the system does not know; `cert`, `key`: one's own certificate.
 
@@ -50,6 +51,7 @@ class Client:
         *,
         manage: str = "http://127.0.0.1:8502",
         token: str | None = None,
+        manage_token: str | None = None,
         timeout: float = 30.0,
         ca: str | Path | None = None,
         cert: str | Path | None = None,
@@ -57,7 +59,7 @@ class Client:
     ) -> None:
         tls = Tls.of(cert, key, ca) or Tls()
         self._wire = _Wire(url, token, timeout, tls)
-        self._manage = _Wire(manage, token, timeout, tls)
+        self._manage = _Wire(manage, manage_token, timeout, tls)
 
     def __call__(self, model: str, inputs: Any, *, version: int | None = None, key: str | None = None) -> Any:
         """Answers with an array, or a dict of them where there are several outputs.
@@ -168,7 +170,8 @@ class _Wire:
         """A JSON answer; one that does not change is asked for once."""
         if is_kept and path in self._kept:
             return self._kept[path]
-        value = json.loads(self.send(method, path, body, {})[1] or b"null")
+        kind = {"Content-Type": "application/json"} if body else {}
+        value = json.loads(self.send(method, path, body, kind)[1] or b"null")
         if is_kept:
             self._kept[path] = value
         return value

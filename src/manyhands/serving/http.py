@@ -7,10 +7,11 @@ work, this takes a quarter of their time per request.
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -25,10 +26,26 @@ _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 1 << 20
 """Pipelined requests of one connection, and their bytes; what comes beyond waits in the network."""
+_MAX_NOW = 8
+"""Of pipelined requests that came together, those that are answered before other connections are looked at."""
 _NUM_READ, _MAX_DIRECT = 1 << 14, 1 << 22
 """Bytes that are read for the parser at a time, and of bodies that are read past it, straight to where they stay."""
+_LINGER_SECONDS, _LINGER_PAUSE, _NUM_IGNORED = 5.0, 0.01, 1 << 18
+"""How long a refused client may send on, how long the reads of that pause, and the bytes that each of them takes."""
+_ALWAYS_INFLATED, _NUM_INFLATED = 1 << 18, 1 << 16
+"""Bytes that any compressed body may become, and compressed bytes that are read at a time."""
+_ONCE = {b"host", b"origin", b"authorization", b"content-type", b"content-encoding", b"inference-header-content-length"}
+"""Headers that decide something; a request that has one of them twice could mean either."""
+_MORE = {503: b"Retry-After: 1\r\n", 401: b"WWW-Authenticate: Bearer\r\n"}
+_MAX_URL = 4096
+"""Bytes of a URL; protocols remember those that come again."""
+_HANDSHAKE_SECONDS = 5.0
+_BACKLOG = 128
+"""Connections that wait for the loop, which takes all of them at once."""
 JSON = b"application/json"
-Body = bytes | memoryview
+Body = bytes | bytearray | memoryview
+Admit = Callable[[str, Mapping[bytes, bytes]], tuple[int, str] | None]
+"""Looks at a path and headers before a body is read; the status and the reason of a refusal, or None."""
 
 
 def _head(status: int, kind: bytes, size: int, extra: bytes) -> bytes:
@@ -75,33 +92,74 @@ class Request:
 
     def content(self, limit: int) -> Body:
         """The body, decompressed where that is needed and never beyond the limit."""
+        coding = self.coding
+        if coding is not None:
+            for step in Inflating(self, coding, limit).steps():
+                step()
+        if len(self.body) > limit:
+            raise BadRequest(413, f"a body may have {limit} bytes, but got {len(self.body)}")
+        return self.body
+
+    @property
+    def coding(self) -> bytes | None:
+        """How the body is compressed: gzip, deflate, or not."""
         coding = self.headers.get(b"content-encoding", b"identity").lower()
         if coding == b"identity":
-            body: Body = self.body
-        elif coding in (b"gzip", b"deflate"):
-            body = decompressed(self.body, coding, limit)
-            self._connection.hold(self, len(body))
-        else:
+            return None
+        if coding not in (b"gzip", b"deflate"):
             raise BadRequest(415, f"content-encoding must be gzip or deflate, but got {coding[:40].decode('latin1')}")
-        if len(body) > limit:
-            raise BadRequest(413, f"a body may have {limit} bytes, but got {len(body)}")
-        return body
+        return coding
+
+    def hold(self, num: int) -> None:
+        """Count more bytes as this request's until it is answered; raises RequestRefused where there is no room."""
+        self._connection.hold(self, num)
+
+    @property
+    def inflation(self) -> int:
+        """How many times larger the body may become."""
+        return self._connection.limits.inflation
 
 
-def decompressed(data: Body, coding: bytes, limit: int) -> bytes:
-    """The plain bytes of a gzip or zlib stream, at most one more than the limit.
+class Inflating:
+    """Decompresses a body in short steps, so that others are answered between them, or another thread does them.
 
-    >>> decompressed(zlib.compress(b"1234"), b"deflate", 2)
-    b'123'
+    The result may have as many bytes as the limit says, and not be much larger than what came.
     """
-    stream = zlib.decompressobj(31 if coding == b"gzip" else 15)
-    try:
-        plain = stream.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise BadRequest(400, f"the body must be {coding.decode()}: {error}") from None
-    if not stream.eof and len(plain) <= limit:
-        raise BadRequest(400, f"the {coding.decode()} body ends too early")
-    return plain
+
+    def __init__(self, request: Request, coding: bytes, limit: int) -> None:
+        self._request, self._coding, self._limit = request, coding.decode(), limit
+        self._most = min(limit, max(_ALWAYS_INFLATED, request.inflation * len(request.body)))
+        self._stream = zlib.decompressobj(31 if coding == b"gzip" else 15)
+        self._plain, self._rest = bytearray(), memoryview(b"")
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """Give functions to call, in any thread, one after the other; in the end the request has its plain body."""
+        body = memoryview(self._request.body)
+        for start in range(0, len(body), _NUM_INFLATED):
+            self._rest = body[start : start + _NUM_INFLATED]
+            while self._rest and not self._stream.eof:
+                held = len(self._plain)
+                yield self._step
+                self._request.hold(len(self._plain) - held)
+                if len(self._plain) > self._most:
+                    raise BadRequest(413, self._reason())
+        if not self._stream.eof:
+            raise BadRequest(400, f"the {self._coding} body ends too early")
+        self._request.body = self._plain
+        del self._request.headers[b"content-encoding"]
+
+    def _step(self) -> None:
+        try:
+            self._plain += self._stream.decompress(self._rest, min(1 << 20, self._most + 1))
+        except zlib.error as error:
+            raise BadRequest(400, f"the body must be {self._coding}: {error}") from None
+        self._rest = memoryview(self._stream.unconsumed_tail)
+
+    def _reason(self) -> str:
+        num, inflation = len(self._request.body), self._request.inflation
+        if self._most == self._limit:
+            return f"a body may have {self._limit} bytes after decompression, but got more"
+        return f"a body of {num} bytes may become {inflation} times larger by decompression, but got more"
 
 
 Handler = Callable[[Request], None]
@@ -110,12 +168,25 @@ Handler = Callable[[Request], None]
 class Listener:
     """The connections of one address, and what they may do."""
 
-    def __init__(self, handler: Handler, limits: Limits, tls: Tls | None = None) -> None:
-        self.handler, self.limits = handler, limits
+    def __init__(
+        self,
+        handler: Handler,
+        limits: Limits,
+        tls: Tls | None = None,
+        admit: Admit = lambda path, headers: None,
+    ) -> None:
+        self.handler, self.limits, self.admit = handler, limits, admit
         self.bodies = Bodies(limits.bodies)
         self._tls = tls
+        self._most = min(limits.connections, max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256) // 2))
+        """Connections: each takes a file descriptor, and models and other listeners need some too."""
+        self._addresses: Counter[str] = Counter()
+        self._waiting: dict[str, dict[Connection, None]] = {}
+        """By address the connections without a request that is being answered, longest first."""
         self.buffer = memoryview(bytearray(_NUM_READ))
         """What a connection reads before it knows what it is; each has it for a moment."""
+        self.ignored = memoryview(bytearray(_NUM_IGNORED))
+        """Where goes what nobody reads."""
         self.connections: set[Connection] = set()
         self.is_closing = False
         """Whether every answer ends its connection, so that clients go elsewhere."""
@@ -129,8 +200,11 @@ class Listener:
         loop = asyncio.get_running_loop()
         secured: dict[str, Any] = {}
         if self._tls is not None:
-            secured = {"ssl": self._tls.for_server, "ssl_handshake_timeout": self.limits.receive}
-        self._server = await loop.create_server(lambda: Connection(self), host, port, backlog=1024, **secured)
+            secured = {
+                "ssl": self._tls.for_server,
+                "ssl_handshake_timeout": min(self.limits.receive, _HANDSHAKE_SECONDS),
+            }
+        self._server = await loop.create_server(lambda: Connection(self), host, port, backlog=_BACKLOG, **secured)
         self._sweeper = asyncio.ensure_future(self._sweep())
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -138,6 +212,50 @@ class Listener:
     def num_busy(self) -> int:
         """Connections with a request that is not answered, or not even whole."""
         return sum(connection.is_busy for connection in self.connections)
+
+    def add(self, connection: Connection) -> bool:
+        """Take a connection; where there are too many, close the one that completed no request for the longest time.
+
+        Whether there was room: there is none where all connections have requests that are being answered.
+        """
+        address = connection.address
+        if self._addresses[address] >= self.limits.connections_per_address:
+            crowd = self._waiting.get(address, {})
+        elif len(self.connections) >= self._most:
+            crowd = max(self._waiting.values(), key=len, default={})
+        else:
+            crowd = {}
+            self._enter(connection)
+            return True
+        if not crowd:
+            return False
+        next(iter(crowd)).evict()
+        self._enter(connection)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+        if connection in self.connections:
+            self.connections.remove(connection)
+            self.stop_waiting(connection)
+            self._addresses[connection.address] -= 1
+            if not self._addresses[connection.address]:
+                del self._addresses[connection.address]
+                self._waiting.pop(connection.address, None)
+
+    def start_waiting(self, connection: Connection) -> None:
+        """Note that a connection has no request that is being answered."""
+        if connection in self.connections:
+            self._waiting[connection.address][connection] = None
+
+    def stop_waiting(self, connection: Connection) -> None:
+        """Note that a request is being answered, so that its connection stays."""
+        self._waiting.get(connection.address, {}).pop(connection, None)
+
+    def _enter(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        self._addresses[connection.address] += 1
+        self._waiting.setdefault(connection.address, {})[connection] = None
 
     def stop_listening(self) -> None:
         """Takes no new connections; those that are there get their answers and end."""
@@ -169,22 +287,31 @@ class Connection(asyncio.BufferedProtocol):
     """One client: reads requests, hands them on one after the other, writes answers in their order."""
 
     def __init__(self, listener: Listener) -> None:
-        self._listener, self._limits = listener, listener.limits
+        self._listener, self.limits = listener, listener.limits
+        self.address = ""
         self._parser: Any = httptools.HttpRequestParser(self)
         self._transport: Any = None
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
         self._reading: Request | None = None
         self._since = time.monotonic()
-        self._is_blocked = self._is_paused = self._is_reading = False
-        self._url, self._num_head = b"", 0
+        self._is_blocked = self._is_paused = self._is_reading = self._is_in_head = False
+        self._url, self._num_head, self._num_again = b"", 0, 0
+        self._max_head = listener.limits.head
+        self._num_begun = self._num_framing = 0
+        """Messages so far, and bytes of the present one that are not its body."""
         self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._whole: memoryview | None = None
         """A body that is read past the parser."""
         self._refusal: tuple[int, str] | None = None
         """What is said after the answers that are still to come; what follows them cannot be read, and is not."""
-        self._num_body = self._num_waiting = self._num_held = 0
+        self._num_body = self._num_counted = self._num_waiting = self._num_held = 0
+        self._num_unsent = 0
+        """Bytes of answers that wait for their client."""
+        self._num_now = 0
+        """Requests of what came together that were handed on at once."""
+        self._most = listener.limits.json
 
     @property
     def _has_enough(self) -> bool:
@@ -197,14 +324,16 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        if len(self._listener.connections) >= self._limits.connections:
-            self._refuse(503, "too many connections")
-        else:
-            self._listener.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if peer else ""
+        if not self._listener.add(self):
+            num = len(self._listener.connections)
+            self._refuse(503, f"too many connections: all of {num} have requests that are being answered")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._listener.connections.discard(self)
+        self._listener.remove(self)
         self._let_go()
+        self._forget_unsent()
         # The parser and this know each other: what a client left half sent would stay until somebody looks for garbage.
         self._parser, self._whole = None, None
         self._waiting.clear()
@@ -214,22 +343,31 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._is_blocked, self._since = True, time.monotonic()
+        # An answer that its client does not take is memory too: new requests are refused while there is too much of it.
+        self._num_unsent = self._transport.get_write_buffer_size()
+        self._listener.bodies.add(self._num_unsent)
 
     def resume_writing(self) -> None:
         self._is_blocked = False
+        self._forget_unsent()
         self._next()
 
+    def _forget_unsent(self) -> None:
+        self._listener.bodies.give_back(self._num_unsent)
+        self._num_unsent = 0
+
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._refusal is not None:
+            return self._listener.ignored
         return self._listener.buffer if self._whole is None else self._whole[self._num_body :]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._refusal is not None:
+            self._ignore()
             return
         if self._whole is not None:
             self._take_directly(nbytes)
             return
-        if not self._is_reading:
-            self._since = time.monotonic()
         self._feed(self._listener.buffer[:nbytes])
         if self._reading is not None and not self._transport.is_closing():
             self._go_direct()
@@ -240,7 +378,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._num_body < size <= _MAX_DIRECT:
             return
         self._whole = np.empty(size, np.uint8).data
-        self._whole[: self._num_body] = b"".join(self._body)
+        self._whole[: self._num_body] = self._body
 
     def _take_directly(self, num: int) -> None:
         assert self._whole is not None
@@ -256,8 +394,33 @@ class Connection(asyncio.BufferedProtocol):
             self._complete(self._whole)
 
     def _feed(self, data: memoryview) -> None:
+        num_begun, num_body = self._num_begun, self._num_body
+        self._num_now = 0
+        self._parse(data)
+        if self._num_begun == num_begun and self._refusal is None:
+            self._count_framing(len(data) - (self._num_body - num_body))
+
+    def _count_framing(self, num: int) -> None:
+        """Bound what the parser keeps to itself or skips: unfinished headers, chunk sizes, trailers, empty lines."""
+        self._num_framing += num
+        if self._is_in_head and self._num_framing > self.limits.head:
+            self._refuse(431, f"a request's head may have {self.limits.head} bytes, but got more")
+        elif self._num_framing > 2 * self.limits.head + self._num_body:
+            self._refuse(
+                400,
+                "a connection must begin with a request, but got empty lines"
+                if not self._is_reading
+                else f"chunks must have more bytes than their sizes, extensions and trailers, but got "
+                f"{self._num_framing} bytes of these for a body of {self._num_body}",
+            )
+
+    def _parse(self, data: memoryview) -> None:
         try:
             self._parser.feed_data(data)
+            if self._is_reading:
+                self._hold_body()
+        except RequestRefused as refusal:
+            self._refuse(503, refusal.reason)
         except httptools.HttpParserUpgrade:
             # A wish that is not granted: the request is answered, and that is the last of it.
             pass
@@ -273,24 +436,53 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(400, "this is not HTTP/1.1")
 
     def on_message_begin(self) -> None:
-        self._is_reading = True
-        self._url, self._headers, self._num_head = b"", {}, 0
-        self._body, self._num_body = [], 0
+        self._is_reading = self._is_in_head = True
+        self._since = time.monotonic()
+        self._url, self._headers, self._num_head, self._num_again = b"", {}, 0, 0
+        self._num_begun, self._num_framing = self._num_begun + 1, 0
+        self._body, self._num_body, self._num_counted = b"", 0, 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        if len(self._url) > min(_MAX_URL, self._max_head):
+            raise BadRequest(414, f"a URL may have {_MAX_URL} bytes, but got more")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
-        self._headers[name.lower()] = value
+        headers, name = self._headers, name.lower()
+        if (name in headers or not self._is_in_head) and not self._is_another(name):
+            return
+        headers[name] = value
+        self._num_head += len(name) + len(value) + 4
+        if self._num_head > self._max_head or len(headers) + self._num_again > self.limits.headers:
+            raise self._head_refusal()
+
+    def _is_another(self, name: bytes) -> bool:
+        """Whether a header that came before, or a trailer, counts: what decides something comes once, and first."""
+        self._num_again += 1
+        if self._num_again > self.limits.headers:
+            raise self._head_refusal()
+        if self._is_in_head and name in _ONCE:
+            raise BadRequest(400, f"the header {name.decode('latin1')} must not come twice")
+        return self._is_in_head
+
+    def _head_refusal(self) -> BadRequest:
+        if self._num_head > self._max_head:
+            return BadRequest(431, f"a request's head may have {self._max_head} bytes, but got more")
+        return BadRequest(431, f"a request may have {self.limits.headers} headers, but got more")
 
     def on_headers_complete(self) -> None:
-        length = self._headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limits.body:
-            raise BadRequest(413, f"a body may have {self._limits.body} bytes, but got {length[:20].decode('latin1')}")
-        method = self._parser.get_method().decode()
+        self._is_in_head = False
         path = self._url.partition(b"?")[0].decode("latin1")
+        refusal = self._listener.admit(path, self._headers)
+        if refusal is not None:
+            raise BadRequest(*refusal)
+        # Only tensors may be large, and only this header says that there are some.
+        is_text = b"inference-header-content-length" not in self._headers
+        self._most = min(self.limits.json, self.limits.body) if is_text else self.limits.body
+        length = self._headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 20 or int(length) > self._most:
+            raise BadRequest(413, self._too_much(length[:20].decode("latin1")))
+        method = self._parser.get_method().decode()
         self._reading = Request(self, method, path, self._headers)
         # A client of HTTP/1.0 may take the end of the connection for the end of the answer, whatever it has asked for.
         self._reading.keep_alive = (
@@ -303,13 +495,28 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body += len(body)
-        if self._num_body > self._limits.body:
-            raise BadRequest(413, f"a body may have {self._limits.body} bytes")
-        self._hold(len(body))
-        self._body.append(body)
+        if self._num_body > self._most:
+            raise BadRequest(413, self._too_much("more"))
+        if not self._body:
+            self._body = body
+            return
+        # One growing piece of memory: an object for each of many small chunks would take many times their bytes.
+        if isinstance(self._body, bytes):
+            self._body = bytearray(self._body)
+        self._body += body
+
+    def _too_much(self, got: str) -> str:
+        remedy = "; send binary tensors" if self._most < self.limits.body else ""
+        return f"a body may have {self._most} bytes, but got {got}{remedy}"
 
     def on_message_complete(self) -> None:
-        self._complete(self._body[0] if len(self._body) == 1 else b"".join(self._body))
+        self._hold_body()
+        self._complete(self._body)
+
+    def _hold_body(self) -> None:
+        """Count what has come of a body: once for all chunks that came together."""
+        num, self._num_counted = self._num_body - self._num_counted, self._num_body
+        self._hold(num)
 
     def _complete(self, body: Body) -> None:
         request, self._reading = self._reading, None
@@ -317,11 +524,15 @@ class Connection(asyncio.BufferedProtocol):
         request.body = body
         request.held = self._num_body
         request.arrived = time.perf_counter()
-        self._body, self._whole, self._is_reading = [], None, False
-        if self._current is None and not self._is_blocked:
+        self._body, self._whole, self._is_reading = b"", None, False
+        if self._current is None and not self._is_blocked and not self._waiting and self._num_now < _MAX_NOW:
+            self._num_now += 1
             self._current = request
+            self._listener.stop_waiting(self)
             self._listener.handler(request)
         else:
+            if self._current is None:
+                asyncio.get_running_loop().call_soon(self._next)
             self._waiting.append(request)
             self._num_waiting += len(request.body)
             if self._has_enough and not self._is_paused:
@@ -341,6 +552,7 @@ class Connection(asyncio.BufferedProtocol):
         head = _head(status, kind, len(body), extra if keep else extra + b"Connection: close\r\n")
         self._transport.write(head if request.method == "HEAD" else head + body)
         self._current, self._since = None, time.monotonic()
+        self._listener.start_waiting(self)
         self._listener.bodies.give_back(request.held)
         self._num_held -= request.held
         if self._listener.on_answer is not None:
@@ -357,12 +569,12 @@ class Connection(asyncio.BufferedProtocol):
         """Ends a client that is too slow, in sending, in taking or in coming back."""
         silent = now - self._since
         if self._is_blocked or (self._is_reading and not self._is_paused):
-            if silent > self._limits.receive:
+            if silent > self.limits.receive:
                 if self._is_blocked:
                     self._transport.abort()
                 else:
-                    self._refuse(408, f"a request must be complete within {self._limits.receive:g} s")
-        elif self._current is None and silent > self._limits.idle:
+                    self._refuse(408, f"a request must be complete within {self.limits.receive:g} s")
+        elif self._current is None and silent > self.limits.idle:
             self._transport.close()
 
     def close(self) -> None:
@@ -376,6 +588,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._is_paused and not self._has_enough:
                 self._is_paused, self._since = False, time.monotonic()
                 self._transport.resume_reading()
+            self._listener.stop_waiting(self)
             self._listener.handler(self._current)
 
     def _hold(self, num: int) -> None:
@@ -385,20 +598,15 @@ class Connection(asyncio.BufferedProtocol):
     def _let_go(self) -> None:
         """Gives back the room of all that has come and was not answered."""
         self._listener.bodies.give_back(self._num_held)
-        self._num_held, self._body = 0, []
-
-    def _count_head(self, num: int) -> None:
-        self._num_head += num
-        if self._num_head > self._limits.head:
-            raise BadRequest(431, f"a request's head may have {self._limits.head} bytes")
+        self._num_held, self._body = 0, b""
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answers what cannot be read, and ends the connection: where the next request begins is not known."""
         if self._current is not None or self._waiting:
             self._refusal, self._whole = self._refusal or (status, reason), None
         elif not self._transport.is_closing():
-            body = b'{"error":"%b"}' % reason.replace('"', "'").encode()
-            extra = b"Connection: close\r\n" + (b"Retry-After: 1\r\n" if status == 503 else b"")
+            body = b'{"error":"%b"}' % reason.replace("\\", "/").replace('"', "'").encode()
+            extra = b"Connection: close\r\n" + _MORE.get(status, b"")
             self._transport.write(_head(status, JSON, len(body), extra) + body)
             self._linger()
 
@@ -408,6 +616,23 @@ class Connection(asyncio.BufferedProtocol):
         self._let_go()
         if self in self._listener.connections and self._transport.can_write_eof():
             self._transport.write_eof()
-            asyncio.get_running_loop().call_later(self._limits.receive, self._transport.close)
+            linger = min(self.limits.receive, _LINGER_SECONDS)
+            asyncio.get_running_loop().call_later(linger, self._transport.abort)
         else:
             self._transport.close()
+
+    def _ignore(self) -> None:
+        """Read what a refused client still sends, but not as fast as it can send it: that would cost the others."""
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_later(_LINGER_PAUSE, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._transport.is_closing() and not self._is_paused:
+            self._transport.resume_reading()
+
+    def evict(self) -> None:
+        """Close the connection for another one's sake; a client in the middle of a request is told."""
+        if self._is_reading:
+            self._refuse(503, "the connection is closed for newer ones: this request was not complete yet")
+        self._listener.remove(self)
+        self._transport.abort() if self._is_blocked else self._transport.close()

@@ -14,14 +14,27 @@ class Limits:
     """What one client may do to a server; bytes and seconds."""
 
     head: int = 32 << 10
-    """Bytes of a request's line and headers."""
+    """Bytes of a request's line and headers; as many for the framing and the trailers of a chunked body."""
+    headers: int = 100
+    """Header lines of a request."""
     body: int = 256 << 20
     """Bytes of a body, also after decompression."""
-    json: int = 32 << 20
-    """Bytes of a JSON text: as Python objects it takes many times that."""
+    json: int = 8 << 20
+    """Bytes of a body without binary tensors, also after decompression: parsed it takes many times that."""
+    values: int = 1 << 21
+    """Values of a JSON text: numbers, strings, lists and objects together."""
+    inflation: int = 100
+    """How many times larger a body may become when it is decompressed; 256 KiB are always allowed."""
     bodies: int = 1 << 30
     """Bytes of all bodies that are not answered yet, over all connections; what comes beyond is refused."""
     connections: int = 4096
+    """Connections of a listener. One more closes the connection that completed no request for the longest time."""
+    connections_per_address: int = 2048
+    """Of these, connections from one address."""
+    calls: int = 1024
+    """gRPC calls that are not answered yet, over all connections."""
+    streams: int = 256
+    """gRPC calls of one connection that are not answered yet."""
     receive: float = 20.0
     """Seconds from a request's first byte to its last, and for an answer to be taken."""
     idle: float = 75.0
@@ -61,6 +74,10 @@ class Bodies:
         """Holds so many more; refuses them where there is no room."""
         if self.num_bytes + num > self._limit:
             raise RequestRefused("UNAVAILABLE", f"overloaded: {self.num_bytes} bytes of requests are waiting", 1.0)
+        self.num_bytes += num
+
+    def add(self, num: int) -> None:
+        """Holds so many more, which are there already."""
         self.num_bytes += num
 
     def give_back(self, num: int) -> None:

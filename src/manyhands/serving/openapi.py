@@ -11,10 +11,13 @@ import orjson
 _ERRORS = {
     400: "The request is not what the model takes; the text says what was expected and what came.",
     401: "The server wants a token.",
+    403: "A web page of another origin asked, or management was asked for here.",
     404: "No such model or version.",
     405: "Another method is wanted.",
     413: "The body, or a tensor in it, is too large.",
     415: "The body must be gzip, deflate or not compressed.",
+    421: "The server is not known by this name.",
+    431: "The head of the request is too large.",
     503: "Too much is waiting, or the version is going: ask again after Retry-After.",
     504: "The deadline has passed.",
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from ..core import SettingsError
@@ -132,9 +134,92 @@ def is_loopback(host: str) -> bool:
 class Token:
     """The word that clients must say, compared in constant time."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, name: str = "token") -> None:
         self._bearer = f"Bearer {token}".encode() if token else b""
+        self._name = name
+
+    @property
+    def is_set(self) -> bool:
+        """Whether clients must send one."""
+        return bool(self._bearer)
+
+    @property
+    def reason(self) -> str:
+        """What a client without it is told."""
+        return f"this server wants a {self._name}: send the header Authorization: Bearer ..."
 
     def is_said(self, said: bytes) -> bool:
         """Whether an Authorization header is right."""
         return not self._bearer or hmac.compare_digest(said, self._bearer)
+
+
+class Sites:
+    """Which web pages may use a listener: those of its own origin, and those that the operator allows.
+
+    A browser sends requests to servers on its own machine for any page that asks it to. It marks them with `Origin`
+    and `Sec-Fetch-Site`. A page whose own name resolves to this machine (DNS rebinding) is recognised by the `Host`
+    header, which names the page's server instead of this one. No browser omits it.
+
+    Args:
+        host: The address the listener is bound to; it is a valid `Host`, as `localhost` is on a loopback address.
+        allowed: Further names a client may use for this server, and origins such as `https://app.example`.
+        checks_host: Whether `Host` must be one of these. A listener with a token does not need that: no page has it.
+    """
+
+    def __init__(self, host: str, allowed: Sequence[str] = (), *, checks_host: bool = True) -> None:
+        own = (
+            {host.strip("[]").lower(), *LOOPBACK_NAMES} if is_loopback(host) else {host.lower(), gethostname().lower()}
+        )
+        self._hosts = own | {name.lower() for name in allowed if "://" not in name}
+        self._origins = {name.lower().rstrip("/") for name in allowed if "://" in name}
+        self._checks_host = checks_host
+
+    def refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        """Return the status and the reason for which a request is refused, or None."""
+        host = headers.get(b"host")
+        if self._checks_host and host is not None and not self._knows(host):
+            return 421, f"this server is not known as {_shown(host)}; the operator can allow the name: --allow NAME"
+        origin = headers.get(b"origin")
+        if origin is not None:
+            if self._is_own(origin, host):
+                return None
+            return 403, f"requests from the web page {_shown(origin)} are refused; the operator can allow it: --allow"
+        site = headers.get(b"sec-fetch-site")
+        if site is not None and site not in (b"same-origin", b"none"):
+            return 403, f"requests from other web pages are refused (Sec-Fetch-Site: {_shown(site)})"
+        return None
+
+    def _knows(self, host: bytes) -> bool:
+        name = _without_port(host.decode("latin1").lower())
+        # No page can rebind an address: it is only reached at itself.
+        return name in self._hosts or _is_address(name)
+
+    def _is_own(self, origin: bytes, host: bytes | None) -> bool:
+        text = origin.decode("latin1").lower()
+        return text in self._origins or (host is not None and text.partition("://")[2] == host.decode("latin1").lower())
+
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:100].decode("latin1"))
+
+
+def _without_port(host: str) -> str:
+    """Return the name in a Host header.
+
+    >>> _without_port("[::1]:8502"), _without_port("localhost:8502"), _without_port("::1")
+    ('::1', 'localhost', '::1')
+    """
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -11,17 +11,28 @@ from typing import Any
 from ..cluster import Device, Engine, this_host
 from ..core import Predictor, SettingsError
 from .app import App
-from .background import Background, ListenSettings
+from .background import Background, ListenSettings, opened
 from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
 from .folder import Policy, is_one_model, require_name
 from .http import Listener, Request
 from .meeting import Meeting
+from .parsing import Parsing
 from .precision import require_precision
 from .probation import Probation
-from .protocols import GRPC, REST, Desk, GrpcListener, Management, OpenInferenceRest, RestProtocol, TensorflowRest
-from .security import is_loopback
+from .protocols import (
+    GRPC,
+    REST,
+    Desk,
+    GrpcListener,
+    GrpcService,
+    Management,
+    OpenInferenceRest,
+    RestProtocol,
+    TensorflowRest,
+)
+from .security import Token
 from .tracing import Tracing
 from .version import Place
 from .warmup import Recorder, Warmup
@@ -31,6 +42,8 @@ from .warmup import Recorder, Warmup
 class ServeSettings(ListenSettings):
     """How a server listens, batches and changes."""
 
+    manage_grpc: int | None = None
+    """The port for management over gRPC, beside that over HTTP; None where it is not offered."""
     versions: str = "latest"
     poll: float = 1.0
     batch: BatchSettings = field(default_factory=BatchSettings)
@@ -52,6 +65,8 @@ class ServeSettings(ListenSettings):
         super().__post_init__()
         Policy.parse(self.versions)
         require_precision(self.precision)
+        if self.manage_grpc is not None and not 0 <= self.manage_grpc < 65536:
+            raise SettingsError("manage_grpc must be a port", got=self.manage_grpc, remedy="pass manage_grpc=8503")
         if self.poll <= 0:
             raise SettingsError("poll must be above 0", got=self.poll, remedy="pass seconds")
 
@@ -82,6 +97,8 @@ class Server(Background):
     ) -> None:
         self.settings = settings or ServeSettings()
         super().__init__(self.settings)
+        self.manage_grpc = 0
+        """The port that it got."""
         root = models if isinstance(models, Path) else None
         if root is not None and not root.is_dir():
             raise SettingsError(
@@ -118,29 +135,42 @@ class Server(Background):
         assert self._management is not None
         return self._management.state()
 
+    def _grpc_listeners(self, services: Sequence[GrpcService]) -> tuple[GrpcListener, GrpcListener]:
+        """For requests, and for management too."""
+        settings = self.settings
+        token, manage_token = Token(settings.token), Token(settings.manage_token, "management token")
+        remote = GrpcListener(services, token, settings.limits, settings.tls)
+        managing = GrpcListener(
+            services, manage_token, settings.limits, settings.tls, manages=True, closed=settings.closed
+        )
+        return remote, managing
+
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
         settings = self.settings
         meeting = Meeting()
         catalogue = Catalogue(self._catalogue, Place(self._engine, meeting, self._devices), self._say)
-        # Who may ask may change the list of models only where management is as easy to reach.
-        may_reload = settings.manage_host == settings.host or is_loopback(settings.host)
-        desk = Desk(catalogue, settings.limits, settings.timeout, may_reload=may_reload)
+        parsing = Parsing(self._engine)
+        desk = Desk(catalogue, settings.limits, settings.timeout, parsing)
         catalogue.warm_up = self._warmup or catalogue.warm_up
         desk.record, desk.trace = self._recorder, self._tracing.over if self._tracing is not None else None
         self._management = Management(desk)
         rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
-        remote = GrpcListener([service(desk) for service in GRPC], settings.token, settings.limits, settings.tls)
+        remote, managing = self._grpc_listeners([service(desk) for service in GRPC])
         public, private = (
             Listener(
-                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.token),
+                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits),
                 settings.limits,
                 settings.tls,
+                access,
             )
-            for protocols in (rest, full)
+            for protocols, access in ((rest, settings.access), (full, settings.manage_access))
         )
         try:
             await self._listen(public, remote, private)
+            managing.bodies = remote.bodies
+            if settings.manage_grpc is not None:
+                self.manage_grpc = await opened(managing, settings.manage_host, settings.manage_grpc)
             self._say("starting")
             await catalogue.start()
             desk.is_ready = True
@@ -154,6 +184,8 @@ class Server(Background):
             await self._drain(public, remote)
         finally:
             await remote.close(0)
+            await managing.close(0)
+            await parsing.close()
             await catalogue.stop()
             public.close()
             private.close()

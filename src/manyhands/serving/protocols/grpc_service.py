@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,15 +21,22 @@ from ..http import BadRequest
 from ..limits import Bodies, Limits
 from ..security import Tls, Token
 from ..version import Version
-from .protocol import KEY, STATUS, TRACE, Desk
+from .messages import require_light
+from .protocol import KEY, NOT_HERE, STATUS, TRACE, Desk
 
 Method = Callable[[Any, Any], Awaitable[Any]]
+SHED_SECONDS = 0.05
+"""Between two looks at the memory that unfinished messages take."""
+KEEPALIVE_SECONDS, HANDSHAKE_SECONDS = 60, 5
+"""After so much silence a client is asked whether it is there; and how long it may take to begin."""
 
 
 class GrpcService(ABC):
     """A service: its name, and its methods with the messages that they take and give."""
 
     name: str
+    managing: Collection[str] = ()
+    """The methods that change what is served; only a management listener has them."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -79,32 +89,104 @@ def said(context: Any, wanted: bytes) -> bytes:
     return b""
 
 
+class Receiving:
+    """Messages that have begun to come. gRPC reports them when they are whole; until then only their number is known.
+
+    While that many could take more memory than all bodies may, the memory of the process is looked at, and the calls
+    that have been sending for the longest time are given up when it has grown that much.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._calls: dict[asyncio.Timeout, None] = {}
+        self._usual = resident_bytes()
+        self._shed: set[asyncio.Timeout] = set()
+
+    async def read(self, context: Any) -> bytes:
+        """Return the message of a call; raises RequestRefused where it is not complete in time."""
+        limits = self._limits
+        timeout = asyncio.timeout(limits.receive)
+        try:
+            async with timeout:
+                self._calls[timeout] = None
+                message = await context.read()
+        except TimeoutError:
+            if timeout in self._shed:
+                reason = f"overloaded: unfinished messages take more than {limits.bodies} bytes"
+                raise RequestRefused("RESOURCE_EXHAUSTED", reason, 1.0) from None
+            reason = f"a message must be complete within {limits.receive:g} s"
+            raise RequestRefused("DEADLINE_EXCEEDED", reason) from None
+        finally:
+            self._calls.pop(timeout, None)
+            self._shed.discard(timeout)
+        if message is grpc.aio.EOF:
+            raise RequestRefused("INVALID_ARGUMENT", "a call must have a message, but got none")
+        return bytes(message)
+
+    async def watch(self) -> None:
+        """Give up the oldest calls while there is too much of them."""
+        while True:
+            await asyncio.sleep(SHED_SECONDS)
+            if not self._calls:
+                self._usual = resident_bytes()
+            elif len(self._calls) * self._limits.body > self._limits.bodies and self._is_too_much():
+                self._give_up((len(self._calls) + 1) // 2)
+
+    def _is_too_much(self) -> bool:
+        # Half of the limit: more comes between two looks.
+        return resident_bytes() - self._usual > self._limits.bodies // 2
+
+    def _give_up(self, num: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for timeout in list(self._calls)[:num]:
+            self._shed.add(timeout)
+            timeout.reschedule(now)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 class GrpcListener:
-    """A gRPC server for some services."""
+    """A gRPC server for some services.
+
+    Methods are handlers of streams although every call has one message: so a handler begins when the headers of a
+    call are there, and the token is checked before the message is read. Clients do not notice it.
+    """
 
     def __init__(
-        self, services: Sequence[GrpcService], token: str | None, limits: Limits, tls: Tls | None = None
+        self,
+        services: Sequence[GrpcService],
+        token: Token,
+        limits: Limits,
+        tls: Tls | None = None,
+        *,
+        manages: bool = False,
+        closed: str = "",
     ) -> None:
-        self._services, self._token, self._limits, self._tls = services, Token(token), limits, tls
+        self._services, self._token, self._limits, self._tls = services, token, limits, tls
+        self._manages, self._closed = manages, closed
         self.bodies = Bodies(limits.bodies)
         self.on_answer: Callable[[str, int, int, int, float], None] | None = None
         """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.others: Any = None
         """A handler of every method that no service has."""
         self._server: Any = None
+        self._receiving = Receiving(limits)
+        self._watching: asyncio.Task[None] | None = None
+        self._num_calls = 0
 
     async def open(self, host: str, port: int) -> int:
         """Listens; the port that it got, 0 where there is none."""
-        options = [
-            ("grpc.max_receive_message_length", self._limits.body),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-        ]
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=_options(self._limits))
         for service in self._services:
             handlers = {
-                name: grpc.unary_unary_rpc_method_handler(
-                    self._guarded(f"/{service.name}/{name}", _parsing(method, asked))
+                name: grpc.stream_unary_rpc_method_handler(
+                    self._guarded(
+                        f"/{service.name}/{name}",
+                        _parsing(method, asked) if self._manages or name not in service.managing else None,
+                    )
                 )
                 for name, (method, asked, _) in service.methods().items()
             }
@@ -120,22 +202,29 @@ class GrpcListener:
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
+        self._watching = asyncio.ensure_future(self._receiving.watch())
         return found
 
     async def close(self, patience: float) -> None:
         """Takes nothing new and lets what is there finish."""
         if self._server is not None:
             await self._server.stop(patience)
+        if self._watching is not None:
+            self._watching.cancel()
 
-    def _guarded(self, path: str, method: Method) -> Method:
-        """A method of bytes whose refusals become status codes, and whose calls are told."""
+    def _guarded(self, path: str, method: Method | None) -> Method:
+        """A method of bytes whose refusals become status codes, and whose calls are told; None is for management."""
 
-        async def run(request: bytes, context: Any) -> Any:
-            arrived, answer, status = time.perf_counter(), b"", 500
+        async def run(requests: Any, context: Any) -> Any:
+            arrived, request, answer, status = time.perf_counter(), b"", b"", 500
             try:
-                self._require_token(context)
-                with self.bodies.holding(len(request)):
-                    answer = await method(request, context)
+                with self._counted():
+                    self._require_token(context)
+                    if method is None:
+                        raise RequestRefused("PERMISSION_DENIED", NOT_HERE)
+                    request = await self._receiving.read(context)
+                    with self.bodies.holding(len(request)):
+                        answer = await method(request, context)
                 status = 200
                 return answer
             except asyncio.CancelledError:
@@ -159,16 +248,45 @@ class GrpcListener:
 
         return run
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._num_calls >= self._limits.calls:
+            raise RequestRefused("RESOURCE_EXHAUSTED", f"overloaded: {self._num_calls} calls are waiting", 1.0)
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
     def _require_token(self, context: Any) -> None:
-        said = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not self._token.is_said(str(said).encode()):
-            raise RequestRefused("UNAUTHENTICATED", "this server wants a token")
+        if self._closed:
+            raise RequestRefused("PERMISSION_DENIED", self._closed)
+        if not self._token.is_said(said(context, b"authorization")):
+            raise RequestRefused("UNAUTHENTICATED", self._token.reason)
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return [
+        ("grpc.max_receive_message_length", limits.body),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.max_allowed_incoming_connections", max(1, min(limits.connections, files - 256) // 4)),
+        ("grpc.max_metadata_size", limits.head // 2),
+        ("grpc.absolute_max_metadata_size", limits.head),
+        ("grpc.max_connection_idle_ms", int(limits.idle * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", int(limits.receive * 1000)),
+    ]
 
 
 def _parsing(method: Method, asked: Any) -> Method:
     """A method of bytes: what cannot be parsed is the client's mistake, which gRPC itself would call ours."""
 
     async def run(request: bytes, context: Any) -> Any:
+        require_light(request, asked)
         try:
             message = asked.FromString(request)
         except DecodeError:

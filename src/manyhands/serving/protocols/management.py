@@ -10,10 +10,12 @@ from typing import Any
 from ...core import ManyhandsError, RequestRefused
 from ..catalogue import Share
 from ..http import BadRequest, Request
+from ..limits import Limits
 from ..version import Version
-from .protocol import Desk, RestProtocol, answer_failure, dump_json, parse_json, require_method
+from .protocol import Desk, RestProtocol, answer_failure, dump_json, parse_json, require_method, shown
 
 PATH = re.compile(r"/(?:manage|v2/repository)/models/(?P<name>[^/]+)/(?P<act>load|unload|rollback|label|split)")
+MAX_WEIGHT = 1e9
 LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -35,10 +37,7 @@ class Management(RestProtocol):
         if match is None:
             raise BadRequest(404, "Not Found")
         require_method(request, "POST")
-        body = request.content(self.desk.limits.head)
-        value = parse_json(body, self.desk.limits.head) if body else {}
-        if not isinstance(value, dict):
-            raise BadRequest(400, "the body must be an object")
+        value = read_object(request, self.desk.limits)
         task = asyncio.ensure_future(self._answer(request, getattr(self, f"_{match['act']}"), match["name"], value))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -100,20 +99,39 @@ class Management(RestProtocol):
     async def _split(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         shares, given = [], value.get("shares") or []
         for one in given if isinstance(given, list) else [given]:
-            weight = one.get("weight") if isinstance(one, dict) else None
-            if not isinstance(weight, (int, float)):
-                raise RequestRefused("INVALID_ARGUMENT", 'shares are {"model"?, "version"?, "weight"}')
-            shares.append(Share(str(one.get("model") or name), _number(one.get("version")), float(weight)))
+            weight: Any = one.get("weight") if isinstance(one, dict) else None
+            if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
+                rule = f'shares are {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
+                raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got {shown(weight, 20)}")
+            shares.append(Share(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight)))
         self.desk.catalogue.set_split(name, shares)
         return {"shares": [vars(share) for share in shares]}
 
 
+def read_object(request: Request, limits: Limits) -> dict[str, Any]:
+    """Return the JSON object of a request for management; raises BadRequest where it is none.
+
+    Web pages can send other kinds of bodies to any server. Triton's client names no kind where it loads a model.
+    """
+    usual = b"application/json" if request.path.startswith("/v2/") else b""
+    kind = request.headers.get(b"content-type", usual).partition(b";")[0].strip().lower()
+    body = request.content(limits.head)
+    if kind != b"application/json" and body:
+        raise BadRequest(
+            415, f"the content-type must be application/json, but got {kind[:40].decode('latin1') or 'none'}"
+        )
+    value = parse_json(body, limits.head) if body else {}
+    if not isinstance(value, dict):
+        raise BadRequest(400, "the body must be an object")
+    return value
+
+
 def _number(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or (type(value) is int and 0 <= value < 2**63):
         return value
     if isinstance(value, str) and value.isdecimal() and len(value) <= 18:
         return int(value)
-    raise RequestRefused("INVALID_ARGUMENT", f"a version is a whole number, but got {str(value)[:20]!r}")
+    raise RequestRefused("INVALID_ARGUMENT", f"a version is a whole number, but got {shown(value, 20)!r}")
 
 
 def _described(version: Version) -> dict[str, Any]:

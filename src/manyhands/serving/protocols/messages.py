@@ -11,6 +11,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from ...core import RequestRefused
+
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "double": _Field.TYPE_DOUBLE,
@@ -24,6 +26,9 @@ _SCALARS = {
     "bytes": _Field.TYPE_BYTES,
 }
 Table = Mapping[str, Sequence[str]]
+_SURELY_LIGHT, MAX_PARTS, MAX_NUMBERS = 16 << 10, 8192, 1 << 19
+"""Bytes of a message that is parsed without a look at it; parts of others, and numbers in lists."""
+_FIXED = {_Field.TYPE_FLOAT: 4, _Field.TYPE_DOUBLE: 8}
 
 
 def make_messages(package: str, table: Table) -> dict[str, Any]:
@@ -65,3 +70,73 @@ def _add_field(message: Any, text: str, prefix: str) -> None:
         if not message.oneof_decl:
             message.oneof_decl.add(name="one")
         field.oneof_index = 0
+
+
+def require_light(data: bytes, asked: Any) -> None:
+    """Refuse a message that would take many times its bytes when it is parsed: parts of two bytes, long lists.
+
+    Numbers that are sent as one field of bytes cost nothing and are not counted.
+    """
+    if len(data) > _SURELY_LIGHT:
+        _Walk(asked.DESCRIPTOR.name).over(memoryview(data), asked.DESCRIPTOR)
+
+
+class _Walk:
+    """Goes over the tags of a message, and over those of the messages in it, and counts."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._num_parts, self._num_numbers = name, 0, 0
+
+    def over(self, data: memoryview, descriptor: Any) -> None:
+        """Look at one message."""
+        position, size, fields = 0, len(data), descriptor.fields_by_number
+        while position < size:
+            self._count(1, 0)
+            tag, position = self._varint(data, position)
+            kind = tag & 7
+            if kind == 2:
+                length, position = self._varint(data, position)
+                if length > size - position:
+                    raise self._broken()
+                if length:
+                    self._look_into(data[position : position + length], fields.get(tag >> 3))
+                position += length
+            elif kind == 0:
+                _, position = self._varint(data, position)
+            elif kind in (1, 5):
+                position += 8 if kind == 1 else 4
+            else:
+                raise self._broken()
+
+    def _look_into(self, data: memoryview, field: Any) -> None:
+        if field is None or field.type in (_Field.TYPE_BYTES, _Field.TYPE_STRING):
+            return
+        if field.message_type is not None:
+            self.over(data, field.message_type)
+        else:
+            self._count(0, len(data) // _FIXED.get(field.type, 1))
+
+    def _count(self, parts: int, numbers: int) -> None:
+        self._num_parts += parts
+        self._num_numbers += numbers
+        if self._num_parts > MAX_PARTS:
+            raise RequestRefused("INVALID_ARGUMENT", f"a {self._name} may have {MAX_PARTS} parts, but got more")
+        if self._num_numbers > MAX_NUMBERS:
+            rule = f"a {self._name} may have {MAX_NUMBERS} numbers in lists"
+            raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got more; send them as bytes")
+
+    def _varint(self, data: memoryview, position: int) -> tuple[int, int]:
+        if position < len(data) and data[position] < 128:
+            return data[position], position + 1
+        value = shift = 0
+        while position < len(data) and shift < 70:
+            byte = data[position]
+            value |= (byte & 127) << shift
+            position += 1
+            if byte < 128:
+                return value, position
+            shift += 7
+        raise self._broken()
+
+    def _broken(self) -> RequestRefused:
+        return RequestRefused("INVALID_ARGUMENT", f"the message is no {self._name}")

@@ -16,6 +16,8 @@ from ..version import Version
 from .grpc_service import GrpcService, Method, key_of
 from .messages import make_messages
 from .open_inference_rest import (
+    MAX_ID,
+    checked_parameters,
     checked_shape,
     counted,
     from_bytes,
@@ -25,6 +27,7 @@ from .open_inference_rest import (
     model_metadata,
     numbers,
     require_datatype,
+    require_few_outputs,
     require_names,
     require_rows,
     require_size,
@@ -155,6 +158,7 @@ class OpenInferenceGrpc(GrpcService):
     """`inference.GRPCInferenceService`."""
 
     name = "inference.GRPCInferenceService"
+    managing = ("RepositoryModelLoad", "RepositoryModelUnload")
 
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
         found: dict[str, Method] = {
@@ -221,14 +225,12 @@ class OpenInferenceGrpc(GrpcService):
         return MESSAGES["RepositoryIndexResponse"](models=listed)
 
     async def _load(self, request: Any, context: Any) -> Any:
-        self.desk.require_managing()
         if request.parameters:
             raise RequestRefused("INVALID_ARGUMENT", "a model is loaded as it lies in the folder, without parameters")
         await self._managed(self.desk.catalogue.load(request.model_name))
         return MESSAGES["RepositoryModelLoadResponse"]()
 
     async def _unload(self, request: Any, context: Any) -> Any:
-        self.desk.require_managing()
         await self._managed(self.desk.catalogue.unload(request.model_name))
         return MESSAGES["RepositoryModelUnloadResponse"]()
 
@@ -241,6 +243,9 @@ class OpenInferenceGrpc(GrpcService):
     async def _infer(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_name, request.model_version, key_of(context))
         inputs = read_inputs(request, version)
+        if len(request.id) > MAX_ID:
+            raise BadRequest(400, f"the request's id must have at most {MAX_ID} characters, but got {len(request.id)}")
+        require_few_outputs(len(request.outputs), version)
         wanted = [one.name for one in request.outputs] or list(version.signature.outputs)
         for name in wanted:
             if name not in version.signature.outputs:
@@ -248,10 +253,8 @@ class OpenInferenceGrpc(GrpcService):
         parameters = {
             name: getattr(value, value.WhichOneof("one") or "int64_param") for name, value in request.parameters.items()
         }
-        timeout, priority = parameters.get("timeout"), parameters.get("priority", 0)
-        if not isinstance(timeout, (int, type(None))) or not isinstance(priority, int):
-            raise BadRequest(400, "the parameters timeout (microseconds) and priority are integers")
-        outputs = await self.ask(context, version, inputs, timeout / 1e6 if timeout else None, priority)
+        timeout, priority = checked_parameters(parameters.get("timeout"), parameters.get("priority", 0))
+        outputs = await self.ask(context, version, inputs, timeout, priority)
         return answer(request.id, version, {name: outputs[name] for name in wanted})
 
 

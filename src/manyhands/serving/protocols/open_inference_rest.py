@@ -9,21 +9,23 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-from ...core import RequestRefused, TensorSpec
+from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
 from ..http import BadRequest, Body, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
+from ..parsing import INLINE
 from ..version import Version
 from .heads import MAX_BYTES, Heads, Wanted
-from .protocol import KEY, TRACE, Desk, RestProtocol, dump_json, parse_json, require_method
+from .protocol import KEY, NOT_HERE, TRACE, Desk, RestProtocol, dump_json, parse_json, require_method, shown
 
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
@@ -31,6 +33,7 @@ PATH = re.compile(
 EXTENSIONS = ["binary_tensor_data", "model_repository", "schedule_policy", "statistics", "model_configuration"]
 HEADER = b"inference-header-content-length"
 BINARY = b"application/octet-stream"
+MAX_ID = 1024
 _COMPRESS = 16 << 10
 """Smaller answers are not worth the time."""
 
@@ -61,6 +64,8 @@ class OpenInferenceRest(RestProtocol):
             request.answer(200, b"")
         elif path == "/v2/health/ready":
             request.answer(200 if self.desk.is_ready and self.desk.catalogue.is_ready else 400, b"")
+        elif path.startswith("/v2/repository/models/"):
+            raise BadRequest(403, NOT_HERE)
         elif path == "/v2/repository/index":
             require_method(request, "POST", "GET")
             request.answer(200, dump_json(index(self.desk.catalogue, is_ready=self._asks_for_ready(request))))
@@ -68,8 +73,8 @@ class OpenInferenceRest(RestProtocol):
             raise BadRequest(404, "Not Found")
 
     def _asks_for_ready(self, request: Request) -> bool:
-        body = request.content(self.desk.limits.body)
-        value = parse_json(body, self.desk.limits.json) if body else None
+        body = request.content(self.desk.limits.head)
+        value = parse_json(body, self.desk.limits.head) if body else None
         return isinstance(value, dict) and value.get("ready") is True
 
     def _model(self, request: Request, match: re.Match[str]) -> None:
@@ -98,8 +103,23 @@ class OpenInferenceRest(RestProtocol):
         version.batcher.require_room(self.desk.deadline())
         body = request.content(self.desk.limits.body)
         size = header_size(request.headers.get(HEADER), len(body))
-        inputs, wanted = self._read(body[:size], memoryview(body)[size:], version)
+        text, raw = bytes(memoryview(body)[:size]), memoryview(body)[size:]
+        head = self._heads.find(version, text, len(raw)) if len(raw) and size <= MAX_BYTES else None
+        if head is not None:
+            self._ask(request, version, head.inputs(raw), head.wanted)
+            return
 
+        def ask(read: tuple[dict[str, Array], Wanted, list[str] | None]) -> None:
+            inputs, wanted, order = read
+            if order is not None and len(raw) and size <= MAX_BYTES:
+                self._heads.keep(version, text, order, inputs, wanted)
+            self._ask(request, version, inputs, wanted)
+
+        subject, limits = Subject(version.model, version.signature), self.desk.limits
+        args = text, bytes(raw) if size > INLINE else raw, subject, limits.json, limits.values, limits.body
+        self.read_then(request, text, ask, read_request, *args)
+
+    def _ask(self, request: Request, version: Version, inputs: dict[str, Array], wanted: Wanted) -> None:
         def then(ticket: Ticket) -> None:
             if ticket.refusal is not None:
                 self.refuse(request, ticket.refusal)
@@ -116,23 +136,33 @@ class OpenInferenceRest(RestProtocol):
             parent=request.headers.get(TRACE, b""),
         )
 
-    def _read(self, text: Body, raw: memoryview, version: Version) -> tuple[dict[str, Array], Wanted]:
-        """A request's numbers, and how its answer is wished for."""
-        may_come_again = len(raw) > 0 and len(text) <= MAX_BYTES
-        if may_come_again:
-            text = bytes(text)
-            head = self._heads.find(version, text, len(raw))
-            if head is not None:
-                return head.inputs(raw), head.wanted
-        is_only_bytes = len(text) == 0 and len(raw) > 0
-        value = only_bytes(len(raw), version) if is_only_bytes else parse_json(text, self.desk.limits.json)
-        if not isinstance(value, dict):
-            raise BadRequest(400, "failed to parse the request JSON: it must be an object")
-        inputs = read_inputs(value, raw, version, self.desk.limits.body)
-        wanted = read_wanted(value, version)
-        if may_come_again and all(map(_is_binary, value["inputs"])):
-            self._heads.keep(version, bytes(text), [str(one["name"]) for one in value["inputs"]], inputs, wanted)
-        return inputs, wanted
+
+@dataclass(frozen=True)
+class Subject:
+    """As much of a version as reading a request needs."""
+
+    model: str
+    signature: Signature
+
+
+def read_request(
+    text: bytes, raw: Body, version: Subject, json: int, values: int, body: int
+) -> tuple[dict[str, Array], Wanted, list[str] | None]:
+    """A request's numbers, how its answer is wished for, and the order of its inputs where all of them are binary.
+
+    The last three arguments are the limits of that name.
+    """
+    is_only_bytes = len(text) == 0 and len(raw) > 0
+    value = only_bytes(len(raw), version) if is_only_bytes else parse_json(text, json, values)
+    if not isinstance(value, dict):
+        raise BadRequest(400, "failed to parse the request JSON: it must be an object")
+    inputs = read_inputs(value, memoryview(raw), version, body)
+    is_binary = all(map(_is_binary, value["inputs"]))
+    return (
+        inputs,
+        read_wanted(value, version),
+        [shown(one["name"], MAX_ID) for one in value["inputs"]] if is_binary else None,
+    )
 
 
 @lru_cache(1024)
@@ -290,7 +320,7 @@ def header_size(value: bytes | None, length: int) -> int:
     return int(value)
 
 
-def only_bytes(num: int, version: Version) -> dict[str, Any]:
+def only_bytes(num: int, version: Version | Subject) -> dict[str, Any]:
     """The request that a body without JSON stands for: one row of the only input, and outputs as bytes."""
     specs = version.signature.inputs
     name, spec = next(iter(specs.items()))
@@ -307,12 +337,12 @@ def only_bytes(num: int, version: Version) -> dict[str, Any]:
     return {"inputs": [entry], "parameters": {"binary_data_output": True}}
 
 
-def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, limit: int) -> dict[str, Array]:
+def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version | Subject, limit: int) -> dict[str, Array]:
     """The arrays of a request, checked against the signature before anything is allocated for them."""
     listed, specs = value.get("inputs"), version.signature.inputs
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise BadRequest(400, "Unable to parse 'inputs': it must be an array of objects")
-    names = [str(one.get("name")) for one in listed]
+    names = [shown(one.get("name"), MAX_ID) for one in listed]
     require_names(names, version)
     arrays: dict[str, Array] = {}
     for name, one in zip(names, listed, strict=True):
@@ -337,7 +367,7 @@ def read_inputs(value: Mapping[str, Any], raw: memoryview, version: Version, lim
     return {name: arrays[name] for name in specs}
 
 
-def require_names(names: Sequence[str], version: Version) -> None:
+def require_names(names: Sequence[str], version: Version | Subject) -> None:
     """Each input once, and no other."""
     specs, model = version.signature.inputs, version.model
     if names == list(specs):
@@ -359,7 +389,7 @@ def _quoted(names: Sequence[str]) -> str:
     return ",".join(f"'{name[:64]}'" for name in names[:20])
 
 
-def require_rows(arrays: Mapping[str, Array], version: Version) -> None:
+def require_rows(arrays: Mapping[str, Array], version: Version | Subject) -> None:
     """All inputs have the same number of rows, and at least one."""
     rows = {len(array) for array in arrays.values()}
     if len(rows) > 1 or 0 in rows:
@@ -372,7 +402,8 @@ def checked_shape(shape: Any, name: str, spec: TensorSpec, model: str) -> tuple[
     good = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
     if not good or not fits(tuple(shape), spec):
         wanted = ",".join(str(-1 if n is None else n) for n in spec.shape)
-        came = ",".join(map(str, shape))[:100] if isinstance(shape, (list, tuple)) else str(shape)[:100]
+        listed = isinstance(shape, (list, tuple))
+        came = ",".join(shown(n, 20) for n in shape[:20]) if listed else shown(shape, 100)
         raise BadRequest(
             400, f"unexpected shape for input '{name}' for model '{model}'. Expected [{wanted}], got [{came}]"
         )
@@ -384,7 +415,8 @@ def require_datatype(datatype: Any, name: str, spec: TensorSpec, model: str) -> 
     wanted = BY_TORCH[spec.dtype].open
     if datatype != wanted:
         raise BadRequest(
-            400, f"inference input '{name}' data-type is '{str(datatype)[:20]}', but model '{model}' expects '{wanted}'"
+            400,
+            f"inference input '{name}' data-type is '{shown(datatype, 20)}', but model '{model}' expects '{wanted}'",
         )
 
 
@@ -401,7 +433,7 @@ def _is_binary(one: Mapping[str, Any]) -> bool:
 def require_size(size: object, wanted: int, name: str, model: str) -> None:
     """As many bytes as the shape says."""
     if size != wanted:
-        got = str(size)[:20]
+        got = shown(size, 20)
         raise BadRequest(
             400, f"input byte size mismatch for input '{name}' for model '{model}'. Expected {wanted}, got {got}"
         )
@@ -433,13 +465,13 @@ def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -
     return array.reshape(shape)
 
 
-def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
+def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Wanted:
     """Which outputs, and how; all of them as JSON where nothing is said; by when, and how urgently."""
     parameters = value.get("parameters")
     binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
     identity = value.get("id")
-    if not isinstance(identity, (str, type(None))):
-        raise BadRequest(400, "the request's id must be a string")
+    if not isinstance(identity, (str, type(None))) or len(identity or "") > MAX_ID:
+        raise BadRequest(400, f"the request's id must be a string of at most {MAX_ID} characters")
     listed = value.get("outputs")
     timeout, priority = read_parameters(value)
     if listed is None or listed == []:
@@ -447,8 +479,9 @@ def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
     outputs: dict[str, bool] = {}
     if not isinstance(listed, list):
         raise BadRequest(400, "Unable to parse 'outputs': it must be an array")
+    require_few_outputs(len(listed), version)
     for one in listed:
-        name = str(one.get("name")) if isinstance(one, dict) else ""
+        name = shown(one.get("name"), MAX_ID) if isinstance(one, dict) else ""
         if name not in version.signature.outputs:
             raise BadRequest(400, f"unexpected inference output '{name[:64]}' for model '{version.model}'")
         own = one.get("parameters")
@@ -459,15 +492,31 @@ def read_wanted(value: Mapping[str, Any], version: Version) -> Wanted:
     return Wanted(identity, outputs, timeout, priority)
 
 
+def require_few_outputs(num: int, version: Version | Subject) -> None:
+    """Each output can be asked for once."""
+    most = len(version.signature.outputs)
+    if num > most:
+        raise BadRequest(400, f"expected at most {most} requested outputs but got {num} for model '{version.model}'")
+
+
 def read_parameters(value: Mapping[str, Any]) -> tuple[float | None, int]:
     """The request's own timeout in seconds, and its priority."""
     parameters = value.get("parameters")
     if not isinstance(parameters, dict):
         return None, 0
-    timeout, priority = parameters.get("timeout"), parameters.get("priority", 0)
-    if (timeout is not None and type(timeout) is not int) or type(priority) is not int:
-        raise BadRequest(400, "the parameters timeout (microseconds) and priority are integers")
-    return timeout / 1e6 if timeout else None, priority
+    return checked_parameters(parameters.get("timeout"), parameters.get("priority", 0))
+
+
+def checked_parameters(timeout: object, priority: object) -> tuple[float | None, int]:
+    """A timeout in seconds and a priority, from what was sent: microseconds, 0 for none, and a level."""
+    micros, level = _whole("timeout (microseconds)", 0 if timeout is None else timeout), _whole("priority", priority)
+    return micros / 1e6 or None, level
+
+
+def _whole(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise BadRequest(400, f"the parameter {name} is an integer from 0 to 2**63 - 1, but got {shown(value, 20)!r}")
+    return value
 
 
 def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: Wanted) -> None:

@@ -17,6 +17,7 @@ from ..batcher import Arrays, Ticket
 from ..catalogue import Catalogue
 from ..http import BadRequest, Body, Request
 from ..limits import Limits
+from ..parsing import INLINE, Parsing
 from ..version import Version
 
 STATUS = {
@@ -38,22 +39,23 @@ KEY = b"x-manyhands-key"
 """The header whose value decides which part of a split answers, always the same for the same value."""
 
 
+NOT_HERE = (
+    "models are managed on another listener, with a token of its own: over HTTP on the management port, over gRPC "
+    "where the server was started with --manage-grpc PORT"
+)
+
+
 class Desk:
     """Where every protocol asks: finds the version, waits for its answer, counts what came of it."""
 
-    def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, *, may_reload: bool = False) -> None:
-        self.catalogue, self.limits, self.timeout, self.may_reload = catalogue, limits, timeout, may_reload
+    def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, parsing: Parsing) -> None:
+        self.catalogue, self.limits, self.timeout, self.parsing = catalogue, limits, timeout, parsing
         self.record: Callable[[Version, Arrays], None] | None = None
         """Notes requests for a warm-up."""
         self.trace: Callable[[Version, int, str, float, bytes], None] | None = None
         """Hears of every request that is over: version, rows, outcome, beginning, and the trace that it is part of."""
         self.is_ready = False
         """Whether clients should come here."""
-
-    def require_managing(self) -> None:
-        """Refuses what changes models where whoever may ask may not manage."""
-        if not self.may_reload:
-            raise RequestRefused("PERMISSION_DENIED", "models are managed on this server's own machine only")
 
     def deadline(self, seconds: float | None = None) -> float:
         """When a request is too late; its own wish can only make that earlier."""
@@ -100,6 +102,9 @@ class Desk:
 class RestHandler(ABC):
     """What answers requests over HTTP."""
 
+    inflates = True
+    """Whether it reads bodies, so that compressed ones are decompressed for it."""
+
     @abstractmethod
     def handle(self, request: Request) -> None:
         """Answers a request, now or later; may raise BadRequest or RequestRefused."""
@@ -117,6 +122,38 @@ class RestProtocol(RestHandler):
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
+        self._reading: set[asyncio.Task[None]] = set()
+
+    def read_then(
+        self, request: Request, text: Body, then: Callable[[Any], None], work: Callable[..., Any], *args: Any
+    ) -> None:
+        """Call a function that parses a text, and `then` with its result: at once, or in a process if it is large."""
+        if len(text) <= INLINE:
+            then(work(*args))
+            return
+        task = asyncio.ensure_future(self._read(request, len(text), then, work, *args))
+        request.cancel = lambda: cancel(task)
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+
+    async def _read(
+        self, request: Request, size: int, then: Callable[[Any], None], work: Callable[..., Any], *args: Any
+    ) -> None:
+        try:
+            result = await self.desk.parsing.run(size, work, *args)
+            request.cancel = None
+            then(result)
+        except BadRequest as error:
+            answer_refusal(request, error.status, error.reason)
+        except RequestRefused as refusal:
+            self.refuse(request, refusal)
+        except Exception as error:
+            answer_failure(request, error)
+
+
+def cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task whose client is gone."""
+    task.cancel()
 
 
 def answer_refusal(request: Request, status: int, reason: str, retry_after: float | None = None) -> None:
@@ -133,10 +170,12 @@ def answer_failure(request: Request, error: Exception) -> None:
     answer_refusal(request, 500, "internal error")
 
 
-def parse_json(text: Body, limit: int) -> Any:
+def parse_json(text: Body, limit: int, values: int = Limits.values) -> Any:
     """A JSON text; NaN and Infinity are understood."""
     if len(text) > limit:
         raise BadRequest(413, f"a JSON text may have {limit} bytes, but got {len(text)}; send binary tensors")
+    if len(text) > values and (num := num_values(bytes(text))) > values:
+        raise BadRequest(413, f"a JSON text may have {values} values, but got {num}; send binary tensors")
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -151,6 +190,30 @@ def parse_json(text: Body, limit: int) -> Any:
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"JSON parse error: {error}") from None
     return value
+
+
+def shown(value: object, num: int) -> str:
+    """The first characters of a value of JSON for an error; what is nested or huge is only named.
+
+    >>> shown("digits", 3), shown(2.5, 9), shown([[1]], 9), shown(10**400, 9)
+    ('dig', '2.5', 'a list', 'a huge number')
+    """
+    if isinstance(value, str):
+        return value[:num]
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "a huge number"
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    return str(value)[:num]
+
+
+def num_values(text: bytes) -> int:
+    """How many values a JSON text has at most, found without parsing it.
+
+    >>> num_values(b"[[1, 2], {}]")
+    5
+    """
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def dump_json(value: Any) -> bytes:

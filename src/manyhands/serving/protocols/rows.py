@@ -16,6 +16,8 @@ from ..kinds import BY_TORCH, Array
 _parser = simdjson.Parser()
 SMALLEST = 1024
 """Bytes of a text for which this is worth its while."""
+LARGEST = 1 << 20
+"""Bytes of a text that takes two milliseconds; a larger one would keep others waiting."""
 
 
 def fast_rows(text: bytes, signature: Signature) -> Array | None:

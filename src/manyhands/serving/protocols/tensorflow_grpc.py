@@ -45,6 +45,9 @@ class PredictionService(GrpcService):
 
     async def _predict(self, request: Any, context: Any) -> Any:
         version = self._find(request.model_spec, context)
+        if len(request.output_filter) > len(version.signature.outputs):
+            most, got = len(version.signature.outputs), len(request.output_filter)
+            raise BadRequest(400, f"output_filter may have {most} names, but got {got}")
         outputs = await self.ask(context, version, read_inputs(request, version, self.desk.limits.body))
         wanted = list(request.output_filter) or list(outputs)
         for name in wanted:

@@ -19,6 +19,7 @@ class ModelService(GrpcService):
     """`tensorflow.serving.ModelService`."""
 
     name = "tensorflow.serving.ModelService"
+    managing = ("HandleReloadConfigRequest",)
 
     def methods(self) -> Mapping[str, tuple[Method, Any, Any]]:
         return {
@@ -50,7 +51,6 @@ class ModelService(GrpcService):
 
     async def _reload(self, request: Any, context: Any) -> Any:
         """The new list replaces the old; it can only name what lies in the server's own folder."""
-        self.desk.require_managing()
         if request.config.WhichOneof("one") != "model_config_list":
             raise RequestRefused("INVALID_ARGUMENT", "ServerConfig must use model_config_list")
         policies: dict[str, Policy | None] = {}

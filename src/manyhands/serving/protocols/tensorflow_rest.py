@@ -16,8 +16,8 @@ from ..http import BadRequest, Request
 from ..kinds import BY_TORCH, Array, fits, from_numbers, to_numbers
 from ..version import Version
 from .examples import classes_of, rows_of, values_of
-from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method
-from .rows import SMALLEST, fast_rows
+from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method, shown
+from .rows import LARGEST, SMALLEST, fast_rows
 
 PATH = re.compile(
     r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"
@@ -51,16 +51,23 @@ class TensorflowRest(RestProtocol):
                 request.answer(200, dump_json(self._status(match["name"], number, match["label"])))
 
     def _infer(self, request: Request, version: Version, verb: str) -> None:
-        deadline, limit = self.desk.deadline(), self.desk.limits.json
+        deadline, limits = self.desk.deadline(), self.desk.limits
         # Before the body is looked at: refusing must cost little.
         version.batcher.require_room(deadline)
-        body = bytes(request.content(self.desk.limits.body))
-        rows = fast_rows(body, version.signature) if verb == "predict" and SMALLEST < len(body) <= limit else None
-        if rows is not None:
-            inputs, write = {next(iter(version.signature.inputs)): rows}, writer(version.signature, True)
-        else:
-            inputs, write = READERS[verb](parse_json(body, limit), version.signature)
+        body = bytes(request.content(limits.json))
+        is_fast = verb == "predict" and SMALLEST < len(body) <= LARGEST
+        rows = fast_rows(body, version.signature) if is_fast else None
 
+        def ask(read: tuple[dict[str, Array], bool]) -> None:
+            inputs, by_rows = read
+            self._ask(request, version, inputs, writer(version.signature, verb, by_rows), deadline)
+
+        if rows is not None:
+            ask(({next(iter(version.signature.inputs)): rows}, True))
+        else:
+            self.read_then(request, body, ask, read_text, body, limits.json, limits.values, version.signature, verb)
+
+    def _ask(self, request: Request, version: Version, inputs: dict[str, Array], write: Write, deadline: float) -> None:
         def then(ticket: Ticket) -> None:
             refusal = ticket.refusal
             if refusal is None:
@@ -134,28 +141,19 @@ def metadata(version: Version) -> dict[str, Any]:
     }
 
 
-def read_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
-    """The arrays of a predict request, and what writes its answer."""
-    inputs, by_rows = parse_predict(value, signature)
-    return inputs, writer(signature, by_rows)
+def read_text(text: bytes, limit: int, values: int, signature: Signature, verb: str) -> tuple[dict[str, Array], bool]:
+    """The arrays of a request, and whether they came as rows."""
+    value = parse_json(text, limit, values)
+    return parse_predict(value, signature) if verb == "predict" else (parse_examples(value, signature), True)
 
 
-def writer(signature: Signature, by_rows: bool) -> Write:
-    """What writes the answer of a predict request."""
+def writer(signature: Signature, verb: str, by_rows: bool) -> Write:
+    """What writes an answer: of classify pairs of a class and its score, of regress a number for each example."""
+    if verb == "classify":
+        return lambda outputs: _results(classes_of(outputs, signature))
+    if verb == "regress":
+        return lambda outputs: _results(values_of(outputs, signature))
     return lambda outputs: answer_of(outputs, signature, by_rows)
-
-
-def read_classify(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
-    """The same of classify: pairs of a class and its score."""
-    return parse_examples(value, signature), lambda outputs: _results(classes_of(outputs, signature))
-
-
-def read_regress(value: Any, signature: Signature) -> tuple[dict[str, Array], Write]:
-    """The same of regress: a number for each example."""
-    return parse_examples(value, signature), lambda outputs: _results(values_of(outputs, signature))
-
-
-READERS = {"predict": read_predict, "classify": read_classify, "regress": read_regress}
 
 
 def parse_examples(value: Any, signature: Signature) -> dict[str, Array]:
@@ -182,7 +180,7 @@ def _require_signature(value: Any) -> None:
         raise BadRequest(400, "JSON Value: must be an object")
     name = value.get("signature_name")
     if name not in (None, "", SIGNATURE):
-        raise BadRequest(400, f'Serving signature name: "{str(name)[:64]}" not found in signature def')
+        raise BadRequest(400, f'Serving signature name: "{shown(name, 64)}" not found in signature def')
 
 
 def parse_predict(value: Any, signature: Signature) -> tuple[dict[str, Array], bool]:

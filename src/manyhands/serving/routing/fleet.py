@@ -23,7 +23,7 @@ GRACE_SECONDS = 2.0
 """That a request whose backend was lost waits for another one, where there is none."""
 LOOKUP_SECONDS = 2.0
 """Between two looks at what a name stands for."""
-READY = b"GET /v2/health/ready HTTP/1.1\r\nHost: manyhands\r\n\r\n"
+READY = b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Answered = TypeVar("Answered")
 

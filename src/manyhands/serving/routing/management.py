@@ -13,8 +13,8 @@ import orjson
 from ...core import RequestRefused, SettingsError
 from ..http import BadRequest, Request
 from ..limits import Limits
-from ..protocols.management import PATH
-from ..protocols.protocol import RestHandler, answer_failure, dump_json, parse_json, require_method
+from ..protocols.management import PATH, read_object
+from ..protocols.protocol import RestHandler, answer_failure, dump_json, require_method, shown
 from .backend import Address, Answer, Backend, Lost, Refused
 from .fleet import Fleet
 
@@ -86,10 +86,7 @@ class RouterManagement(RestHandler):
         if match is None and request.path != "/manage/backends":
             raise BadRequest(404, "Not Found")
         require_method(request, "POST")
-        body = request.content(self._limits.head)
-        value = parse_json(body, self._limits.head) if body else {}
-        if not isinstance(value, dict):
-            raise BadRequest(400, "the body must be an object")
+        value = read_object(request, self._limits)
         async with self._turn:
             return await (self._change(match["name"], match["act"], value) if match else self._backends(value))
 
@@ -122,7 +119,7 @@ class RouterManagement(RestHandler):
             await self._put_back(backends, before, model, act, value)
             raise failures[0]
         if act in ("label", "split"):
-            key = (act, model, str(value.get("label"))) if act == "label" else (act, model)
+            key = (act, model, shown(value.get("label"), 64)) if act == "label" else (act, model)
             self._settled[key] = (model, act, value)
         return {**dict(answers[0]), "backends": len(backends)}  # type: ignore[arg-type]
 
@@ -139,7 +136,7 @@ class RouterManagement(RestHandler):
             labels: dict[str, int] = next((each["labels"] for each in state["models"] if each["name"] == model), {})
             old: dict[str, Any]
             if act == "label":
-                old = {"label": value.get("label"), "version": labels.get(str(value.get("label")))}
+                old = {"label": value.get("label"), "version": labels.get(shown(value.get("label"), 64))}
             elif act == "split":
                 old = {"shares": state["splits"].get(model, [])}
             else:
@@ -155,7 +152,8 @@ class RouterManagement(RestHandler):
 
     async def _ask(self, backend: Backend, method: str, path: str, body: bytes) -> dict[str, Any]:
         token = f"Authorization: Bearer {self._token}\r\n" if self._token else ""
-        head = f"{method} {path} HTTP/1.1\r\nHost: manyhands\r\n{token}Content-Length: {len(body)}\r\n\r\n".encode()
+        host, kind = backend.address.host, "Content-Type: application/json\r\n" if body else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{token}{kind}Content-Length: {len(body)}\r\n\r\n".encode()
         try:
             answer = await backend.fetch(head, body, MANAGE_SECONDS, manage=True)
         except (Lost, Refused, TimeoutError):

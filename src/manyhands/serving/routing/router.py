@@ -17,17 +17,17 @@ from ..background import Background, ListenSettings
 from ..http import BadRequest, Listener, Request
 from ..protocols import GrpcListener, GrpcService, Method
 from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
-from ..protocols.protocol import RestHandler, answer_failure
-from ..security import Tls
+from ..protocols.protocol import NOT_HERE, RestHandler, answer_failure, cancel
+from ..security import Tls, Token
 from .backend import Address, Answer, Backend, Refused
 from .fleet import Fleet
 from .management import RouterManagement
 
 _OWN = {
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host", b"expect", b"upgrade", b"te",
-    b"trailer", b"proxy-authorization", b"proxy-connection",
+    b"trailer", b"proxy-authorization", b"proxy-connection", b"origin", b"sec-fetch-site",
 }  # fmt: skip
-"""Headers that speak of one connection only."""
+"""Headers that speak of one connection only, or of a web page, which this router has let in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Router(Background):
     def __init__(self, settings: RouteSettings) -> None:
         super().__init__(settings)
         self.settings = settings
-        self._management = RouterManagement(settings.limits, settings.token)
+        self._management = RouterManagement(settings.limits, settings.manage_token)
 
     def state(self) -> dict[str, Any]:
         assert self._loop is not None
@@ -67,14 +67,15 @@ class Router(Background):
         fleet = Fleet(settings.addresses(), settings.backend_tls, 2 * settings.limits.body, self._say, management.admit)
         management.fleet = fleet
         forward = Forward(fleet, settings.timeout)
-        handlers = {"/v1": forward, "/v2": forward}
-        public = Listener(App(handlers, lambda: exposition(fleet), settings.token), settings.limits, settings.tls)
-        private = Listener(
-            App({**handlers, "/manage": management}, lambda: exposition(fleet), settings.token),
-            settings.limits,
-            settings.tls,
+        handlers: dict[str, RestHandler] = {"/v1": forward, "/v2": forward}
+        public, private = (
+            Listener(App(each, lambda: exposition(fleet), settings.limits), settings.limits, settings.tls, access)
+            for each, access in (
+                (handlers, settings.access),
+                ({**handlers, "/manage": management}, settings.manage_access),
+            )
         )
-        remote = GrpcListener([RouterHealth(fleet)], settings.token, settings.limits, settings.tls)
+        remote = GrpcListener([RouterHealth(fleet)], Token(settings.token), settings.limits, settings.tls)
         remote.others = ForwardGrpc(fleet, settings.timeout)
         try:
             await self._listen(public, remote, private)
@@ -109,6 +110,8 @@ class Router(Background):
 class Forward(RestHandler):
     """Requests over HTTP, handed on as they came."""
 
+    inflates = False
+
     def __init__(self, fleet: Fleet, timeout: float) -> None:
         self.is_ready = True
         self._fleet, self._timeout = fleet, timeout
@@ -120,18 +123,17 @@ class Forward(RestHandler):
         elif request.path == "/v2/health/ready":
             request.answer(200 if self.is_ready and self._fleet.up else 400, b"")
         elif request.path.startswith("/v2/repository/models/"):
-            raise BadRequest(404, "Not Found")
+            raise BadRequest(403, NOT_HERE)
         else:
             task = asyncio.ensure_future(self._forward(request))
-            request.cancel = lambda: _cancel(task)
+            request.cancel = lambda: cancel(task)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _forward(self, request: Request) -> None:
-        head = head_of(request)
 
         def send(backend: Backend, seconds: float) -> Any:
-            return backend.fetch(head, request.body, seconds)
+            return backend.fetch(head_of(request, backend.address.host), request.body, seconds)
 
         try:
             answer, _ = await self._fleet.ask(send, self._timeout)
@@ -146,14 +148,10 @@ class Forward(RestHandler):
         give(request, answer)
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-
-
-def head_of(request: Request) -> bytes:
+def head_of(request: Request, host: str) -> bytes:
     """The head of a request for a backend; a body always comes with its length."""
     method = "GET" if request.method == "HEAD" else request.method
-    lines = [f"{method} {request.path} HTTP/1.1\r\nHost: manyhands\r\n".encode("latin1")]
+    lines = [f"{method} {request.path} HTTP/1.1\r\nHost: {host}\r\n".encode("latin1")]
     lines += [b"%b: %b\r\n" % (name, value) for name, value in request.headers.items() if name not in _OWN]
     lines.append(b"Content-Length: %d\r\n\r\n" % len(request.body))
     return b"".join(lines)
@@ -173,7 +171,7 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, fleet: Fleet, timeout: float) -> None:
         self._fleet, self._timeout = fleet, timeout
-        self.guard: Callable[[str, Method], Method] = lambda path, method: method
+        self.guard: Callable[[str, Method | None], Method]
 
     def service(self, details: Any) -> Any:
         method = details.method
@@ -181,7 +179,7 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def run(request: bytes, context: Any) -> bytes:
             return await self._forward(method, request, context)
 
-        return grpc.unary_unary_rpc_method_handler(self.guard(method, run))
+        return grpc.stream_unary_rpc_method_handler(self.guard(method, None if method in MANAGING else run))
 
     async def _forward(self, method: str, request: bytes, context: Any) -> bytes:
         left = context.time_remaining()
@@ -192,8 +190,6 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
         ]
         seconds = self._timeout if left is None else min(left, self._timeout)
         try:
-            if method in EVERYWHERE:
-                return await self._everywhere(method, request, seconds, metadata)
             (answer, trailing), _ = await self._fleet.ask(
                 lambda backend, seconds: backend.call(method, request, seconds, metadata), seconds
             )
@@ -204,27 +200,13 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
         context.set_trailing_metadata(tuple(trailing or ()))
         return answer
 
-    async def _everywhere(self, method: str, request: bytes, seconds: float, metadata: Any) -> bytes:
-        backends = self._fleet.up
-        if not backends:
-            raise RequestRefused("UNAVAILABLE", "no backend is ready", 1.0)
-        answers = await asyncio.gather(
-            *(backend.call(method, request, seconds, metadata) for backend in backends), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, (Refused, grpc.aio.AioRpcError)):
-                raise answer
-            if isinstance(answer, BaseException):
-                raise RequestRefused("UNAVAILABLE", "a backend was lost while all were told")
-        return answers[0][0]  # type: ignore[index]
 
-
-EVERYWHERE = {
+MANAGING = {
     "/tensorflow.serving.ModelService/HandleReloadConfigRequest",
     "/inference.GRPCInferenceService/RepositoryModelLoad",
     "/inference.GRPCInferenceService/RepositoryModelUnload",
 }
-"""What changes a server, and so all of them."""
+"""What changes a server: a router changes all of them, over HTTP on its management port."""
 
 
 async def _abort(context: Any, error: grpc.aio.AioRpcError) -> bytes:

@@ -1,0 +1,246 @@
+"""Fuzz targets of the serving package: a function per decoder that takes any bytes and raises only on a defect.
+
+A decoder may refuse (`BadRequest`, `RequestRefused`); what it accepts must fit the signature. Everything else that is
+raised, and memory that stays counted, is a defect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from manyhands.core import RequestRefused, Signature, TensorSpec
+from manyhands.serving.app import Access
+from manyhands.serving.http import BadRequest, Connection, Listener, Request
+from manyhands.serving.limits import Limits
+from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
+from manyhands.serving.protocols.messages import require_light
+from manyhands.serving.protocols.open_inference_rest import HEADER, Subject, header_size, read_request
+from manyhands.serving.protocols.rows import fast_rows
+from manyhands.serving.protocols.tensorflow_messages import MESSAGES
+from manyhands.serving.protocols.tensorflow_rest import parse_predict, read_text
+from manyhands.serving.security import Sites, Token
+
+SIGNATURE = Signature(
+    {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}, {"y": TensorSpec("float32", (None,))}
+)
+SUBJECT = Subject("m", SIGNATURE)
+ONE = Signature({"x": TensorSpec("float32", (None, 3))}, SIGNATURE.outputs)
+LIMITS = Limits(head=1024, headers=20, body=4096, json=4096, values=1024, bodies=8192, connections=4)
+REFUSED = (BadRequest, RequestRefused)
+
+
+class Transport:
+    """A client's side without a network: keeps what is written, and whether the connection is over."""
+
+    def __init__(self) -> None:
+        self.written, self.is_over = bytearray(), False
+
+    def get_extra_info(self, name: str) -> Any:
+        """Return the client's address."""
+        return ("127.0.0.1", 1)
+
+    def write(self, data: bytes) -> None:
+        """Keep an answer."""
+        self.written += data
+
+    def is_closing(self) -> bool:
+        """Return whether it is over."""
+        return self.is_over
+
+    def can_write_eof(self) -> bool:
+        """Return whether one direction can be closed."""
+        return True
+
+    def close(self) -> None:
+        """End it."""
+        self.is_over = True
+
+    abort = close
+
+    def _nothing(self) -> None:
+        """Do nothing."""
+
+    write_eof = pause_reading = resume_reading = _nothing
+
+
+def http(data: bytes) -> None:
+    """Feed a connection with bytes in two ways of cutting them: nothing fails, and nothing stays behind."""
+    answers = {bytes(_LOOP.run_until_complete(_talk(data, size))) for size in (5, 16384)}
+    for answer in answers:
+        for status in answer.split(b"HTTP/1.1 ")[1:]:
+            if status.startswith(b"500"):
+                raise AssertionError(f"answered with 500: {status[:200]!r}")
+
+
+def json_v1(data: bytes) -> None:
+    """Read a text as a request of TensorFlow Serving's REST API, in every way there is."""
+    for verb in ("predict", "classify", "regress"):
+        with contextlib.suppress(*REFUSED):
+            arrays, _ = read_text(data, LIMITS.json, LIMITS.values, SIGNATURE, verb)
+            require_fitting(arrays)
+    rows = fast_rows(data, ONE)
+    if rows is not None:
+        slow, _ = parse_predict(json.loads(data), ONE)
+        np.testing.assert_array_equal(rows, slow["x"])
+
+
+def json_v2(data: bytes) -> None:
+    """Read a text as a request of the Open Inference Protocol."""
+    _read_v2(data, b"")
+
+
+def binary(data: bytes) -> None:
+    """Read bytes as a text and the tensors behind it; the first two bytes say where the text ends."""
+    length, rest = data[:2], data[2:]
+    size = int.from_bytes(length, "big") % (len(rest) + 1)
+    _read_v2(rest[:size], rest[size:])
+    with contextlib.suppress(*REFUSED):
+        if not 0 <= header_size(data[:12], len(rest)) <= len(rest):
+            raise AssertionError("a text that ends behind its body")
+
+
+def grpc_open_inference(data: bytes) -> None:
+    """Read bytes as each message of the Open Inference Protocol; a request's tensors must fit."""
+    _parse_all(data, open_inference_grpc.MESSAGES)
+    request = _parsed(data, open_inference_grpc.MESSAGES["ModelInferRequest"])
+    if request is not None:
+        with contextlib.suppress(*REFUSED):
+            require_fitting(open_inference_grpc.read_inputs(request, SUBJECT))
+
+
+def grpc_tensorflow(data: bytes) -> None:
+    """Read bytes as each message of TensorFlow Serving; a request's tensors must fit."""
+    _parse_all(data, MESSAGES)
+    request = _parsed(data, MESSAGES["PredictRequest"])
+    if request is not None:
+        with contextlib.suppress(*REFUSED):
+            require_fitting(tensorflow_grpc.read_inputs(request, SUBJECT, LIMITS.body))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "http": http,
+    "json_v1": json_v1,
+    "json_v2": json_v2,
+    "binary": binary,
+    "grpc_open_inference": grpc_open_inference,
+    "grpc_tensorflow": grpc_tensorflow,
+}
+
+_GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+_TEXT = b'{"instances": [{"x": [1, 2, 3], "n": 4}]}'
+_INPUTS = [
+    {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]},
+    {"name": "n", "shape": [1], "datatype": "INT64", "data": [4]},
+]
+_SIZED = json.dumps(
+    {
+        "inputs": [
+            {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"binary_data_size": 12}},
+            {"name": "n", "shape": [1], "datatype": "INT64", "parameters": {"binary_data_size": 8}},
+        ]
+    }
+).encode()
+SEEDS: dict[str, tuple[bytes, ...]] = {
+    "http": (
+        _GET,
+        _GET * 3,
+        b"POST /v1/models/m:predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: evil\r\nOrigin: null\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ),
+    "json_v1": (_TEXT, b'{"instances": [[1, 2.5, -3e4]]}', b'{"examples": [{"x": [1, 2, 3], "n": [NaN]}]}'),
+    "json_v2": (json.dumps({"inputs": _INPUTS}).encode(), json.dumps({"id": "a", "inputs": _INPUTS}).encode()),
+    "binary": (len(_SIZED).to_bytes(2, "big") + _SIZED + bytes(20), bytes(22)),
+    "grpc_open_inference": (
+        open_inference_grpc.MESSAGES["ModelInferRequest"](
+            model_name="m",
+            inputs=[
+                {"name": "x", "datatype": "FP32", "shape": [1, 3], "contents": {"fp32_contents": [1, 2, 3]}},
+                {"name": "n", "datatype": "INT64", "shape": [1], "contents": {"int64_contents": [4]}},
+            ],
+            parameters={"timeout": {"int64_param": 5}},
+        ).SerializeToString(),
+    ),
+    "grpc_tensorflow": (
+        MESSAGES["PredictRequest"](
+            model_spec={"name": "m", "version": {"value": 1}},
+            inputs={
+                "x": {"dtype": 1, "tensor_shape": {"dim": [{"size": 1}, {"size": 3}]}, "tensor_content": bytes(12)},
+                "n": {"dtype": 9, "tensor_shape": {"dim": [{"size": 1}]}, "int64_val": [4]},
+            },
+        ).SerializeToString(),
+    ),
+}
+"""Good inputs to begin with, by target."""
+
+
+def require_fitting(arrays: Any) -> None:
+    """Raise where arrays are not what the signature says."""
+    if set(arrays) != {"x", "n"} or arrays["x"].dtype != np.float32 or arrays["n"].dtype != np.int64:
+        raise AssertionError("other inputs than the signature has")
+    if arrays["x"].shape[1:] != (3,) or arrays["n"].shape != arrays["x"].shape[:1]:
+        raise AssertionError(f"shapes that do not fit: {arrays['x'].shape}, {arrays['n'].shape}")
+
+
+def _read_v2(text: bytes, raw: bytes) -> None:
+    with contextlib.suppress(*REFUSED):
+        arrays, _, _ = read_request(text, raw, SUBJECT, LIMITS.json, LIMITS.values, LIMITS.body)
+        require_fitting(arrays)
+
+
+def _parsed(data: bytes, kind: Any) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        require_light(data, kind)
+        return kind.FromString(data)
+    except (DecodeError, RequestRefused):
+        return None
+
+
+def _parse_all(data: bytes, messages: dict[str, Any]) -> None:
+    for kind in messages.values():
+        message = _parsed(data, kind)
+        if message is not None:
+            message.SerializeToString()
+
+
+def _answer(request: Request) -> None:
+    """Read the body as a protocol does, and answer with its length."""
+    request.headers.get(HEADER)
+    try:
+        request.answer(200, b"%d" % len(request.content(LIMITS.body)))
+    except BadRequest as error:
+        request.answer(error.status, error.reason.encode())
+    except RequestRefused as refusal:
+        request.answer(503, refusal.reason.encode())
+
+
+async def _talk(data: bytes, size: int) -> bytes:
+    listener = Listener(_answer, LIMITS, None, Access(Token(None), Sites("127.0.0.1")))
+    connection, transport = Connection(listener), Transport()
+    connection.connection_made(transport)
+    position = 0
+    while position < len(data) and not transport.is_over:
+        view = connection.get_buffer(-1)
+        num = min(size, len(view), len(data) - position)
+        view[:num] = data[position : position + num]
+        connection.buffer_updated(num)
+        position += num
+        await asyncio.sleep(0)
+    for _ in range(len(data) // 16 + 2):
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+    if listener.bodies.num_bytes or listener.connections:
+        raise AssertionError(f"{listener.bodies.num_bytes} bytes stay counted after the connection")
+    return bytes(transport.written)
+
+
+_LOOP = asyncio.new_event_loop()

@@ -1,0 +1,63 @@
+"""Who may use a listener: web pages of other origins and pages that took this machine's address may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.serving.app import Access
+from manyhands.serving.security import Sites, Token
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("127.0.0.1", {}, None),
+        ("127.0.0.1", {"host": "localhost:8502"}, None),
+        ("127.0.0.1", {"host": "127.0.0.1:1"}, None),
+        ("127.0.0.1", {"host": "[::1]:8502"}, None),
+        ("127.0.0.1", {"host": "LOCALHOST"}, None),
+        ("127.0.0.1", {"host": "evil.example"}, 421),
+        ("127.0.0.1", {"host": "localhost.evil.example:8502"}, 421),
+        ("127.0.0.1", {"host": "127.0.0.1.evil.example"}, 421),
+        ("127.0.0.1", {"host": ""}, 421),
+        ("0.0.0.0", {"host": "10.0.0.5:8502"}, None),
+        ("0.0.0.0", {"host": "evil.example"}, 421),
+        ("a.example", {"host": "a.example:8502"}, None),
+        ("127.0.0.1", {"host": "models.example"}, None),
+        ("127.0.0.1", {"host": "localhost:1", "origin": "http://localhost:1"}, None),
+        ("127.0.0.1", {"host": "localhost:1", "origin": "http://localhost:2"}, 403),
+        ("127.0.0.1", {"host": "localhost:1", "origin": "https://app.example"}, None),
+        ("127.0.0.1", {"host": "localhost:1", "origin": "https://evil.example"}, 403),
+        ("127.0.0.1", {"host": "localhost:1", "origin": "null"}, 403),
+        ("127.0.0.1", {"host": "evil.example", "origin": "http://evil.example"}, 421),
+        ("127.0.0.1", {"host": "localhost:1", "sec-fetch-site": "none"}, None),
+        ("127.0.0.1", {"host": "localhost:1", "sec-fetch-site": "same-origin"}, None),
+        ("127.0.0.1", {"host": "localhost:1", "sec-fetch-site": "same-site"}, 403),
+        ("127.0.0.1", {"host": "localhost:1", "sec-fetch-site": "cross-site"}, 403),
+    ],
+)
+def test_which_pages_may_come(host: str, headers: dict[str, str], status: int | None) -> None:
+    sites = Sites(host, ("models.example", "https://app.example/"))
+    refusal = sites.refusal({name.encode(): value.encode() for name, value in headers.items()})
+    assert (refusal and refusal[0]) == status
+    assert refusal is None or "--allow" in refusal[1] or "Sec-Fetch-Site" in refusal[1]
+
+
+def test_a_listener_with_a_token_goes_by_any_name_but_not_for_any_page() -> None:
+    sites = Sites("0.0.0.0", checks_host=False)
+    assert sites.refusal({b"host": b"models.example"}) is None
+    refusal = sites.refusal({b"host": b"models.example", b"origin": b"https://evil.example"})
+    assert refusal is not None
+
+
+def test_health_is_for_everybody_and_closed_is_closed() -> None:
+    access = Access(Token("a"), Sites("127.0.0.1"), "closed for now")
+    assert access("/v2/health/live", {b"host": b"evil.example"}) is None
+    assert access("/manage/models", {b"authorization": b"Bearer a"}) == (403, "closed for now")
+    access = Access(Token("a", "management token"), Sites("127.0.0.1"))
+    assert access("/manage/models", {b"authorization": b"Bearer a"}) is None
+    for said in (b"", b"Bearer", b"Bearer b", b"bearer a", b"Bearer a "):
+        refusal = access("/manage/models", {b"authorization": said})
+        assert refusal is not None
+        assert refusal[0] == 401
+        assert "management token" in refusal[1]
