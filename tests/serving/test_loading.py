@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor
 
 from manyhands.cluster import Device, LocalEngine, resolve
-from manyhands.core import Predictor, RequestRefused, RunError
+from manyhands.core import Predictor, RequestRefused
 from manyhands.serving import BatchSettings, Probation, computing
 from manyhands.serving.catalogue import Catalogue, CatalogueSettings
 from manyhands.serving.computing import Given, Starved, quietly
@@ -25,6 +25,7 @@ from manyhands.serving.folder import Policy
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica
 from manyhands.serving.version import Place, Version
+from manyhands.store import OutputMismatch
 
 from .conftest import publish
 from .test_versions import Moody
@@ -35,6 +36,10 @@ class Shy:
     """Says that there was no core for it as long as it has to step back."""
 
     compiles: bool = False
+    patience: float = 60.0
+
+    def sandbox(self, device: Device, group: str) -> None:
+        """Nothing confines it."""
 
     def open(self, device: str) -> Predictor:
         if os.sched_getscheduler(0) == os.SCHED_IDLE:
@@ -90,7 +95,7 @@ def test_why_a_replica_could_not_warm_up_is_told(engine: LocalEngine) -> None:
         finally:
             meeting.close()
 
-    with pytest.raises(RunError, match=r"output 'y' must be float32\[\*, 1\] with 1 rows, but is int64\[1, 1\]"):
+    with pytest.raises(OutputMismatch, match=r"output 'y' must be float32\[\*, 1\] with 1 rows, but got int64\[1, 1\]"):
         asyncio.run(start(resolve("cpu")[0][0]))
 
 
@@ -100,6 +105,10 @@ class Uneven:
 
     folder: Path
     compiles: bool = False
+    patience: float = 60.0
+
+    def sandbox(self, device: Device, group: str) -> None:
+        """Nothing confines it."""
 
     def open(self, device: str) -> Predictor:
         with contextlib.suppress(FileExistsError):

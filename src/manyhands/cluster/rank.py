@@ -69,10 +69,13 @@ class Assignment:
     environ: dict[str, str]
     argv: Sequence[str]
     torch: TorchSettings
+    confines: bool = False
+    """Whether the function confines its process itself: it is given no environment, and settles on its own device."""
 
     @classmethod
     def here(cls, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, recovers: bool) -> Assignment:
         """Of this program, as it stands now."""
+        confines = bool(getattr(fn, "confines", False))
         return cls(
             fn=fn,
             devices=list(devices),
@@ -81,9 +84,10 @@ class Assignment:
             host=this_host(),
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
             cwd=_folder(),
-            environ=dict(os.environ),
-            argv=list(sys.argv),
+            environ={} if confines else dict(os.environ),
+            argv=[] if confines else list(sys.argv),
             torch=TorchSettings.now(),
+            confines=confines,
         )
 
 
@@ -125,12 +129,15 @@ def _settle_signals() -> None:
 
 def _settle(assignment: Assignment, slot: int) -> None:
     """Takes over the program's folder, environment and its share of the cores."""
-    os.environ.clear()
-    os.environ.update(assignment.environ)
-    sys.argv[:] = assignment.argv
     assignment.torch.apply()
     with contextlib.suppress(OSError):
         os.chdir(assignment.cwd)
+    if assignment.confines:
+        # Threads and contexts that were made now would be outside of what confines the process later.
+        return
+    os.environ.clear()
+    os.environ.update(assignment.environ)
+    sys.argv[:] = assignment.argv
     torch.set_num_threads(len(core_share(assignment.cores, slot, len(assignment.devices))))
     device = assignment.devices[slot]
     if device.kind == "cuda":

@@ -1,4 +1,8 @@
-"""What a replica's process does: load a network aside, warm it up, then compute batches until its server lets go."""
+"""What a replica's process does: load a network aside, warm it up, then compute batches until its server lets go.
+
+The process of an exported model enters its sandbox before it reads the first byte of the archive. A predictor that was
+given by the user's own program is that program's code, and is not confined.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +24,11 @@ import torch
 from torch import Tensor
 
 from ..cluster import Device, World
-from ..core import ArchiveError, Predictor, RunError, Signature, TensorSpec
-from ..store import load
+from ..core import ArchiveError, Predictor, RunError, Signature
+from ..store import Archive, OutputMismatch, load, require_outputs
 from .kinds import BY_TORCH, Array
 from .precision import in_precision
+from .sandbox import Protection, Sandbox, default_memory, kept_environment
 from .slots import Dims, Layout, Slots
 from .ways import Run, fastest
 
@@ -34,6 +40,11 @@ REPLY = struct.Struct("<III")
 _FREE_SIZE = 8
 """What free dims are warmed up with."""
 _PATIENCE = 600.0
+LOADING_SECONDS = 120.0
+"""For a replica to load and warm up, beside what reading its weights takes."""
+READING_SPEED = 20e6
+"""Bytes a second that a disk gives at least."""
+COMPILING_SECONDS = 900.0
 STARVED_SECONDS = 2.0
 """How long a version that loads waits for a core, all in all, before it is loaded like any other work."""
 
@@ -49,8 +60,15 @@ class Source(Protocol):
     def compiles(self) -> bool:
         """Whether it may be compiled."""
 
+    @property
+    def patience(self) -> float:
+        """Seconds in which it must be loaded and warm."""
+
     def open(self, device: str) -> Predictor:
         """Makes it, in the process that will compute with it."""
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        """What confines its process; None where it runs the user's own code."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +78,53 @@ class Exported:
     path: Path
     precision: str = "fp32"
     compiles: bool = False
+    memory: int = 0
+    """Bytes that a replica may use; 0 for a share of what is free."""
+
+    @property
+    def patience(self) -> float:
+        size = sum(file.stat().st_size for file in self.path.iterdir() if not file.is_symlink())
+        return LOADING_SECONDS + size / READING_SPEED + (COMPILING_SECONDS if self.compiles else 0)
 
     def open(self, device: str) -> Predictor:
         return in_precision(load(self.path, device), self.precision)
 
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        return _sandbox((str(self.path.absolute()),), self.memory, device, group, compiles=self.compiles)
+
 
 @dataclass(frozen=True)
 class Given:
-    """A predictor of a person's own program, with whatever Python it needs."""
+    """A predictor of the user's own program, with whatever Python it needs.
+
+    It is that program's code, so its process is not confined; an archive that was loaded there is.
+    """
 
     predictor: Predictor
     precision: str = "fp32"
     compiles: bool = False
 
+    @property
+    def patience(self) -> float:
+        return _PATIENCE + (COMPILING_SECONDS if self.compiles else 0)
+
     def open(self, device: str) -> Predictor:
         return in_precision(self.predictor, self.precision)
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        is_data = type(self.predictor) is Archive
+        return _sandbox((), 0, device, group, compiles=self.compiles) if is_data else None
+
+
+def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *, compiles: bool) -> Sandbox:
+    return Sandbox(
+        reads=reads,
+        memory=memory or default_memory(),
+        group=group,
+        cuda_index=device.index if device.kind == "cuda" else None,
+        compiles=compiles,
+        environ=kept_environment(os.environ),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,26 +141,61 @@ class Computing:
     """Batches to warm up with, the largest last."""
     quietly: bool = True
     """Whether it loads only when nobody else wants a core."""
+    sandbox: Sandbox | None = None
+
+    @property
+    def confines(self) -> bool:
+        """Whether the process is confined, and must not be given what it could not give up."""
+        return self.sandbox is not None
 
     def __call__(self, world: World) -> None:
-        own_cores(self.device)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
-            # Each thread has a number of its own.
-            torch.set_num_threads(compute.num_threads)
-            # Nothing of what is there by now is garbage; looking for it would hold batches up.
-            gc.collect()
-            gc.freeze()
-            server.send(b"ready")
-            while message := server.recv(MAX_MESSAGE):
-                server.send(compute(message))
+            server.connect(self.meeting)
+            server.send(json.dumps({"key": self.key}).encode())
+            if self.sandbox is None:
+                self._serve(server, Protection())
+            else:
+                self._serve_confined(server, self.sandbox)
+
+    def _serve_confined(self, server: socket.socket, sandbox: Sandbox) -> None:
+        """Serve until the server lets go, and end the process.
+
+        What a rank reports on its line is unpickled by the program that started it, so the line is closed with all
+        other descriptors, and a failure is reported as text.
+        """
+        code = 1
+        try:
+            self._serve(server, sandbox.enter([server.fileno()]))
+            code = 0
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                server.send(json.dumps({"failed": type(error).__name__, "text": str(error)[:2000]}).encode())
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
+
+    def _serve(self, server: socket.socket, protection: Protection) -> None:
+        server.send(json.dumps({"layers": protection.layers, "missing": protection.missing}).encode())
+        if self.confines:
+            settle(self.device)
+        own_cores(self.device)
+        compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
+        # Each thread has a number of its own.
+        torch.set_num_threads(compute.num_threads)
+        # Nothing of what is there by now is garbage; looking for it would hold batches up.
+        gc.collect()
+        gc.freeze()
+        server.send(b'{"ready": true}')
+        while message := server.recv(MAX_MESSAGE):
+            server.send(compute(message))
         # Ending takes time too.
         step_back()
 
     def _prepare(self, server: socket.socket) -> Compute:
         predictor = self.source.open(str(self.device.torch))
         require_rows(predictor.signature)
-        server.connect(self.meeting)
         slots = self._introduce(server, predictor.signature)
         run = fastest(predictor, self.device.torch, self.sizes[-1], compiles=self.source.compiles)
         compute = Compute(run, predictor.signature, slots, self.device.torch)
@@ -119,8 +204,7 @@ class Computing:
         return compute
 
     def _introduce(self, server: socket.socket, signature: Signature) -> Slots:
-        hello = {"key": self.key, "pid": os.getpid(), "signature": signature.to_dict()}
-        server.send(json.dumps(hello).encode())
+        server.send(json.dumps({"signature": signature.to_dict()}).encode())
         server.settimeout(_PATIENCE)
         _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
         server.settimeout(None)
@@ -147,6 +231,8 @@ class Compute:
         for size in sizes:
             try:
                 self._run(0, size, shapes)
+            except OutputMismatch:
+                raise
             except Exception:
                 # A network of free shapes may not like the ones that were made up.
                 if not free:
@@ -180,14 +266,18 @@ class Compute:
         signature = self._signature
         views = self._slots.inputs(slot, size, shapes)
         answers = self._compute({name: as_tensor(view, signature.inputs[name].dtype) for name, view in views.items()})
+        require_outputs(signature, answers, size)
         found = [tuple(answers[name].shape[1:]) for name in signature.outputs]
         for name, view in self._slots.outputs(slot, size, found).items():
-            answer, spec = answers[name], signature.outputs[name]
-            if len(answer) != size or str(answer.dtype) != f"torch.{spec.dtype}":
-                got = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
-                raise ValueError(f"output {name!r} must be {spec} with {size} rows, but is {got}")
-            as_tensor(view, spec.dtype).copy_(answer)
+            as_tensor(view, signature.outputs[name].dtype).copy_(answers[name])
         return found
+
+
+def settle(device: Device) -> None:
+    """Take the cores and the device that a rank otherwise gets before its function is called."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if device.kind == "cuda" and device.share < 1.0:
+        torch.cuda.set_per_process_memory_fraction(device.share, device.index)
 
 
 def as_tensor(view: Array, dtype: str) -> Tensor:

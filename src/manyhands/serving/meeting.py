@@ -13,17 +13,16 @@ import struct
 import tempfile
 from pathlib import Path
 
-from ..core import Signature
 from .computing import MAX_MESSAGE
 
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Arrival:
-    """A replica that has loaded its network and came to the meeting point."""
+    """A replica's process that came to the meeting point; it has loaded nothing yet."""
 
-    def __init__(self, sock: socket.socket, pid: int, signature: Signature) -> None:
-        self.socket, self.pid, self.signature = sock, pid, signature
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.socket, self.pid = sock, pid
 
 
 class Meeting:
@@ -73,13 +72,14 @@ class Meeting:
     def _hear(self, guest: socket.socket) -> None:
         """The first words must name a key that is expected; else the guest is sent away."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            _, uid, _ = _CREDENTIALS.unpack(guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            told = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(told)
             hello = json.loads(guest.recv(MAX_MESSAGE))
             future = self._expected.pop(hello["key"]) if uid == os.geteuid() else None
             if future is not None and not future.cancelled():
                 self._loop.remove_reader(guest.fileno())
                 self._guests.discard(guest)
-                future.set_result(Arrival(guest, int(hello["pid"]), Signature.from_dict(hello["signature"])))
+                future.set_result(Arrival(guest, pid))
                 return
         self._dismiss(guest)
 

@@ -5,6 +5,7 @@ The memory is anonymous and handed over on a socket, so it has no name to leak o
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
@@ -66,8 +67,10 @@ class Slots:
     @classmethod
     def create(cls, layout: Layout) -> tuple[Slots, int]:
         """New slots, and the descriptor that a replica opens them with; the caller closes it."""
-        fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC)
+        fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(fd, NUM_SLOTS * layout.slot_bytes)
+        # A replica that truncated it would end the server by SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(layout, fd), fd
 
     @property
@@ -80,7 +83,10 @@ class Slots:
         return self._views(self.layout.signature.inputs, slot * self.layout.slot_bytes, size, shapes)
 
     def outputs(self, slot: int, size: int, shapes: Shapes) -> dict[str, Array]:
-        """Views of its outputs."""
+        """Views of its outputs; raises ValueError where their shapes are not those of the signature."""
+        for (name, spec), shape in zip(self.layout.signature.outputs.items(), shapes, strict=True):
+            if any(have < 0 or want not in (None, have) for want, have in zip(spec.shape[1:], shape, strict=True)):
+                raise ValueError(f"output {name!r} must be {spec}, but its rows are {shape}")
         start = slot * self.layout.slot_bytes + self.layout.input_bytes
         limit = self.layout.slot_bytes - self.layout.input_bytes
         if _end(self.layout.signature.outputs, size, shapes) > limit:

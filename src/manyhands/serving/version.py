@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import Device, Engine
-from ..core import ManyhandsError, RequestRefused, Signature
+from ..core import ManyhandsError, RequestRefused, RunError, Signature
 from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
 from .computing import Source
 from .meeting import Meeting
@@ -21,6 +22,8 @@ from .slots import Layout
 START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"
 """States, as TensorFlow Serving names them."""
 SLOWEST_RETRY = 30.0
+CALM_SECONDS = 60.0
+"""After which a replica that is lost is not taken for one of a series."""
 _SWEEP = 0.05
 
 
@@ -47,6 +50,9 @@ class Version:
         """Hears of every request, with its rows and its deadline."""
         self._source, self._place, self._settings = source, place, settings
         self._batcher: Batcher | None = None
+        self._signature: Signature | None = None
+        self._losses: dict[Device, tuple[float, float]] = {}
+        """When a device last lost its replica, and how long the next one waits."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,6 +74,7 @@ class Version:
     @property
     def signature(self) -> Signature:
         """What it takes and gives, once it is loaded."""
+        assert self._signature is not None
         return self._signature
 
     @property
@@ -100,12 +107,11 @@ class Version:
                 raise failure
         if self.is_over:
             raise RequestRefused("ABORTED", "it was unloaded while it was loading")
-        self._signature = self.replicas[0].signature
-        self._batcher = Batcher(self._settings, list(self._signature.inputs), asyncio.get_running_loop().call_soon)
+        self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.figures.count_batch
-        self._batcher.rows_fitting = Layout(self._signature, self._settings.max_rows).rows_fitting
+        self._batcher.rows_fitting = Layout(self.signature, self._settings.max_rows).rows_fitting
         for replica in list(self.replicas):
-            replica.join(self._batcher, self._lose)
+            replica.join(self._batcher, self._lose, self._fail)
         self._spawn(self._sweep())
 
     def submit(self, inputs: Arrays, rows: int, *, deadline: float, priority: int, done: Done) -> Ticket:
@@ -149,8 +155,21 @@ class Version:
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
         replica = await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
+        self._signature = self._signature or replica.signature
+        if replica.signature != self._signature:
+            replica.close()
+            raise RunError("a replica told another signature than the first one of its version")
         self.replicas.append(replica)
+        if replica.protection is not None and replica.memory is not None:
+            kind = "replica_unprotected" if replica.protection.missing else "replica_protected"
+            self.on_event(kind, device=str(device), pid=replica.pid, sandbox=str(replica.protection))
         return replica
+
+    def _fail(self, detail: str) -> str:
+        """The network raised: the detail is logged under a number, which is all that a client gets."""
+        number = secrets.token_hex(4)
+        self.on_event("model_failed", error=number, detail=detail)
+        return f"{self.model} version {self.number}, error {number} in the server's log"
 
     def _lose(self, replica: Replica) -> None:
         """A replica died: its requests are queued again by now; another one takes its place."""
@@ -163,6 +182,7 @@ class Version:
         reason = await lost.ended()
         self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=reason.partition("\n")[0])
         wait = 0.1
+        await asyncio.sleep(self._backoff(lost.device))
         while not self.is_over:
             try:
                 # Requests wait for this one.
@@ -172,9 +192,17 @@ class Version:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, SLOWEST_RETRY)
                 continue
-            replica.join(self.batcher, self._lose)
+            replica.join(self.batcher, self._lose, self._fail)
             self.on_event("replica_replaced", device=str(replica.device), pid=replica.pid)
             return
+
+    def _backoff(self, device: Device) -> float:
+        """Seconds before a replica is replaced: none at first, doubled for each that is lost soon after."""
+        last, wait = self._losses.get(device, (-CALM_SECONDS, 0.0))
+        now = time.monotonic()
+        wait = min(max(0.1, 2 * wait), SLOWEST_RETRY) if now - last < CALM_SECONDS else 0.0
+        self._losses[device] = now, wait
+        return wait
 
     async def _sweep(self) -> None:
         while True:
@@ -182,6 +210,8 @@ class Version:
             self.batcher.expire()
             for replica in self.replicas:
                 replica.end_if_stuck()
+                if replica.end_if_too_large():
+                    self.on_event("replica_too_large", device=str(replica.device), pid=replica.pid)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -1,6 +1,6 @@
 """Checkpoints and exported models: atomic, digested, versioned; training writes, serving reads."""
 
-from .archives import Archive, export, load, versions
+from .archives import Archive, OutputMismatch, export, load, require_outputs, versions
 from .checkpoints import Checkpoint, CheckpointStore, check_matches
 from .disk import Disk
 from .optimizers import load_optimizer_state, optimizer_state
@@ -15,6 +15,8 @@ __all__ = [
     "optimizer_state",
     "load_optimizer_state",
     "Archive",
+    "OutputMismatch",
+    "require_outputs",
     "export",
     "load",
     "versions",

@@ -40,6 +40,10 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, tor
 Predict = Callable[..., Any]
 
 
+class OutputMismatch(ArchiveError):
+    """A model answered otherwise than its signature declares."""
+
+
 class Archive(Predictor):
     """An exported model, ready to answer."""
 
@@ -59,7 +63,32 @@ class Archive(Predictor):
         """Answers checked inputs with named outputs, on the archive's device."""
         with torch.inference_mode():
             answers = self.module(*(inputs[name].to(self.device) for name in self.signature.inputs))
-        return dict(zip(self.signature.outputs, answers, strict=True))
+        named = dict(zip(self.signature.outputs, answers, strict=True))
+        # In mixed precision the caller converts the answers back.
+        require_outputs(self.signature, named, any_dtype=torch.is_autocast_enabled(self.device.type))
+        return named
+
+
+def require_outputs(
+    signature: Signature, answers: Mapping[str, Any], rows: int | None = None, *, any_dtype: bool = False
+) -> None:
+    """Raise OutputMismatch where answers are not as the signature declares: tensors of its names, dtypes and sizes.
+
+    Args:
+        signature: What was declared.
+        answers: What the model gave, by name.
+        rows: How many rows each answer must have; None for any number.
+        any_dtype: Whether dtypes may differ.
+    """
+    for name, spec in signature.outputs.items():
+        answer = answers.get(name)
+        if not isinstance(answer, Tensor):
+            raise OutputMismatch(f"output {name!r} must be {spec}", got=type(answer).__name__)
+        came = TensorSpec(str(answer.dtype).removeprefix("torch."), tuple(answer.shape))
+        wanted = TensorSpec(came.dtype, spec.shape) if any_dtype else spec
+        if not wanted.accepts(answer) or (rows is not None and answer.shape[:1] != (rows,)):
+            many = "" if rows is None else f" with {rows} rows"
+            raise OutputMismatch(f"output {name!r} must be {spec}{many}", got=str(came), remedy="export it again")
 
 
 def export(
@@ -96,7 +125,21 @@ def export(
 
 
 def load(path: Path, device: str = "cpu") -> Archive:
-    """Reads a version folder, or a model folder's newest version; refuses what could execute code."""
+    """Read a version folder, or a model folder's newest version.
+
+    The archive is data: nothing of it is unpickled, evaluated or imported, and its program may use only operators of a
+    closed list, so loading and calling a model does not execute code of its author. This is one layer: torch's
+    kernels are C++ code that computes with the author's arguments in this process, and a fault in one of them gives
+    the author what this process may read and do. Serve models that you do not trust with `manyhands serve`, whose
+    replicas are sandboxed processes.
+
+    Args:
+        path: The folder.
+        device: Where it computes.
+
+    Raises:
+        ArchiveError: The folder is damaged, or holds anything but plain files and a program of allowed operators.
+    """
     folder, place = _version_folder(Path(path)), torch.device(device)
     _require_plain_folder(folder)
     files = _checked(folder)

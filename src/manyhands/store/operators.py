@@ -1,6 +1,8 @@
-"""Which operators a stored program may name: those that compute, none that reach files or code.
+"""Which operators a stored program may name: those of a closed list, with arguments that leave the model as it is.
 
-The only file that reads torch's private parts: an operator's schema has no public form.
+This is the first of two layers: it keeps a program from naming a kernel that trusts its arguments. The second is the
+process of a replica, which is sandboxed. The only file that reads torch's private parts: an operator's schema has no
+public form.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core import ArchiveError
+from .operator_list import ALLOWED
 
 ARITHMETIC = (
     "add",
@@ -42,37 +45,26 @@ PYTHON: dict[str, Callable[..., Any]] = {
 }
 """Arithmetic on sizes and the choice of one of several outputs."""
 
-UNDERSCORED = re.compile(
-    r"__(and|or|xor|lshift|rshift)__"
-    r"|_(softmax|log_softmax|masked_softmax|to_copy|reshape_alias|unsafe_view"
-    r"|weight_norm|weight_norm_interface|convolution|convolution_mode|prelu_kernel|conj|neg_view|stack"
-    r"|scaled_dot_product_\w+|native_batch_norm_legit\w*|batch_norm_\w+|adaptive_avg_pool[23]d"
-    r"|cdist_forward|euclidean_dist|trilinear|embedding_bag|embedding_bag_forward_only"
-    r"|transformer_encoder_layer_fwd|native_multi_head_attention|pack_padded_sequence|pad_packed_sequence"
-    r"|fft_\w+|linalg_\w+|upsample_\w+|scaled_mm|grouped_mm|int_mm|weight_int[48]pack_mm\w*"
-    r"|assert_scalar|assert_async|assert_tensor_metadata|local_scalar_dense)"
-)
-"""Private operators that ordinary networks are traced to; the rest of them are refused."""
+PORTABLE = {
+    # A trace names a view after the strides of its own device; another's may lay results out otherwise.
+    "aten.view.default": "aten.reshape.default",
+    # Memory that nothing was written to is not for a program to read.
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+}
+"""What an export writes instead of an operator of the trace."""
 
-REFUSED = re.compile(
-    r"set_?|set_data|data|resize\w*|as_strided_|.*_out|requires_grad_|backward|grad|segment_reduce\w*|fbgemm\w*"
-    r"|empty\w*|new_empty\w*"
-)
-"""Operators that swap or enlarge a tensor's memory, read it unwritten or unchecked, or belong to autograd."""
-
-TEXTS = frozenset(
-    (
-        *("approximate", "rounding_mode", "reduce", "padding", "mode", "norm", "equation", "indexing", "side"),
-        *("interpolation", "pad_mode", "padding_side", "UPLO", "driver", "ord", "p", "assert_msg", "activation"),
+UNDECLARED_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "dropout", "feature_dropout"),
+        *("alpha_dropout", "feature_alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors"),
+        *("meshgrid", "type_as", "einsum", "chain_matmul", "conj_physical", "cartesian_prod", "diag", "diagflat"),
+        *("matrix_power", "linalg_matrix_power", "combinations", "rrelu", "pad", "unflatten", "native_channel_shuffle"),
     )
 )
-"""Arguments that may be texts; a file name is not among them."""
-
-PORTABLE = {"aten.view.default": "aten.reshape.default"}
-"""What a trace names after the strides of its own device; another's may lay results out otherwise."""
-
-FOREIGN_TYPES = re.compile(r"\b(Storage|Stream|Any|AnyEnumType|Dict|Future|RRef|Capsule|Quantizer|__torch__)\b|\bt\b")
-NAME = re.compile(r"(aten|prims)\.([A-Za-z_]\w{0,99})\.([A-Za-z_]\w{0,99})", re.ASCII)
+"""Operators whose result may share memory with an argument although their schema does not say so."""
 
 
 def name_of(target: object) -> str:
@@ -90,51 +82,151 @@ def named(name: str) -> Callable[..., Any]:
     """The operator of this name, or an error when programs may not use it."""
     if name in PYTHON:
         return PYTHON[name]
-    match = NAME.fullmatch(name)
-    if match is None:
-        raise _refused(name, "is not of aten, prims or arithmetic")
-    _require_plain_name(name, match[2])
-    found = getattr(getattr(getattr(torch.ops, match[1]), match[2], None), match[3], None)
-    if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
+    if name not in ALLOWED:
+        raise _refused(name, "is not in the list of allowed ones")
+    _, base, overload = name.split(".")
+    found = getattr(getattr(torch.ops.aten, base, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
         raise _refused(name, f"is not in torch {torch.__version__}")
-    _require_plain_schema(name, found)
     return found
 
 
-def arguments(function: Callable[..., Any]) -> list[tuple[str, bool]] | None:
-    """Names of an operator's arguments and whether each may be a text; None for arithmetic."""
+def checked(name: str) -> Callable[..., Any]:
+    """What is called for an operator: a validator of its arguments where its kernel needs one, or itself."""
+    return VALIDATED.get(name) or named(name)
+
+
+def median_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Median of dense memory: the kernel writes beyond that of an expanded tensor."""
+    values, indices = torch.ops.aten.median.dim(self.contiguous(), dim, keepdim)
+    return values, indices
+
+
+def nanmedian_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Median without NaNs of dense memory: the kernel writes beyond that of an expanded tensor."""
+    values, indices = torch.ops.aten.nanmedian.dim(self.contiguous(), dim, keepdim)
+    return values, indices
+
+
+def lstm(input: Tensor, hx: list[Tensor], params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
+    """LSTM of weights whose number and shapes are checked: the kernel takes them as they come."""
+    _require_recurrent(4, input, hx, params, *rest, **more)
+    return tuple(torch.ops.aten.lstm.input(input, hx, params, *rest, **more))
+
+
+def gru(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
+    """GRU of weights whose number and shapes are checked: the kernel takes them as they come."""
+    _require_recurrent(3, input, [hx], params, *rest, **more)
+    return tuple(torch.ops.aten.gru.input(input, hx, params, *rest, **more))
+
+
+def rnn_tanh(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
+    """RNN of weights whose number and shapes are checked: the kernel takes them as they come."""
+    _require_recurrent(1, input, [hx], params, *rest, **more)
+    return tuple(torch.ops.aten.rnn_tanh.input(input, hx, params, *rest, **more))
+
+
+def rnn_relu(input: Tensor, hx: Tensor, params: list[Tensor], *rest: Any, **more: Any) -> tuple[Tensor, ...]:
+    """RNN of weights whose number and shapes are checked: the kernel takes them as they come."""
+    _require_recurrent(1, input, [hx], params, *rest, **more)
+    return tuple(torch.ops.aten.rnn_relu.input(input, hx, params, *rest, **more))
+
+
+def _require_recurrent(
+    gates: int,
+    input: Tensor,
+    hx: list[Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> None:
+    """Raise ValueError unless states and weights are those of such a recurrent layer."""
+    sides = num_layers * (2 if bidirectional else 1)
+    if input.dim() != 3 or not 0 < sides <= 1024 or len(hx) != (2 if gates == 4 else 1):
+        raise ValueError("a recurrent layer takes batches of sequences and its states")
+    rows, given = input.shape[0 if batch_first else 1], hx[0].shape[-1]
+    hidden = hx[-1].shape[-1]
+    is_projected = gates == 4 and given != hidden
+    shapes = []
+    for side in range(sides):
+        layer = side // (2 if bidirectional else 1)
+        width = input.shape[-1] if layer == 0 else given * (2 if bidirectional else 1)
+        shapes += [(gates * hidden, width), (gates * hidden, given)]
+        shapes += [(gates * hidden,)] * 2 if has_biases else []
+        shapes += [(given, hidden)] if is_projected else []
+    wanted = [(sides, rows, given), (sides, rows, hidden)][: len(hx)] + shapes
+    have = [*hx, *params]
+    if [tuple(one.shape) for one in have] != wanted or len({one.dtype for one in (input, *have)}) != 1:
+        raise ValueError("the weights of a recurrent layer must have its sizes")
+
+
+VALIDATED: dict[str, Callable[..., Any]] = {
+    "aten.median.dim": median_dim,
+    "aten.nanmedian.dim": nanmedian_dim,
+    "aten.lstm.input": lstm,
+    "aten.gru.input": gru,
+    "aten.rnn_tanh.input": rnn_tanh,
+    "aten.rnn_relu.input": rnn_relu,
+}
+"""Operators that are called through a function that makes their arguments safe."""
+
+
+def arguments(function: Callable[..., Any]) -> list[tuple[str, str]] | None:
+    """Names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
-    return [(argument.name, "str" in str(argument.type)) for argument in function._schema.arguments]
+    # The plain type of a dtype is int, and torch looks a number up without a check.
+    return [(one.name, _kind(str(one.real_type))) for one in function._schema.arguments]
 
 
-def _require_plain_name(name: str, operator_name: str) -> None:
-    if operator_name.startswith("_") and not UNDERSCORED.fullmatch(operator_name):
-        raise _refused(name, "is private")
-    if REFUSED.fullmatch(operator_name):
-        raise _refused(name, "changes a tensor's memory")
+KINDS = {
+    "ScalarType": "dtype",
+    "Layout": "layout",
+    "MemoryFormat": "memory_format",
+    "Device": "device",
+    "Generator": "nothing",
+    "str": "text",
+    "bool": "flag",
+}
+"""What an argument of a type may be; of all other types it is a number, a tensor, or a list of these."""
 
 
-def _require_plain_schema(name: str, found: torch._ops.OpOverload[..., Any]) -> None:
-    schema = found._schema
-    # torch.ops also reaches TorchScript's own operators, some of which open files.
-    if not torch._C._dispatch_has_kernel(found._name) and found._name not in _dispatched():
-        raise _refused(name, "is not a tensor operator")
-    for argument in schema.arguments:
-        kind = str(argument.type)
-        if FOREIGN_TYPES.search(kind) or ("str" in kind and argument.name not in TEXTS):
-            raise _refused(name, f"takes {argument.name}: {kind}")
+def _kind(real_type: str) -> str:
+    return next((kind for name, kind in KINDS.items() if name in real_type), "value")
 
 
-@functools.cache
-def _dispatched() -> frozenset[str]:
-    listing = getattr(torch._C, "_dispatch_get_all_op_names", list)
-    return frozenset(listing())
+def written(function: Callable[..., Any]) -> set[str]:
+    """Names of the arguments that an operator changes in place."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return set()
+    return {one.name for one in function._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+
+
+def shared(function: Callable[..., Any]) -> set[str] | None:
+    """Names of the arguments that an operator's result may share memory with; None for all of them."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return None
+    if str(function).rpartition(".")[0] in UNDECLARED_VIEWS:
+        return None
+    return {one.name for one in function._schema.arguments if one.alias_info is not None}
+
+
+def require_stateless(name: str, given: Mapping[str, Any]) -> None:
+    """Refuses normalization that would update running statistics: its schema does not say that it does."""
+    flag = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(name)
+    if flag is None or given.get(flag) is False:
+        return
+    if given.get("running_mean") is not None or given.get("running_var") is not None or given.get(flag) is not True:
+        raise _refused(name, f"updates running statistics where {flag} is not false")
 
 
 def _refused(name: str, why: str) -> ArchiveError:
     return ArchiveError(
-        "a program is made of tensor operators",
+        "a program is made of tensor operators of a closed list",
         got=f"{name[:120]!r}, which {why}",
         remedy="export a model without it",
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import keyword
 import math
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,10 +28,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..core import ArchiveError
 from . import operators
+from .lowering import lower
+from .purity import Purity
 
 FORMAT = 1
 MAX_NODES = 500_000
 MAX_NESTING = 16
+MAX_TEXT = 200
 SINGLETONS = ("dtype", "layout", "memory_format")
 """torch's named constants that an argument may be."""
 
@@ -50,6 +54,7 @@ class Traced:
 def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> Traced:
     """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs and in `free`."""
     exported = _exported(network, examples, free)
+    lower(exported.graph_module)
     _require_pure(exported)
     return _Encoder(exported).traced()
 
@@ -80,7 +85,7 @@ def user_line(error: BaseException) -> str:
 def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> ExportedProgram:
     batch = Dim("batch")
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _without_fast_path():
             # Recurrent layers do so; whether the program answers as the model does is checked afterwards.
             warnings.filterwarnings("ignore", message=".*assigned during export")
             shapes = (tuple({0: batch, **dict.fromkeys(dims, Dim.DYNAMIC)} for dims in free),)
@@ -88,6 +93,17 @@ def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[C
     except Exception as error:
         # torch raises many kinds here, and errors of the network itself come through unchanged.
         raise _untraceable(error) from error
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Trace attention as the operators it consists of: the fused layer's kernel does not check its arguments."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -198,9 +214,11 @@ class _Encoder:
         region = REGIONS.get(str(node.target))
         if region is not None:
             return region(self, node.args, places, nested)
-        made: dict[str, Json] = {"op": operators.name_of(node.target), "args": self._value(node.args, places)}
-        if node.kwargs:
-            made["kwargs"] = {key: self._value(value, places) for key, value in node.kwargs.items()}
+        made: dict[str, Json] = {"op": _name_of(node), "args": self._value(node.args, places)}
+        # Memory that is written at once, instead of left as it was, has no layout of its own.
+        kwargs = {key: value for key, value in node.kwargs.items() if made["op"] not in ZEROS or key in ZEROS_TAKE}
+        if kwargs:
+            made["kwargs"] = {key: self._value(value, places) for key, value in kwargs.items()}
         return made
 
     def _value(self, value: Any, places: dict[fx.Node, int]) -> Json:
@@ -260,6 +278,9 @@ class _Encoder:
         return found
 
 
+ZEROS = ("aten.zeros.default", "aten.new_zeros.default")
+ZEROS_TAKE = ("dtype", "layout", "device", "pin_memory")
+
 REGIONS: dict[str, Callable[..., Json]] = {
     "wrap_with_set_grad_enabled": _Encoder._grad,
     "wrap_with_autocast": _Encoder._autocast,
@@ -273,6 +294,28 @@ def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     if not isinstance(found, fx.GraphModule):
         raise ArchiveError("attributes in a program are graphs", got=f"{node.target}: {type(found).__name__}")
     return found
+
+
+def _name_of(node: fx.Node) -> str:
+    """The stored name of a node's operator; an error says which line of the model led to it."""
+    try:
+        return operators.name_of(node.target)
+    except ArchiveError as error:
+        raise ArchiveError(
+            error.rule,
+            got=f"{error.got}, at {_origin(node)}",
+            remedy="write it with other operators, or leave it out of predict",
+        ) from None
+
+
+def _origin(node: fx.Node) -> str:
+    """The line and the module that a node was traced from."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    where = f"{modules[-1][0] or 'the model'} ({str(modules[-1][1]).rpartition('.')[2]})" if modules else "the model"
+    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in lines if not file.startswith((ours, torchs))]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]} in {where}" if own else where
 
 
 def _is_check(node: fx.Node) -> bool:
@@ -322,6 +365,8 @@ class _Builder:
             raise _malformed(f"fields {', '.join(map(str, program))[:200]}")
         self.graphs, self.weights, self.device = program["graphs"], weights, device
         self._used: set[int] = set()
+        self._purity = Purity()
+        self._returned: dict[int, Any] = {}
         self._num_nodes = sum(len(graph["nodes"]) for graph in self.graphs)
         if self._num_nodes > MAX_NODES:
             raise _malformed(f"{self._num_nodes} nodes")
@@ -329,7 +374,8 @@ class _Builder:
     def module(self) -> nn.Module:
         return self._module(0, 0)
 
-    def _module(self, number: Json, nesting: int) -> fx.GraphModule:
+    def _module(self, number: Json, nesting: int, operands: Sequence[Any] | None = None) -> fx.GraphModule:
+        """Makes a graph; of a region, `operands` are what it is called with."""
         if type(number) is not int or number in self._used or not 0 <= number < len(self.graphs):
             raise _malformed(f"graph {number!r} used twice or not there")
         if nesting > MAX_NESTING:
@@ -339,9 +385,12 @@ class _Builder:
         _require_fields(data, {"inputs", "nodes", "outputs"})
         root, graph = nn.Module(), fx.Graph()
         values = self._placed(root, graph, data["inputs"], nested=nesting > 0)
+        # Inputs and weights belong to others, and so does what a region is given of them.
+        self._purity.hold(values if operands is None else self._purity.matching(values, operands))
         for node in data["nodes"]:
             values.append(self._call(root, graph, node, values, nesting))
-        graph.output(self._value(data["outputs"], values))
+        self._returned[number] = self._value(data["outputs"], values)
+        graph.output(self._returned[number])
         return fx.GraphModule(root, graph, class_name="Program")
 
     def _placed(self, root: nn.Module, graph: fx.Graph, inputs: Json, nested: bool) -> list[fx.Node]:
@@ -373,30 +422,40 @@ class _Builder:
         function = operators.named(name)
         args, kwargs = node["args"], node.get("kwargs", {})
         _require_arguments(name, operators.arguments(function), args, kwargs)
-        return graph.call_function(
-            function,
+        made = graph.call_function(
+            operators.checked(name),
             tuple(self._value(arg, values) for arg in args),
             {key: self._value(arg, values) for key, arg in kwargs.items()},
         )
+        self._purity.require(name, function, made)
+        return made
 
     def _region(self, root: nn.Module, graph: fx.Graph, node: Json, values: list[fx.Node], nesting: int) -> fx.Node:
         body: nn.Module
+        operands = tuple(self._value(arg, values) for arg in node["args"])
         if node["op"] == "region.call":
             _require_fields(node, {"op", "graph", "args"})
-            body = _Call(self._module(node["graph"], nesting + 1))
+            numbers = [node["graph"]]
+            body = _Call(self._module(node["graph"], nesting + 1, operands))
         elif node["op"] == "region.autocast":
             _require_fields(node, {"op", "graph", "args", "dtype", "enabled"})
-            dtype, inner = self._value(node["dtype"], values), self._module(node["graph"], nesting + 1)
+            numbers = [node["graph"]]
+            dtype, inner = self._value(node["dtype"], values), self._module(node["graph"], nesting + 1, operands)
             body = _Autocast(inner, self.device.type, dtype, node["enabled"] is True)
         elif node["op"] == "region.branch":
             _require_fields(node, {"op", "graphs", "args"})
-            yes, no = (self._module(number, nesting + 1) for number in node["graphs"])
+            numbers = node["graphs"]
+            yes, no = (self._module(number, nesting + 1, operands[1:]) for number in numbers)
             body = _Branch(yes, no)
         else:
             raise _malformed(f"region {node['op'][:80]!r}")
         name = f"r{len(root._modules)}"
         root.add_module(name, body)
-        return graph.call_module(name, tuple(self._value(arg, values) for arg in node["args"]))
+        made = graph.call_module(name, operands)
+        # A region may return what it was given.
+        if any(self._purity.is_held(self._returned[number]) for number in numbers):
+            self._purity.hold([made])
+        return made
 
     def _value(self, value: Json, values: list[fx.Node]) -> Any:
         if isinstance(value, list):
@@ -427,8 +486,8 @@ def _singleton(kind: str, name: Json) -> Any:
     return found
 
 
-def _require_arguments(name: str, schema: list[tuple[str, bool]] | None, args: Json, kwargs: Json) -> None:
-    """Arguments must be the operator's own, and texts only where it takes one."""
+def _require_arguments(name: str, schema: list[tuple[str, str]] | None, args: Json, kwargs: Json) -> None:
+    """Arguments must be the operator's own, each of its kind."""
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise _malformed(f"arguments of {name}")
     if schema is None:
@@ -436,14 +495,33 @@ def _require_arguments(name: str, schema: list[tuple[str, bool]] | None, args: J
         return
     if len(args) > len(schema):
         raise _malformed(f"{len(args)} arguments of {name}")
-    texts = dict(schema)
+    kinds = dict(schema)
     pairs = [*zip((key for key, _ in schema), args, strict=False), *kwargs.items()]
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise _malformed(f"an argument of {name} twice")
     for key, value in pairs:
         # A keyword is printed into source by torch.fx, so it must be one that the operator has.
-        if key not in texts or keyword.iskeyword(key):
+        if key not in kinds or keyword.iskeyword(key):
             raise _malformed(f"argument {key[:80]!r} of {name}")
-        if not texts[key] and _has_text(value):
-            raise _malformed(f"a text as {key} of {name}")
+        if value is not None and not _is_of_kind(value, kinds[key]):
+            raise _malformed(f"{str(value)[:80]} as {key} of {name}, which takes a {kinds[key]}")
+
+
+def _is_of_kind(value: Json, kind: str) -> bool:
+    """Whether an argument that is not None is what its operator takes there."""
+    if kind == "text":
+        return isinstance(value, str) and len(value) <= MAX_TEXT
+    if kind == "flag":
+        return isinstance(value, bool) or _has_key(value, ("ref",))
+    if kind == "value":
+        if isinstance(value, list):
+            return all(item is None or _is_of_kind(item, kind) for item in value)
+        return isinstance(value, bool | int | float) or _has_key(value, ("ref", "float", "complex"))
+    return _has_key(value, (kind,))
+
+
+def _has_key(value: Json, keys: tuple[str, ...]) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in keys
 
 
 def _require_scalars(name: str, args: list[Json], kwargs: dict[str, Json]) -> None:
@@ -455,10 +533,6 @@ def _require_scalars(name: str, args: list[Json], kwargs: dict[str, Json]) -> No
         raise _malformed(f"keywords of {name}")
     if name == "operator.pow" and not (len(args) == 2 and type(args[1]) is int and 0 <= args[1] <= 8):
         raise _malformed("a power beyond 8")
-
-
-def _has_text(value: Json) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value)))
 
 
 def _count(value: Json) -> int:

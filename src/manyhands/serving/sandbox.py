@@ -1,0 +1,381 @@
+"""The sandbox of a replica's process: what is left to code that runs in it after an attack on the model it serves.
+
+Before a replica reads the first byte of an archive it gives up, for good and for every thread that it will have:
+environment variables and descriptors that it does not need, capabilities (except reading files), every file but the
+model and the libraries (Landlock), network and signals to other processes (Landlock and seccomp), and every system
+call beyond a list of those that computing needs (seccomp). Its memory is limited by a cgroup where one can be made, by
+RLIMIT_DATA on a CPU, and by the server, which ends a replica that grows beyond its limit. RLIMIT_AS is not used: CUDA
+reserves more addresses than there is memory.
+
+A model that may be compiled (`compiles=True`) starts a C++ compiler, so its replica may also execute programs that are
+installed, and write in a folder of its own; processes that it starts are in the same sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import socket
+import stat
+import struct
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..core import RunError
+from .syscalls import ARCHITECTURES, COMPILING, COMPUTING, CUDA, Architecture
+
+KEPT_VARIABLES = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH")
+KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_")
+"""Environment variables that a replica keeps: how libraries compute, never who the server is."""
+MIN_MEMORY = 1 << 30
+MEMORY_SHARE = 0.75
+"""Of the memory that is free when a replica starts, where no limit was set."""
+THREAD_SECONDS = 5.0
+CGROUPS = Path("/sys/fs/cgroup")
+
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 4, 38, 24
+_CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION_3 = 2, 0x20080522
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = (1 << bit for bit in (0, 1, 2, 3, 14, 15))
+_READ = _READ_FILE | _READ_DIR
+_FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""How many rights on files each version of Landlock knows; 16 from the fifth on."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What a sandbox consists of on this kernel: layers that hold, and those that the kernel lacks."""
+
+    layers: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        held = ", ".join(self.layers) or "none"
+        return held + (f" (the kernel lacks {', '.join(self.missing)})" if self.missing else "")
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """What one replica may still do.
+
+    Attributes:
+        reads: Files and folders that it may read beside the libraries.
+        memory: Bytes that it may use.
+        group: Name of its cgroup, unique on this machine; empty for none.
+        cuda_index: The GPU that it computes on, whose driver needs more; None for the CPU.
+        compiles: Whether it may start a compiler and write in a temporary folder of its own.
+        environ: All environment variables that it gets.
+    """
+
+    reads: tuple[str, ...] = ()
+    memory: int = MIN_MEMORY
+    group: str = ""
+    cuda_index: int | None = None
+    compiles: bool = False
+    environ: Mapping[str, str] = field(default_factory=lambda: kept_environment(os.environ))
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.cuda_index is not None
+
+    def enter(self, keep: Collection[int] = ()) -> Protection:
+        """Give up everything but this, irrevocably; descriptors in `keep` and the standard ones stay open.
+
+        Raises:
+            RunError: The process has other threads, which Landlock would leave out.
+        """
+        protection = Protection()
+        _close_all(keep)
+        _require_one_thread()
+        folder = tempfile.mkdtemp(prefix="manyhands-compile-") if self.compiles else ""
+        _forget_environment(self.environ, folder)
+        self._limit_memory(protection)
+        os.umask(0o077)
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        _drop_capabilities()
+        self._enter_landlock(protection, folder)
+        if self.uses_cuda:
+            # The driver starts threads of its own: after Landlock, which they inherit, and before seccomp, which covers
+            # all threads and refuses sockets that the driver opens now.
+            torch.cuda.set_device(self.cuda_index)
+            torch.ones(1, device="cuda").item()
+        _prctl(_PR_SET_DUMPABLE, 0)
+        self._enter_seccomp(protection)
+        return protection
+
+    def _limit_memory(self, protection: Protection) -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            # Where memory runs out all the same, the kernel ends replicas first.
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if not self.compiles:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        if self.group and join_cgroup(self.group, self.memory):
+            protection.layers.append("cgroup")
+        if not self.uses_cuda:
+            size = self.memory + _data_bytes()
+            resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+            protection.layers.append("RLIMIT_DATA")
+
+    def _enter_landlock(self, protection: Protection, folder: str) -> None:
+        version = landlock_version()
+        if version < 1:
+            protection.missing.append("landlock")
+            return
+        every = (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1
+        rights = dict.fromkeys(_libraries(), _READ | (_EXECUTE if self.compiles else 0))
+        rights |= dict.fromkeys((*self.reads, *_FACTS), _READ)
+        rights |= dict.fromkeys(_DEVICES, _READ_FILE | _WRITE_FILE)
+        if self.uses_cuda:
+            rights |= dict.fromkeys(_cuda_devices(), _READ | _WRITE_FILE | _IOCTL_DEV)
+            rights |= dict.fromkeys(_CUDA_FACTS, _READ)
+            # The driver names its threads.
+            rights["/proc/self"] = _READ | _WRITE_FILE | _TRUNCATE
+        if self.compiles:
+            rights |= dict.fromkeys(_PROGRAMS, _READ | _EXECUTE)
+            rights[folder] = every & ~_IOCTL_DEV
+        _restrict(version, every, rights)
+        protection.layers.append(f"landlock {version}")
+
+    def _enter_seccomp(self, protection: Protection) -> None:
+        architecture = ARCHITECTURES.get(platform.machine())
+        names = COMPUTING | (CUDA if self.uses_cuda else set()) | (COMPILING if self.compiles else set())
+        if architecture is None or not _filter(architecture, architecture.program(names, os.getpid())):
+            protection.missing.append("seccomp")
+        else:
+            protection.layers.append("seccomp")
+
+
+def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a sandboxed process keeps.
+
+    >>> kept_environment({"OMP_NUM_THREADS": "1", "AWS_SECRET_ACCESS_KEY": "x"})
+    {'OMP_NUM_THREADS': '1'}
+    """
+    return {name: value for name, value in environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)}
+
+
+def default_memory() -> int:
+    """Return the bytes that a replica may use where no limit was set: a share of what is free now."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return max(MIN_MEMORY, int(MEMORY_SHARE * 1024 * int(facts["MemAvailable"].split()[0])))
+    return MIN_MEMORY
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process uses; 0 where it is gone."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that this kernel has, 0 where it has none."""
+    return max(0, _syscall(444, None, 0, 1))
+
+
+def join_cgroup(name: str, limit: int) -> bool:
+    """Make a memory cgroup below this process's own and enter it; whether that was possible."""
+    for folder, file in _own_cgroups():
+        made = folder / name
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            (made / file).write_text(str(limit))
+            (made / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+        else:
+            return True
+    return False
+
+
+def remove_cgroup(name: str) -> None:
+    """Remove the cgroup that a process of this one's group had made, once that has ended."""
+    for folder, _ in _own_cgroups():
+        with contextlib.suppress(OSError):
+            (folder / name).rmdir()
+
+
+def _own_cgroups() -> Iterator[tuple[Path, str]]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "memory":
+                yield CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"
+            elif not controllers:
+                yield CGROUPS / path.lstrip("/"), "memory.max"
+
+
+def _close_all(keep: Collection[int]) -> None:
+    """Close what was inherited; sockets are shut down first, so that a thread that reads one ends."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd <= 2 or fd in keep:
+            continue
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
+            os.close(fd)
+
+
+def _require_one_thread() -> None:
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(THREAD_SECONDS)
+    until = time.monotonic() + THREAD_SECONDS
+    while (num := len(os.listdir("/proc/self/task"))) > 1:
+        if time.monotonic() > until:
+            raise RunError(f"a replica enters its sandbox with one thread, but got {num}")
+        time.sleep(0.001)
+
+
+def _forget_environment(environ: Mapping[str, str], folder: str) -> None:
+    """Have these variables alone, and wipe all others from memory."""
+    kept = dict(environ)
+    _wipe_environment()
+    os.environ.clear()
+    os.environ.update(kept)
+    if folder:
+        os.environ |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder, "HOME": folder}
+        os.environ["USER"] = "replica"
+        tempfile.tempdir = folder
+    else:
+        # There is no folder that it could write to.
+        os.environ["CUDA_CACHE_DISABLE"] = "1"
+
+
+def _wipe_environment() -> None:
+    """Overwrite Python's copies and the block that the kernel filled when the program was started."""
+    held: dict[bytes, bytes] = getattr(os.environ, "_data", {})
+    header = bytes.__basicsize__ - 1
+    texts = [text for pair in held.items() for text in pair if len(text) > 1]
+    for name in list(os.environ):
+        with contextlib.suppress(OSError):
+            os.unsetenv(name)
+    held.clear()
+    for text in texts:
+        ctypes.memset(id(text) + header, 0, len(text))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[47]), int(fields[48])
+        if 0 < start < end:
+            ctypes.memset(start, 0, end - start)
+
+
+def _data_bytes() -> int:
+    """Return what RLIMIT_DATA counts of this process already."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _drop_capabilities() -> None:
+    """Give up every capability but reading files, which a server of root may need for a model of another user."""
+    kept = 1 << _CAP_DAC_READ_SEARCH
+    for capability in range(64):
+        if not kept >> capability & 1:
+            _prctl(_PR_CAPBSET_DROP, capability)
+    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None or _syscall(architecture.numbers["capget"], head, data) != 0:
+        return
+    allowed = [data[1] & kept, data[1] & kept, 0, 0, 0, 0]
+    _syscall(architecture.numbers["capset"], head, (ctypes.c_uint32 * 6)(*allowed))
+
+
+_FACTS = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_CUDA_FACTS = ("/proc/driver/nvidia", "/proc/devices", "/proc/modules", "/sys/bus", "/sys/devices", "/sys/module")
+_PROGRAMS = ("/usr", "/bin", "/lib", "/lib64", "/opt")
+
+
+def _libraries() -> set[str]:
+    """Return the folders of Python, of installed packages and of shared libraries."""
+    ours = Path(__file__).resolve().parents[1]
+    named = sysconfig.get_paths()
+    python = {named[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    prefixes = {f"{prefix}/lib" for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", "")}
+    more = {"/usr/lib64", "/lib64", "/usr/local/cuda", *os.environ.get("LD_LIBRARY_PATH", "").split(":")}
+    return {*python, *prefixes, *more, str(ours), str(Path(torch.__file__).resolve().parents[1])} - {"", "/"}
+
+
+def _cuda_devices() -> list[str]:
+    return [str(path) for path in Path("/dev").glob("nvidia*")]
+
+
+def _restrict(version: int, every: int, rights: Mapping[str, int]) -> None:
+    """Let this thread, and those that it starts, reach nothing but these paths, and no TCP port or foreign process."""
+    attributes = struct.pack("=QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    ruleset = _checked(_syscall(444, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0), "landlock")
+    try:
+        for path, allowed in rights.items():
+            _allow(ruleset, path, allowed & every)
+        _checked(_syscall(446, ruleset, 0), "landlock")
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, allowed: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+        rule = struct.pack("=Qi", allowed if is_folder else allowed & _FOR_FILES, fd)
+        _checked(_syscall(445, ruleset, 1, rule, 0), "landlock")
+    finally:
+        os.close(fd)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def _filter(architecture: Architecture, instructions: Iterable[bytes]) -> bool:
+    """Install a seccomp filter on all threads; whether the kernel has it."""
+    code = b"".join(instructions)
+    program = _Program(len(code) // 8, code)
+    set_filter, all_threads = 1, 1
+    return _syscall(architecture.numbers["seccomp"], set_filter, all_threads, ctypes.byref(program)) == 0
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        raise RunError(f"{what}: {errno.errorcode.get(ctypes.get_errno(), 'unknown error')}")
+    return result
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    """Call the kernel; numbers are passed as longs."""
+    plain = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return int(_libc.syscall(ctypes.c_long(number), *plain))

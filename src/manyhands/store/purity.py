@@ -1,0 +1,78 @@
+"""Checks that a stored program changes nothing but memory of its own, and keeps its numbers small.
+
+A weight that a request could change would change the answers to others, so operators in place are allowed on values
+that the program itself has made: not on inputs, weights, or views of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..core import ArchiveError
+from . import operators
+
+MAX_BITS = 4096
+"""Of a number that a program computes from sizes; products of products would grow without limit."""
+_SIZE_BITS = 63
+
+
+class Purity:
+    """What is known of a program's values: which may be memory of others, and how large numbers can become."""
+
+    def __init__(self) -> None:
+        self._held: set[fx.Node] = set()
+        self._bits: dict[fx.Node, int] = {}
+
+    def hold(self, nodes: Iterable[fx.Node]) -> None:
+        """Take these values for memory of others."""
+        self._held.update(nodes)
+
+    def require(self, name: str, function: Callable[..., Any], node: fx.Node) -> None:
+        """Raise ArchiveError where a call changes memory of others, or computes numbers without limit."""
+        schema = operators.arguments(function)
+        if schema is None:
+            self._count(name, node)
+            if function is operator.getitem and self.is_held(node.args[0]):
+                self._held.add(node)
+            return
+        given = dict(zip((key for key, _ in schema), node.args, strict=False)) | node.kwargs
+        operators.require_stateless(name, given)
+        for key in operators.written(function):
+            if self.is_held(given.get(key)):
+                raise ArchiveError(
+                    "a prediction leaves the model and its inputs as they are",
+                    got=f"{name}, which changes a weight or an input in place",
+                    remedy="export a model that works on a copy",
+                )
+        shared = operators.shared(function)
+        if any(self.is_held(value) for key, value in given.items() if shared is None or key in shared):
+            self._held.add(node)
+
+    def matching(self, nodes: Sequence[fx.Node], operands: Sequence[Any]) -> list[fx.Node]:
+        """Return those of a region's inputs for which it is given memory of others, or nothing."""
+        return [node for i, node in enumerate(nodes) if i >= len(operands) or self.is_held(operands[i])]
+
+    def is_held(self, value: Any) -> bool:
+        """Whether a value, or one in a list of values, may be memory of others."""
+        if isinstance(value, list | tuple):
+            return any(map(self.is_held, value))
+        return isinstance(value, fx.Node) and value in self._held
+
+    def _count(self, name: str, node: fx.Node) -> None:
+        bits = [self._bits_of(value) for value in node.args]
+        grown = {
+            "operator.mul": sum(bits),
+            "operator.pow": bits[0] * node.args[1] if isinstance(node.args[-1], int) else MAX_BITS + 1,
+        }.get(name, max(bits, default=0) + 1)
+        if grown > MAX_BITS:
+            raise ArchiveError("numbers of a program are sizes", got=f"{name} with a result of up to {grown} bits")
+        self._bits[node] = grown
+
+    def _bits_of(self, value: Any) -> int:
+        if isinstance(value, list | tuple):
+            return sum(map(self._bits_of, value))
+        return self._bits.get(value, _SIZE_BITS) if isinstance(value, fx.Node) else _SIZE_BITS
