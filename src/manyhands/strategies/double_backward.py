@@ -23,7 +23,7 @@ def on_gradients(call: Callable[[str], None]) -> Iterator[None]:
         call(calling_line())
         return own(*args, **kwargs)
 
-    torch.autograd.grad = grad  # type: ignore[assignment]
+    torch.autograd.grad = grad
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def untraceable() -> Iterator[None]:
         _refuse_own_backward(f"a hook, in {calling_line()}")
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
-    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
