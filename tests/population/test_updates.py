@@ -11,7 +11,8 @@ from torch import nn, optim
 
 import manyhands as mh
 from manyhands.core import LayoutFree, StrategySpec
-from manyhands.population.build import CPU, build, row_of
+from manyhands.population import Population
+from manyhands.population.build import CPU, build, build_model, row_of
 from manyhands.population.program import Program
 from manyhands.population.stack import PARAMETERS, Stack
 
@@ -106,3 +107,52 @@ def test_stacked_updates_are_those_of_torch(name: str, dtype: torch.dtype) -> No
                 for slot in built[0].updates[0].slots:
                     state = optimizer.state[parameter][slot]
                     torch.testing.assert_close(stack[slot, key][number], state, rtol=1e-12, atol=1e-12)
+
+
+class Filters(nn.Module):
+    """Complex weights before real ones, as layers in the frequency domain have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.linear = nn.Parameter(torch.randn(3, dtype=torch.complex64)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.filters, n=4)
+
+
+def distance(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_a_network_with_complex_weights_trains_as_in_a_plain_loop(name: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    data = torch.randn(8, 4, dtype=torch.float64, generator=draws), torch.randn(8, 4, dtype=torch.float64)
+    tasks = [
+        mh.Task(
+            model=Filters,
+            loss=distance,
+            optimizer=lambda model, lr=lr: KINDS[name](model.parameters(), lr=lr),  # type: ignore[misc]
+            data=data,
+            batch_size=8,
+            shuffle=False,
+            seed=seed,
+            clip=0.5,
+        )
+        for seed, lr in enumerate((0.01, 0.05))
+    ]
+    notices: list[str] = []
+    population = Population(tasks, mh.Single(precision="fp64"), device="cpu", epochs=4, notice=notices.append)
+    population.train()
+    assert not notices
+    for number, one in enumerate(tasks):
+        model = build_model(one, torch.float64)
+        optimizer = one.optimizer(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            distance(model, data).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        found = population.state(number)["model"]
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12, msg=key)

@@ -28,7 +28,7 @@ def try_stacked(built: Built) -> None:
     draws = LayoutFree(CPU)
     program = Program(own, StrategySpec(), CPU, draws)
     source = as_source(built.task.data, collate=built.task.collate)
-    data = Resident(in_memory(source), CPU, next(built.model.parameters()).dtype)
+    data = Resident(in_memory(source), CPU, next(built.model.parameters()).dtype.to_real())
     rows = min(NUM_ROWS, source.size or NUM_ROWS)
     ids = torch.arange(rows).expand(2, rows)
     stack = Stack.of([row_of(own), row_of(own)])
