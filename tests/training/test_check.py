@@ -72,7 +72,12 @@ def test_mirrored_takes_the_same_first_step(name: str) -> None:
     [
         (problem("cnn"), mh.Mirrored(2, batch_stats="local"), "the gradient of", 'use batch_stats="sync"'),
         (problem("cnn"), mh.Mirrored(2, accumulate=2), "the gradient of", "of a micro-batch under accumulate"),
-        (problem("mlp").replace(model=Counting), mh.Mirrored(2), "seen", r"not synchronised.*seen \(ranks 0, 1"),
+        (
+            problem("mlp").replace(model=Counting),
+            mh.Mirrored(2, batch_stats="local"),
+            "seen",
+            r"not synchronised.*seen \(ranks 0, 1",
+        ),
         (problem("mlp").replace(model=Centred), mh.Mirrored(2), "layer.weight", "looks at other samples of the batch"),
         (
             problem("mlp").replace(model=Noisy),

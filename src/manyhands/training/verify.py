@@ -178,6 +178,9 @@ class _Trial:
         if not verdict.equal and (self.whole.strayed or parts.strayed or verdict.why == RANDOM):
             why = "it draws random numbers that are not layout-free, so that two computations differ in any case"
             verdict = Verdict("not verified", self.spec, why=why)
+        if self.spec.batch_stats == "local" and any(step.differing for step in parts.steps):
+            why = 'batch_stats="local" lets every replica keep buffers of its own, which differ'
+            verdict = Verdict("not verified", self.spec, why=why)
         if verdict.equal and self.stream:
             why = f"the data is a stream, of which the first {sum(map(len, plan))} samples were compared and are equal"
             verdict = Verdict("not verified", self.spec, why=why)
