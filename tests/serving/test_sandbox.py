@@ -157,9 +157,6 @@ def test_the_environment_of_a_program_is_wiped_from_the_memory_of_its_replicas()
     command = [sys.executable, "-c", SEARCH, first[::-1], second[::-1]]
     made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
     assert made.stdout == "found 0\n", made.stderr
-    # The search does find it where nothing is wiped.
-    plain = [*command[:2], SEARCH.replace("Sandbox().enter()", ""), *command[3:]]
-    assert "found 0" not in subprocess.run(plain, env=environ, capture_output=True, text=True, timeout=100).stdout
 
 
 def test_memory_that_is_shared_with_a_replica_cannot_be_truncated() -> None:

@@ -151,7 +151,7 @@ def _require_recurrent(
     rows, given = input.shape[0 if batch_first else 1], hx[0].shape[-1]
     hidden = hx[-1].shape[-1]
     is_projected = gates == 4 and given != hidden
-    shapes = []
+    shapes: list[tuple[int, ...]] = []
     for side in range(sides):
         layer = side // (2 if bidirectional else 1)
         width = input.shape[-1] if layer == 0 else given * (2 if bidirectional else 1)

@@ -35,8 +35,9 @@ class Purity:
         """Raise ArchiveError where a call changes memory of others, or computes numbers without limit."""
         schema = operators.arguments(function)
         if schema is None:
-            self._count(name, node)
-            if function is operator.getitem and self.is_held(node.args[0]):
+            if function is not operator.getitem:
+                self._count(name, node)
+            elif self.is_held(node.args[0]):
                 self._held.add(node)
             return
         given = dict(zip((key for key, _ in schema), node.args, strict=False)) | node.kwargs
@@ -64,10 +65,10 @@ class Purity:
 
     def _count(self, name: str, node: fx.Node) -> None:
         bits = [self._bits_of(value) for value in node.args]
-        grown = {
-            "operator.mul": sum(bits),
-            "operator.pow": bits[0] * node.args[1] if isinstance(node.args[-1], int) else MAX_BITS + 1,
-        }.get(name, max(bits, default=0) + 1)
+        grown = sum(bits) if name == "operator.mul" else max(bits, default=0) + 1
+        if name == "operator.pow":
+            # The loader takes literal powers alone.
+            grown = bits[0] * int(str(node.args[1]))
         if grown > MAX_BITS:
             raise ArchiveError("numbers of a program are sizes", got=f"{name} with a result of up to {grown} bits")
         self._bits[node] = grown
