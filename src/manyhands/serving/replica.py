@@ -303,8 +303,9 @@ class _Opening:
         """The next message, which must have this key; raises what the process reports instead, or why it ended."""
         loop = asyncio.get_running_loop()
         coming = asyncio.ensure_future(loop.sock_recv(self._socket, MAX_MESSAGE))
+        both: list[asyncio.Future[Any]] = [coming, self._ending]
         try:
-            await asyncio.wait([coming, self._ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             # What it said last is still there when its process has ended.
             await asyncio.wait([coming], timeout=1.0)
         finally:
@@ -372,7 +373,8 @@ def _ignore(rank: int, entry: Event) -> None:
 
 async def _first_of(wanted: asyncio.Future[Arrival], ending: asyncio.Future[None]) -> None:
     """Waits for what is wanted; raises where the process ends before that."""
-    await asyncio.wait([wanted, ending], return_when=asyncio.FIRST_COMPLETED)
+    both: list[asyncio.Future[Any]] = [wanted, ending]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if wanted.done() and not wanted.cancelled() and wanted.exception() is not None:
         # Its socket is closed before its process has told why.
         await asyncio.wait([ending], timeout=ENDING_SECONDS)

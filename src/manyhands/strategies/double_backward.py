@@ -52,7 +52,7 @@ def untraceable() -> Iterator[None]:
     def register_hook(tensor: Tensor, hook: Any) -> Any:
         _refuse_own_backward(f"a hook, in {calling_line()}")
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield

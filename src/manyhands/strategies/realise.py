@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -322,7 +322,7 @@ def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
 
 
 def optimizers_of(
-    model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+    model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]]
 ) -> dict[str, Optimizer]:
     """The optimizers of a network by key, checked to hold parameters of it, each once."""
     try:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cluster import Device, World
-from ..core import StrategyError, StrategySpec, Task, TaskError, event
+from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
 from ..data import Batch, Cursor, Feed, IndexedSource, as_source
 from ..strategies import MAIN, declaring, optimizers_of
 from .explain import without_values
@@ -90,7 +90,8 @@ def has_own_optimizer(task: Task) -> bool:
         made = {} if model is None else optimizers_of(model, task.optimizer)
     except Exception:
         return False
-    return any(not type(optimizer).__module__.startswith("torch.optim") for optimizer in made.values())
+    members = [member for optimizer in made.values() for member in each_of(optimizer)]
+    return any(not type(member).__module__.startswith("torch.optim") for member in members)
 
 
 def _require_dense(model: nn.Module) -> None:

@@ -49,8 +49,8 @@ class TfConfig(Resolver):
 def _parsed(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SettingsError("TF_CONFIG must be JSON", got=str(error), remedy=_REMEDY) from None
+    except (ValueError, RecursionError) as error:
+        raise SettingsError("TF_CONFIG must be JSON", got=str(error)[:200], remedy=_REMEDY) from None
     if not isinstance(config, dict) or not isinstance(config.get("cluster"), dict) or not config["cluster"]:
         raise SettingsError("TF_CONFIG has a cluster", got=_brief(text), remedy=_REMEDY)
     return config
