@@ -88,7 +88,7 @@ def sample() -> list[Entry]:
     from .zoo_classics import classics
 
     chosen = ("llama", "bert", "t5", "vit", "mamba", "mixtral")
-    classic = ("resnet", "lstm", "unet", "fft", "indexing", "grid_sample")
+    classic = ("resnet_classic", "lstm", "unet", "fft", "reductions", "grid_sample")
     return [entry for entry in [*transformers_entries(chosen), *classics()] if entry.name in (*chosen, *classic)]
 
 

@@ -191,7 +191,7 @@ def _networks() -> list[Entry]:
     return [
         _entry("mlp", lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)), x(4)),
         _entry("cnn", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.MaxPool2d(2), nn.Flatten()), x(3, 8, 8)),
-        _entry("resnet", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4), nn.AdaptiveAvgPool2d(1)), x(3, 8, 8)),
+        _entry("resnet_classic", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4), nn.AdaptiveAvgPool2d(1)), x(3, 8, 8)),
         _entry("unet", UNet, x(3, 8, 8)),
         _entry("mixer", Mixer, x(4, 8)),
         _entry("squeeze_excite", SqueezeExcite, x(4, 8, 8)),
@@ -486,7 +486,7 @@ def _in_place(m: nn.Module, x: Tensor) -> Tensor:
     y[:, :2].zero_()
     y[:, 2:].fill_(0.3)
     y.copy_(y.flip(-1)).round_().floor_().ceil_().sin_().cos_().addcmul_(x, x).addcdiv_(x, x.abs() + 1).lerp_(x, 0.5)
-    y.masked_fill_(x > 0, 0.1).index_add_(1, torch.tensor([0]), y[:, :1]).scatter_(
+    y.masked_fill_(x > 0, 0.1).index_add_(1, torch.tensor([0]), y[:, :1].clone()).scatter_(
         1, torch.tensor([[0]]).expand(x.shape[0], 1), 2.0
     )
     y.tril_() if y.dim() > 2 else None
