@@ -272,7 +272,9 @@ def ask(target: Target, model: str) -> tuple[int, str]:
 
 def answers_well(target: Target) -> bool:
     """Whether the honest model answers."""
-    message = head("POST", "/v1/models/neighbour:predict", {**HONEST, "Host": "localhost", "Content-Length": str(len(BODY))})
+    message = head(
+        "POST", "/v1/models/neighbour:predict", {**HONEST, "Host": "localhost", "Content-Length": str(len(BODY))}
+    )
     return send(target.http, [message + BODY]).status == 200
 
 
@@ -321,11 +323,14 @@ def serving(root: Path, core: int) -> Iterator[Served]:
     ports = {name: free_port() for name in ("http", "grpc", "manage")}
     where = [f"--{name}={port}" for name, port in ports.items()]
     command = [sys.executable, "-m", "manyhands", "serve", str(folder), "--probation=0", "--quiet", *where]
-    process = subprocess.Popen(command, env={**os.environ, **TOKENS}, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+    process = subprocess.Popen(
+        command, env={**os.environ, **TOKENS}, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+    )
     try:
         for name in ("adder", "neighbour"):
             wait_for(Ask(port=ports["http"], path=f"/v1/models/{name}:predict", body=BODY, headers=HONEST))
-        target = Target(**ports, token="asking", manage_token="managing")
+        asking, managing = TOKENS.values()
+        target = Target(**ports, token=asking, manage_token=managing)
         yield Served(process.pid, target, folder)
     finally:
         process.terminate()
