@@ -49,6 +49,16 @@ SECONDS, ROUNDS = 8.0, 3
 QUICK = ("header_line", "tiny_chunks", "json_lists", "grpc_memory")
 """Attacks by requests that `--quick` runs."""
 MIB = 1 << 20
+HOSTILE: dict[str, tuple[Callable[[Path], Path], float]] = {
+    "wrong_shape": (models.wrong_shape, 1.0),
+    "wrong_dtype": (models.wrong_dtype, 1.0),
+    "raises": (models.raises, 100.0),
+    "allocates": (models.allocates, 4e10),
+    "computes_long": (models.computes_long, 6000.0),
+}
+"""Models that are added to a running server, and the number with which each is asked."""
+AGAINST_JOBS = (ranks.impersonate_rank, ranks.preset_store_keys, ranks.inject_into_listeners, ranks.fuzz_ports)
+AGAINST_MESSAGES = (ranks.replay_message, ranks.flip_bits, ranks.fill_join_port)
 TOKENS = {"MANYHANDS_TOKEN": "asking", "MANYHANDS_MANAGE_TOKEN": "managing"}
 Attack = Callable[[Target], Outcome]
 
@@ -133,10 +143,9 @@ def by_requests(report: Report, server: Served, quick: bool) -> tuple[list[Outco
 
 def by_models(server: Served, quick: bool) -> tuple[list[Outcome], int]:
     """Add hostile models to the server's folder; return the outcomes and how many honest requests failed meanwhile."""
-    kinds = {"raises": models.raises} if quick else models.HOSTILE
     outcomes, failed = list[Outcome](), 0
-    for name, build in kinds.items():
-        window = during(server, functools.partial(adding, name, build, server.folder), 4.0 if quick else SECONDS)
+    for name in ("raises",) if quick else HOSTILE:
+        window = during(server, functools.partial(adding, name, server.folder), 4.0 if quick else SECONDS)
         failed += sum(num for code, num in window.answers.codes.items() if code != 200)
         outcomes += window.outcomes
     if not quick:
@@ -149,10 +158,11 @@ def by_ranks(quick: bool) -> list[Outcome]:
     """Attack jobs of two ranks, and the port where hosts join."""
     engine = verbs._engine
     engine.warm_up()
-    attacks = [functools.partial(attack, engine) for attack in ranks.AGAINST_JOBS]
-    outcomes = [attack() for attack in (attacks[:1] if quick else attacks)]
-    engine.close()
-    return outcomes + [attack() for attack in ranks.AGAINST_PARTS]
+    try:
+        outcomes = [attack(engine) for attack in (AGAINST_JOBS[:1] if quick else AGAINST_JOBS)]
+    finally:
+        engine.close()
+    return outcomes + [attack() for attack in AGAINST_MESSAGES]
 
 
 def by_files(quick: bool) -> list[Outcome]:
@@ -235,10 +245,9 @@ def cheaply(requests: int, target: Target, seconds: float) -> tuple[list[Outcome
     return [], requests
 
 
-def adding(
-    name: str, build: Callable[[Path], Path], folder: Path, target: Target, seconds: float
-) -> tuple[list[Outcome], int]:
-    """Publish a hostile model and ask it until it was refused, or has failed."""
+def adding(name: str, folder: Path, target: Target, seconds: float) -> tuple[list[Outcome], int]:
+    """Publish a hostile model and ask it for some seconds: it must be refused, or fail, with a reason."""
+    build, number = HOSTILE[name]
     with tempfile.TemporaryDirectory(dir=folder.parent) as aside_name:
         version = build(Path(aside_name) / "made")
         model = folder / f"hostile-{name.replace('_', '-')}"
@@ -247,7 +256,7 @@ def adding(
     until, reason, requests, answered = time.monotonic() + seconds, "", 0, False
     while time.monotonic() < until:
         reason = reason or reason_of(target, model.name)
-        answer = ask(target, model.name)
+        answer = ask(target, model.name, number)
         answered = answered or answer[0] == 200
         reason = reason or (answer[1] if answer[0] >= 500 else "")
         requests += 1
@@ -256,10 +265,10 @@ def adding(
     return [Outcome(f"served_{name}", succeeded=answered, reason=reason)], requests
 
 
-def ask(target: Target, model: str) -> tuple[int, str]:
-    """Ask a model for two rows; return the status and the text of a refusal."""
+def ask(target: Target, model: str, number: float) -> tuple[int, str]:
+    """Ask a model for two rows of a number; return the status and the text of a refusal."""
     url = f"http://127.0.0.1:{target.http}/v1/models/{model}:predict"
-    body = json.dumps({"instances": [[1.0] * models.WIDTH] * 2}).encode()
+    body = json.dumps({"instances": [[number] * models.WIDTH] * 2}).encode()
     headers = {**target.headers, "Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:

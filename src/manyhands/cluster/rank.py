@@ -109,7 +109,11 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         line.recovers = assignment.recovers
         device = assignment.devices[slot]
         # Two hosts of a job may be one machine, and are called by different names.
-        seat = Seat(device=device, host=device.host or assignment.host, timeout=assignment.timeout)
+        host = device.host or assignment.host
+        if assignment.confines:
+            # A world tries its device, which starts the driver's threads: too early for a process to be confined.
+            device = Device("cpu")
+        seat = Seat(device=device, host=host, timeout=assignment.timeout)
         world = join(Summons(**request["summons"]), seat, line)
         _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")
