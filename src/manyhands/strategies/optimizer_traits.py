@@ -41,7 +41,8 @@ _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()
 
 def traits_of(optimizer: Optimizer) -> Traits:
     """Return the traits of an optimizer with its settings; those of torch's element-wise ones are known."""
-    if type(optimizer) in BY_ELEMENT:
+    if type(optimizer) in BY_ELEMENT or nested_in(optimizer):
+        # A step of one that keeps others inside would be a step of theirs, on the network itself: they are tried alone.
         return Traits()
     if optimizer not in _known:
         _known[optimizer] = _tried(optimizer)
@@ -88,6 +89,8 @@ def stepping(replica: Replica, optimizer: Optimizer) -> Iterator[None]:
         if any(traits_of(found).draws for found in every):
             scope.enter_context(_same_draws(replica.world))
         for found in every:
+            if nested_in(found):
+                continue
             traits = traits_of(found)
             is_split = any(_is_parted(p) for group in found.param_groups for p in group["params"])
             if is_split and not traits.by_element:
