@@ -278,7 +278,8 @@ def test_every_page_loads_and_everything_has_a_name(show: Callable[..., Page], t
         expect(page.locator("nav a[aria-current=page]")).to_have_text(title)
         assert page.evaluate(NAMELESS) == []
     page.get_by_role("checkbox").check()
-    expect(page.locator(".device")).to_have_count(3)  # the two of the run, and the one of all trials
+    expect(page.locator(".device", has_text="runs/cut")).to_have_count(2)
+    expect(page.locator(".device", has_text="studies/team")).to_have_count(1)
     expect(page.get_by_role("img", name="The network in pieces")).to_be_visible()
     page.keyboard.press("5")
     devices, predicted, perfect, *_ = data_of(page, "Speed-up against devices")

@@ -56,13 +56,13 @@ def realise(
     `fill` brings the values of a network that has none yet, which shards alone can do without.
     """
     require_built(spec)
+    if fill is None:
+        _require_place(model, world)
     hooks = GradientHooks()
     if not (world.size == 1 and "optimizer" in spec.offloaded):
         hooks.adopt(model.named_parameters())
     if spec.servers:
         refuse_hooks(hooks)
-    if fill is None:
-        _require_place(model, world)
     if spec.precision == "fp64":
         model = in_double(model)
     if fill is None:

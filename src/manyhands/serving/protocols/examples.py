@@ -63,7 +63,7 @@ def _column(name: str, spec: TensorSpec, examples: Sequence[Features], context: 
             )
         rows.append(list(values))
     try:
-        array = from_numbers(rows, BY_TORCH[spec.dtype])
+        array = from_numbers(rows, BY_TORCH[spec.dtype]).reshape(len(examples), num)
     except (ValueError, TypeError, OverflowError):
         raise BadRequest(400, f"Key: {name}.  Data types don't match. Expected type: {spec.dtype}") from None
     return array.reshape(len(examples), *(size or 0 for size in shape))

@@ -42,7 +42,7 @@ def fast_rows(text: bytes, signature: Signature) -> Array | None:
         value = _parser.parse(text)
         if len(value) == 1:
             found = value["instances"]
-            if len(found) and all(_has_shape(row, shape) for row in found):
+            if len(found) and all(_has_shape(row, shape) for row in found) and _is_flat(text, len(found), shape):
                 numbers = np.frombuffer(found.as_buffer(of_type="d"), np.float64)
                 with np.errstate(over="ignore"):
                     return numbers.astype(kind).reshape(len(found), *(size or 0 for size in shape))
@@ -52,6 +52,15 @@ def fast_rows(text: bytes, signature: Signature) -> Array | None:
         # The parser is used again only when nothing that it gave is held.
         del found, value
     return None
+
+
+def _is_flat(text: bytes, num_rows: int, shape: tuple[int | None, ...]) -> bool:
+    """Whether the innermost lists hold no lists, which would be read as if their numbers stood there."""
+    num_lists = num = num_rows
+    for size in shape[:-1]:
+        num *= size or 0
+        num_lists += num
+    return text.count(b"[") == 1 + num_lists
 
 
 def _has_shape(value: Any, shape: tuple[int | None, ...]) -> bool:
