@@ -88,6 +88,24 @@ def test_values_are_those_of_the_function(name: str) -> None:
     assert torch.equal(torch.randn(1), after), "what is drawn next is the same too"
 
 
+def test_values_do_not_depend_on_the_default_dtype_at_the_time_of_filling() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.places = nn.Parameter(torch.randn(9, 16))
+        return model
+
+    torch.manual_seed(5)
+    expected = dict(make().named_parameters())
+    torch.manual_seed(5)
+    deferred = defer(make)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = values(deferred)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+
+
 def test_only_a_few_tensors_are_there_at_a_time() -> None:
     width, depth = 256, 12
 

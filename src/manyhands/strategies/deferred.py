@@ -184,6 +184,9 @@ class _Noting(TorchDispatchMode):
         keys = {ref.key for ref in refs.values()}
         new = [ref if ref.key not in keys else None for ref in map(self.ref, outs)]
         noted_args, noted_kwargs = tree_map_only(Tensor, lambda tensor: refs[id(tensor)], (args, kwargs))
+        if not tensors and outs and any(argument.name == "dtype" for argument in func._schema.arguments):
+            # The default type may be another one when the notes are followed, and other numbers would be drawn.
+            noted_kwargs = {**noted_kwargs, "dtype": outs[0].dtype}
         overwrites = func._schema.name.rpartition("::")[2] in OVERWRITES
         read = keys - {ref.key for ref in written} if overwrites else keys
         draws = torch.Tag.nondeterministic_seeded in func.tags
