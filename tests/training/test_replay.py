@@ -59,7 +59,8 @@ def test_any_step_can_be_taken_again(fitted: mh.Run) -> None:
 
 
 def test_a_replica_that_computed_wrongly_is_named(tmp_path: Path, engine: Any) -> None:
-    run = mh.fit(task(corrupt_loss), mh.Mirrored(2), on="cpu*2", epochs=1, folder=tmp_path, progress=False)
+    settings: dict[str, Any] = {"folder": tmp_path, "progress": False, "verify": False}
+    run = mh.fit(task(corrupt_loss), mh.Mirrored(2), on="cpu*2", epochs=1, **settings)
     found = mh.replay(run, 8, on="cpu")
     assert not found.equal
     assert {part.rank for part in found.ranks} == {1}

@@ -88,14 +88,23 @@ class Wrapping(torch.optim.Optimizer):
             optimizer.step()
 
 
-def test_an_optimizer_of_the_users_own_is_compared_on_servers(tmp_path: Path) -> None:
+def test_an_optimizer_that_steps_others_is_refused_on_servers(tmp_path: Path) -> None:
     made = task(optimizer=lambda model: Wrapping(model))
     servers = mh.ParameterServer(servers=2, workers=2)
-    verdict = mh.check(made, servers, on="cpu*2")
-    assert verdict.outcome == "different"
-    with pytest.raises(TaskError, match="gradients are equal, but the optimizer computes another update"):
-        fit(made, tmp_path, servers)
+    for verb in (lambda: mh.check(made, servers, on="cpu*2"), lambda: fit(made, tmp_path, servers)):
+        with pytest.raises(TaskError, match=r"which steps SGD, AdamW inside it; return them as a list"):
+            verb()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.0, "equal"), (1e-3, "different")])
+def test_operations_in_float32_are_compared_by_their_rounding(share: float, outcome: str) -> None:
+    def narrow(model: nn.Module, batch: Any) -> Tensor:
+        scores = model(batch[0]).float()
+        balance = scores.softmax(-1).mean(0).square().sum()
+        return F.cross_entropy(scores, batch[1]) + share * balance
+
+    assert mh.check(task(loss=narrow), mh.Single(accumulate=2), on="cpu").outcome == outcome
 
 
 def test_a_part_without_valid_targets_is_a_difference_and_not_a_learning_rate(tmp_path: Path) -> None:
