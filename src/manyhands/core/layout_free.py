@@ -218,6 +218,10 @@ class LayoutFree(TorchFunctionMode):
             self._watch(offset)
             generator.set_state(state)
 
+    def watch_anew(self) -> None:
+        """Look at the next few draws as at the first ones, which were those of a trial in evaluation mode."""
+        self._num_watched = 0
+
     def _watch(self, offset: int) -> None:
         """The first few times, looks whether something drew from torch's own generators all the same."""
         if self._num_watched < NUM_WATCHED:
