@@ -56,8 +56,9 @@ def test_a_huge_table_is_saved_by_rows_and_read_by_another_number_of_servers(tmp
     files = sum(file.stat().st_size for file in (straight.path / "checkpoints").rglob("*") if file.is_file())
     assert files < 50e6
     assert straight.state_dict()["things.weight"].shape == (0, 8)
+    small = task.replace(model=lambda: Likes(USED), data=(task.data[0] % USED, task.data[1]))
     with pytest.raises(CheckpointError, match=r"only rows were saved is trained by parameter servers.*100000 rows"):
-        mh.fit(task.replace(model=lambda: Likes(USED)), mh.Single(), on="cpu", epochs=3, resume=straight, **QUIET)
+        mh.fit(small, mh.Single(), on="cpu", epochs=3, resume=straight, **QUIET)
 
 
 def rows_of(run: mh.Run) -> dict[str, Tensor]:
