@@ -25,6 +25,7 @@ PRELOAD = [
     "torch.export._trace",
     "sympy.physics.units",
     "benchmarks.matrix.networks",
+    "benchmarks.matrix.stages",
 ]
 
 

@@ -28,11 +28,17 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """What it takes to carry it."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the outermost to the innermost in memory."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim)))
 
 
 @dataclass
@@ -117,11 +123,15 @@ class _Count(LayoutFree):
 
 def _note(name: str, made: Any, facts: Facts) -> None:
     if isinstance(made, Tensor):
-        facts.values[name] = Value(tuple(made.shape), made.dtype, made.requires_grad)
+        facts.values[name] = Value(tuple(made.shape), made.dtype, made.requires_grad, _stride(made))
     elif not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)) and not isinstance(
         made, fx.GraphModule
     ):
         facts.numbers[name] = made
+
+
+def _stride(made: Tensor) -> tuple[int, ...]:
+    return made.stride() if made.layout == torch.strided else ()
 
 
 # -- how an operation is executed ------------------------------------------------------------------------------------
@@ -133,6 +143,9 @@ def plainly(node: fx.Node) -> Callable[..., Any]:
     layer = layer_of(node)
     if layer is not None:
         return layer.run
+    if node.target is torch.ops.aten.view.default:
+        # Memory may be laid out in another way than where the network was traced, which only a reshape bears.
+        return torch.ops.aten.reshape.default
     return _BLOCKS.get(getattr(node.target, "__name__", ""), node.target)
 
 

@@ -108,6 +108,10 @@ class StagedPlacement(Placement):
         pieces = in_stages(works, self._stages_of(works), ranks, needed)
         return Cut(works, pieces, list(crossings(pieces)), returned)
 
+    def _end(self, works: Works, homes: list[int], needed: list[str]) -> int:
+        """The rank of the last stage, which the schedule expects to have the loss."""
+        return (self.num_stages - 1) % self.num_ranks
+
     def _stages_of(self, works: Works) -> list[int]:
         """The stages of a call's units: as in the first cut where the graph is the same, else by what they read."""
         if self.first is None or _shape_of(works) == _shape_of(self.first.works):

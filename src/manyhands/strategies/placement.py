@@ -208,7 +208,7 @@ class Placement:
         works = self._works(self.calling.call, self.model.training, self._trace(self.calling.call))
         homes = homes_of(works)
         wanted = self._wanted(works, self.calling.used)
-        self.end = _end_of(works, homes, wanted[1])
+        self.end = self._end(works, homes, wanted[1])
         for unit, home in zip(works.units, homes, strict=True):
             for name in parameters_of(works, unit.nodes):
                 self.holders.setdefault(name, set()).add(home)
@@ -319,6 +319,15 @@ class Placement:
         needed = [node.name for node in chosen if node.name in works.unit_of] + works.needs(loose)
         return [node.name for node in chosen], list(dict.fromkeys(needed))
 
+    def _end(self, works: Works, homes: list[int], needed: list[str]) -> int:
+        """The rank that makes most of what the network returns, so that least must cross."""
+        weights: dict[int, int] = {}
+        for name in needed:
+            home = homes[works.unit_of[name]]
+            size = works.facts.values[name].num_bytes if name in works.facts.values else 0
+            weights[home] = weights.get(home, 0) + size
+        return max(weights, key=lambda rank: (weights[rank], rank)) if weights else 0
+
     def measure(self, works: Works, world: World) -> None:
         """What the units of the first call cost, as the first rank sees it while it has all of the network."""
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -379,16 +388,6 @@ class Placement:
     def holds(self, name: str, rank: int) -> bool:
         """Whether a rank holds a parameter or a buffer."""
         return rank in self.holders[name]
-
-
-def _end_of(works: Works, homes: list[int], needed: list[str]) -> int:
-    """The rank that makes most of what the network returns, so that least must cross."""
-    weights: dict[int, int] = {}
-    for name in needed:
-        home = homes[works.unit_of[name]]
-        size = works.facts.values[name].num_bytes if name in works.facts.values else 0
-        weights[home] = weights.get(home, 0) + size
-    return max(weights, key=lambda rank: (weights[rank], rank)) if weights else 0
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[Mapping[str, Any], str]:

@@ -181,17 +181,19 @@ class Relay:
         return 2 * (flow.number * MAX_CROSSINGS + crossing.number) + back
 
     def _send(self, flow: Flow, crossing: Crossing, tensor: Tensor, *, back: bool) -> None:
-        # A row of its own memory: what was made may be a view, or changed in place by what follows.
-        tensor = tensor.contiguous()
+        # Memory of its own, in the order of dimensions that it has where nothing is split: what was made may be a view.
+        tensor = tensor.permute(self.works.facts.values[crossing.name].order).contiguous()
         to = crossing.source.rank if back else crossing.to
         flow.going.append((tensor, self._world.start_send(tensor, to, self._tag(flow, crossing, back))))
 
     def _receive(self, flow: Flow, crossing: Crossing, *, back: bool) -> None:
         value = self.works.facts.values[crossing.name]
-        into = torch.empty(value.shape, dtype=value.dtype, device=self._world.device)
+        shape = [value.shape[dim] for dim in value.order]
+        into = torch.empty(shape, dtype=value.dtype, device=self._world.device)
         source = crossing.to if back else crossing.source.rank
         pending = self._world.start_receive(into, source, self._tag(flow, crossing, back))
-        flow.coming[crossing.number, back] = (into, pending)
+        back_in_order = sorted(range(len(shape)), key=value.order.__getitem__)
+        flow.coming[crossing.number, back] = (into.permute(back_in_order), pending)
 
 
 class _Environment(dict[str, Any]):

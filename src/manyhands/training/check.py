@@ -261,7 +261,7 @@ class _Kept:
         used = set().union(*self._hand.world.gather_objects(here))
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in group.items() if n in used}
         _shake((parameter.grad for parameter in group.values() if parameter.grad is not None), shake)
-        self._gradients |= _copied(replica.gathered({name: g.detach() for name, g in gradients.items()}))
+        self._gradients |= _copied(replica.gathered({name: _dense(g.detach()) for name, g in gradients.items()}))
 
     def record(self) -> StepRecord:
         """Return what the last step did."""

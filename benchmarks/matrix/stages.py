@@ -1,0 +1,29 @@
+"""Stages at random: importing this makes pipelines be cut at other places than where their stages are balanced.
+
+Which places those are depends on the network and its first weights alone, so a cell gives the same result again, and
+other seeds cut elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.graph import Works
+from manyhands.strategies import placement
+
+
+def _seconds(works: Works, call: Any, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> list[float]:
+    """Return the seconds of each unit, made up, in place of measuring them."""
+    names = " ".join(unit.path for unit in works.units)
+    first = next((tensor for tensor in tensors.values() if tensor.numel()), None)
+    value = "" if first is None else str(first.detach().flatten()[0].item())
+    chooser = random.Random(zlib.crc32(f"{names} {value}".encode()))  # noqa: S311: nothing secret
+    return [chooser.random() ** 4 for _ in works.units]
+
+
+placement.measured = _seconds
