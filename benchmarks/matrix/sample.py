@@ -17,6 +17,8 @@ _SAME: dict[str, tuple[str, ...]] = {
     "classic.gan": ("mirrored2", "sharded2"),
     "classic.weight_norm": ("mirrored2", "sharded2-optimizer"),
     "classic.dropout_everywhere": ("accumulate2", "mirrored2", "population"),
+    "classic.vae": ("pipeline2",),
+    "optimizer.noisy_sgd": ("single", "mirrored2"),
     "optimizer.AdamW": ("sharded2", "sharded2-optimizer", "ps1x2", "population"),
     "optimizer.parameter_groups": ("tensor2",),
     "optimizer.lookahead": ("mirrored2", "sharded2"),

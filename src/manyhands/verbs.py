@@ -364,6 +364,7 @@ def check(
     require_loss(spec, made.loss is not None)
     training.check_pieces(made, spec, devices)
     _check_data(made, None)
+    training.check_statistics(made, spec)
     if spec.servers:
         verdict = _check_served(made, spec, devices, timeout)
     else:
@@ -400,7 +401,7 @@ def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], tim
     if not verdict:
         return verdict
     exact = dataclasses.replace(spec, staleness=0, backup=0, correction=False, followers=0)
-    plain = dataclasses.replace(exact, precision="fp64", deterministic=True, batch_stats="local")
+    plain = dataclasses.replace(exact, precision="fp64", deterministic=True)
     told: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(task=task, spec=plain, folder=Path(folder), steps=2, save_every=1, keep=3, verify=False)

@@ -90,6 +90,24 @@ class Noisy(Optimizer):
                     p.add_(p.grad + 0.1 * torch.randn_like(p), alpha=-group["lr"])
 
 
+class OwnNoise(Optimizer):
+    """The same with a generator, an average and a count that it keeps in attributes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.generator, self.averages, self.count = torch.Generator().manual_seed(7), {}, [0]  # type: ignore[var-annotated]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count[0] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    noise = torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
+                    average = self.averages[id(p)] = self.averages.get(id(p), 0.0) * 0.9 + p.grad
+                    p.add_(average + 0.1 * noise, alpha=-group["lr"] / self.count[0])
+
+
 class Both(Optimizer):
     """Two optimizers in one object, whose own groups name all parameters and whose own state is empty."""
 
@@ -167,6 +185,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     **{name: torchs_own(name) for name in NAMES if name not in REFUSED},
     "recipe": recipe,
     "noisy": lambda model: Noisy(model.parameters()),
+    "own noise": lambda model: OwnNoise(model.parameters()),
     "both": lambda model: Both(model),
     "lookahead": lambda model: Lookahead(optim.AdamW(model.parameters(), lr=0.02)),
     "stepping": stepping,

@@ -29,7 +29,7 @@ from .start import check_start
 from .stepping import take_step
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
-from .verify import refuse, with_micro_statistics
+from .verify import check_statistics, refuse, with_micro_statistics
 
 __all__ = [
     "Hand",
@@ -42,6 +42,7 @@ __all__ = [
     "train",
     "train_served",
     "check_served",
+    "check_statistics",
     "has_own_optimizer",
     "tables_in",
     "Place",

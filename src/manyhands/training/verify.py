@@ -88,6 +88,13 @@ def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
             )
 
 
+def check_statistics(task: Task, spec: StrategySpec) -> None:
+    """Refuse what `require_whole_statistics` refuses, of a task whose model can be built without values."""
+    model = without_values(task)
+    if model is not None:
+        require_whole_statistics(model, spec)
+
+
 def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
     """Return a spec whose micro-batches were chosen for the user, with the batch statistics that they can have."""
     if spec.batch_stats != "sync" or spec.accumulate * spec.microbatches == 1 or spec.servers:

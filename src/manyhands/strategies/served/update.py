@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from .messages import Shaped, Slots
 DTYPES = {
     name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 }
-FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What an optimizer raises that cannot take the tensors it is tried on."""
 NUM_STEPS = 3
 """Steps that show whether an optimizer looks at one element at a time; the first of them may be a plain one."""
@@ -28,18 +30,28 @@ def moved(optimizer: Optimizer, parts: Mapping[Tensor, Sequence[nn.Parameter]]) 
     """A copy of an optimizer that holds these parts instead of its parameters; the first slots are cut likewise."""
     if isinstance(optimizer, Joined):
         return Joined([moved(member, parts) for member in optimizer.members])
-    copy = _twin(optimizer)
-    copy.param_groups = [
+    twin = _twin(optimizer)
+    twin.param_groups = [
         {**group, "params": [part for parameter in group["params"] for part in parts.get(parameter, ())]}
         for group in optimizer.param_groups
     ]
-    return copy
+    return twin
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind and settings, without a memory."""
+    """Another optimizer of the same kind and settings, without a memory.
+
+    What it keeps in attributes, such as a generator or averages, is its own, so its steps leave the first one as it is.
+    """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
+    memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): twin}
+    known = vars(Optimizer([torch.zeros(1)], {}))
+    for name, value in optimizer.__dict__.items():
+        if name not in known:
+            # What cannot be copied, such as an open file, is shared.
+            with contextlib.suppress(Exception):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
     twin.state = defaultdict(dict)
     return twin
 
@@ -57,12 +69,12 @@ def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Sh
             # A tensor that is held whole keeps its shape: an optimizer may look at rows and columns.
             parameters[piece] = nn.Parameter(view.view(whole.shape) if piece.length == whole.numel() else view)
             parts.setdefault(whole, []).append(parameters[piece])
-    copy = moved(optimizer, parts)
+    twin = moved(optimizer, parts)
     for piece, parameter in parameters.items():
         slots = optimizer.state.get(names[piece.name], {})
         if slots:
-            copy.state[parameter] = {key: cut_slot(value, piece, names[piece.name]) for key, value in slots.items()}
-    return copy, parameters
+            twin.state[parameter] = {key: cut_slot(value, piece, names[piece.name]) for key, value in slots.items()}
+    return twin, parameters
 
 
 def cut_slot(slot: Any, piece: Piece, whole: Tensor) -> Any:

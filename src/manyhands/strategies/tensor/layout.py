@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Mean, StrategyError
+from ...core import Mean, StrategyError, remember_buffers
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
@@ -91,6 +91,7 @@ def find_layout(
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
+        put_back = (lambda: None) if pretends else remember_buffers(model)
         try:
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
@@ -108,6 +109,8 @@ def find_layout(
                 raise
             _give_way(model, layout, wishes, stack, error)
             continue
+        finally:
+            put_back()
         return layout
 
 
