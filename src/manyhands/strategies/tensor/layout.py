@@ -91,7 +91,7 @@ def find_layout(
         for name in layout.whole:
             layout.ways.pop(name, None)
         stack: list[str] = []
-        put_back = (lambda: None) if pretends else remember_buffers(model)
+        put_back = None if pretends else remember_buffers(model)
         try:
             for decides in (True, False):
                 with _pretending(model, axis, layout, decides=decides, pretends=pretends) as fake:
@@ -110,7 +110,8 @@ def find_layout(
             _give_way(model, layout, wishes, stack, error)
             continue
         finally:
-            put_back()
+            if put_back is not None:
+                put_back()
         return layout
 
 
