@@ -257,8 +257,8 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(_trained(model), lr=0.05, momentum=0.9),
     "decay": lambda model: torch.optim.SGD(_trained(model), lr=0.05, weight_decay=0.1),
-    "adamw": lambda model: torch.optim.AdamW(_trained(model), lr=0.01),
-    "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=0.01),
+    "adamw": lambda model: torch.optim.AdamW(_trained(model), lr=0.01, eps=1e-5),
+    "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=0.01, eps=1e-5),
 }
 
 

@@ -63,6 +63,21 @@ class Turned(nn.Module):
         return self.head(turned.transpose(1, 2).view(len(x), -1))
 
 
+class LargestSeen(nn.Module):
+    """Divides by the largest number seen so far, a buffer that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, 5)
+        self.register_buffer("largest", torch.tensor(100.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        return self.head(torch.tanh(x / self.largest))
+
+
 def rebuilt(model: nn.Module, batch: Any) -> Tensor:
     out, middle, log_scale = model(batch[0])
     return (out - batch[0]).square().mean() + (middle.square() + log_scale.exp() - log_scale).mean()
@@ -79,6 +94,7 @@ def task(model: Any, loss: Any, data: Any) -> mh.Task:
 TASKS = {
     "autoencoder": task(Autoencoder, rebuilt, (X, Y)),
     "attention": task(Attention, classify, (Z, Y)),
+    "largest seen": task(LargestSeen, classify, (X, Y)),
     "turned": task(Turned, classify, (Z, Y)),
 }
 
@@ -116,7 +132,7 @@ def test_every_boundary_gives_the_weights_of_one_device(name: str, run_ranks: An
     train(NullWorld(), Job(task=TASKS[name], spec=mh.Single(precision="fp64"), folder=tmp_path / "one", epochs=1))
     expected = CheckpointStore(tmp_path / "one" / CHECKPOINTS).load().model
     results = run_ranks(partial(train_at_boundaries, name=name, folder=tmp_path), 2)[0]
-    assert len(results) > 4
+    assert len(results) >= 4
     for weights in results:
         for key, value in expected.items():
             torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=key)

@@ -147,7 +147,7 @@ def find_rules(model: nn.Module, probe: Probe | None, scope: AbstractContextMana
 
     The network is left as it was. Where the loss cannot be computed from a few samples no rule is found.
     """
-    names = _candidates(model)
+    names = buffers_outside_batch_norm(model)
     if probe is None or not names or not _row_counts(probe):
         return {}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -262,8 +262,8 @@ def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> Rule:
     )
 
 
-def _candidates(model: nn.Module) -> list[str]:
-    """Buffers of layers that have no rule of their own for batches in parts."""
+def buffers_outside_batch_norm(model: nn.Module) -> list[str]:
+    """Names of a network's buffers, but for those of BatchNorm, whose statistics have a rule of their own."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     return [name for name, _ in model.named_buffers() if not norms or not name.startswith(norms)]
 

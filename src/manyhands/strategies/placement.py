@@ -35,6 +35,7 @@ from ..graph import (
     trace,
     works_of,
 )
+from .buffers import buffers_outside_batch_norm
 from .double_backward import on_gradients, refuse_gradients, untraceable
 from .holding import Holding
 from .homes import REST, automatic, by_map, check_map, measured, module_names, parameters_of
@@ -214,7 +215,7 @@ class Placement:
                 self.holders.setdefault(name, set()).add(home)
         for name in parameters_of(works, [node for node in works.traced.outputs if isinstance(node, fx.Node)]):
             self.holders.setdefault(name, set()).add(self.end)
-        changed = {works.traced.buffers.get(n.name) for node in works.traced.graph.nodes for n in changed_at_root(node)}
+        changed = _changed_buffers(works)
         for name in self.calling.reads:
             if name in changed or self.spec.shards != 1 or self.spec.tensor > 1:
                 raise _cannot_read(name)
@@ -345,7 +346,7 @@ class Placement:
         holding: Holding,
         own_buffers: Collection[str] = (),
     ) -> Relay:
-        """What this rank does of a cut."""
+        """What this rank does of a cut; `own_buffers` are updated by each micro-batch from where they were before."""
         blocks = recomputed_by(self.model, self.spec.recompute)
         segments = {
             piece.index: segments_of(
@@ -371,8 +372,9 @@ class Placement:
             held, name = places[node]
             return holding.work(held[name])
 
+        in_turn = _changed_buffers(cut.works) & set(buffers_outside_batch_norm(self.model)) - set(own_buffers)
         return Relay(
-            cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain, own_buffers
+            cut.works, cut.pieces, cut.crossings, world, segments, tensor_of, clock, holding.plain, own_buffers, in_turn
         )
 
     def drop(self, rank: int) -> None:
@@ -388,6 +390,13 @@ class Placement:
     def holds(self, name: str, rank: int) -> bool:
         """Whether a rank holds a parameter or a buffer."""
         return rank in self.holders[name]
+
+
+def _changed_buffers(works: Works) -> set[str]:
+    """Names of the buffers that a forward changes in place."""
+    traced = works.traced
+    nodes = (target.name for node in traced.graph.nodes for target in changed_at_root(node))
+    return {traced.buffers[name] for name in nodes if name in traced.buffers}
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[Mapping[str, Any], str]:

@@ -61,11 +61,15 @@ class Relay:
         clock: Clock,
         plain: Callable[[Tensor], Tensor],
         own_buffers: Collection[str] = (),
+        in_turn: Collection[str] = (),
     ) -> None:
         self.works, self.pieces = works, pieces
         self._world, self._segments, self._tensor_of, self._clock = world, segments, tensor_of, clock
         self._plain = plain
-        self._own_buffers = {node: name for node, name in works.traced.buffers.items() if name in own_buffers}
+        self._own_buffers = {
+            node: name for node, name in works.traced.buffers.items() if name in own_buffers or name in in_turn
+        }
+        self._in_turn = {node: name for node, name in self._own_buffers.items() if name in in_turn}
         self.given = {piece.index: [c for c in crossings if c.source is piece] for piece in pieces}
         """What crosses from each piece."""
         self._taken = {piece.index: [c for c in crossings if c.first is piece] for piece in pieces}
@@ -93,6 +97,10 @@ class Relay:
         for segment in self._segments[piece.index]:
             segment.run(env, self._clock)
             result = [env[name] for name in segment.gives]
+        with torch.no_grad():
+            for node, name in self._in_turn.items():
+                if name in flow.buffers:
+                    self._tensor_of(node).copy_(flow.buffers[name])
         self._give(flow, piece, env)
         return result
 
@@ -101,7 +109,7 @@ class Relay:
         return _Environment(flow.held, given, lambda node: self._own(flow, node))
 
     def _own(self, flow: Flow, node: str) -> Tensor:
-        """A tensor of the network; of a buffer that every micro-batch updates by itself, the micro-batch's own."""
+        """A tensor of the network; of a buffer that micro-batches update, each one's own, which backward may need."""
         name = self._own_buffers.get(node)
         if name is None or not torch.is_grad_enabled():
             return self._tensor_of(node)
