@@ -180,7 +180,7 @@ JOURNAL_FIELDS: dict[int, Fields] = {
 def is_journal_line(value: Any) -> bool:
     """Return whether a value is a line of a study's journal as readers expect it."""
     is_line = isinstance(value, dict) and type(value.get("op_code")) is int
-    return is_line and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
+    return is_line and maybe(count)(value.get("trial_id")) and holds(value, JOURNAL_FIELDS.get(value["op_code"], {}))
 
 
 def is_event(value: Any) -> bool:

@@ -194,9 +194,11 @@ def _lines(path: Path) -> list[_Line]:
     if not os.path.lexists(path):
         return []
     with os.fdopen(open_regular(path), "rb") as file:
-        found = [_line(number, raw or b"") for number, raw in enumerate(read_lines(file), 1)]
-    # The last line may be written at this moment.
-    return found[:-1] if found and found[-1].raw and not found[-1].raw.endswith(b"\n") else found
+        raws = [raw or b"" for raw in read_lines(file)]
+    # The last line may be written at this moment; a program that opens the journal for writing cuts it off.
+    if raws and raws[-1] and not raws[-1].endswith(b"\n"):
+        raws.pop()
+    return [_line(number, raw) for number, raw in enumerate(raws, 1)]
 
 
 def _line(number: int, raw: bytes) -> _Line:
@@ -253,7 +255,7 @@ def _take(trial: Trial, fact: Mapping[str, Any]) -> None:
     if fact["op_code"] == fields.REPORT:
         trial.reports[fact["step"]] = fact["intermediate_value"]
         return
-    trial.state, trial.values = _NAMES[fact["state"]], tuple(fact["values"] or ())
+    trial.state, trial.values = _NAMES[fact["state"]], tuple(fact.get("values") or ())
     trial.metrics, trial.reason, trial.is_feasible = fact["metrics"], fact["reason"], fact["feasible"]
 
 

@@ -13,6 +13,8 @@ Environ = Mapping[str, str]
 CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
 DEFAULT_PORT = 29500
 """Where ranks meet when nobody named a port; torchrun's own."""
+MOST_HOSTS, MOST_DIGITS = 65_536, 9
+"""Hosts of a job and digits of a number that are read: a damaged variable must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class Standing:
     size: int
     local_rank: int = 0
     local_size: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.local_size) < 1:
+            raise SettingsError(
+                "a job has at least one rank, and one on every host",
+                got=f"{self.size} ranks, {self.local_size} on this host",
+                remedy="see how the ranks were started",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +116,11 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
     for name in names:
         if environ.get(name, "") != "":
             text = environ[name].strip()
-            if not text.isdecimal():
-                raise SettingsError(f"{name} is a whole number", got=repr(environ[name]), remedy="correct it")
+            if not text.isdecimal() or len(text) > MOST_DIGITS:
+                digits = f" of at most {MOST_DIGITS} digits" if text.isdecimal() else ""
+                raise SettingsError(
+                    f"{name} is a whole number{digits}", got=repr(environ[name][:80]), remedy="correct it"
+                )
             return int(text)
     if default is None:
         raise SettingsError(
@@ -130,7 +143,15 @@ def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_P
 
 def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tuple[Host, ...]:
     """So many hosts, of which some have names."""
+    _require_few(count)
     return tuple(Host(names.get(index, ""), num_devices) for index in range(count))
+
+
+def _require_few(count: int) -> None:
+    if count > MOST_HOSTS:
+        raise SettingsError(
+            f"a job has at most {MOST_HOSTS:,} hosts", got=f"{count:,}", remedy="correct the scheduler's variables"
+        )
 
 
 def _require_numbers(cluster: Cluster) -> None:
@@ -202,17 +223,20 @@ def _expanded(part: str) -> list[str]:
     if match is None:
         return [part.strip()]
     tails = _expanded(part[match.end() :]) if part[match.end() :] else [""]
-    return [f"{part[: match.start()]}{middle}{tail}" for middle in _numbers(match[1]) for tail in tails]
+    numbers = _numbers(match[1])
+    _require_few(len(numbers) * len(tails))
+    return [f"{part[: match.start()]}{middle}{tail}" for middle in numbers for tail in tails]
 
 
 def _numbers(text: str) -> list[str]:
     found: list[str] = []
     for piece in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
+        match = re.fullmatch(rf"(\d{{1,{MOST_DIGITS}}})(?:-(\d{{1,{MOST_DIGITS}}}))?", piece.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise SettingsError(
                 "a range of hosts is written like [01-03,07]", got=f"[{text}]", remedy="correct the list"
             )
         first, last = int(match[1]), int(match[2] or match[1])
+        _require_few(len(found) + last + 1 - first)
         found += [str(index).zfill(len(match[1])) for index in range(first, last + 1)]
     return found
