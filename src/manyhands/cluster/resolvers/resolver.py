@@ -118,9 +118,8 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
             text = environ[name].strip()
             if not text.isdecimal() or len(text) > MOST_DIGITS:
                 digits = f" of at most {MOST_DIGITS} digits" if text.isdecimal() else ""
-                raise SettingsError(
-                    f"{name} is a whole number{digits}", got=repr(environ[name][:80]), remedy="correct it"
-                )
+                rule, got = f"{name} is a whole number{digits}", repr(environ[name][:80])
+                raise SettingsError(rule, got=got, remedy="correct it")
             return int(text)
     if default is None:
         raise SettingsError(
