@@ -185,7 +185,7 @@ class GrpcListener:
                 name: grpc.stream_unary_rpc_method_handler(
                     self._guarded(
                         f"/{service.name}/{name}",
-                        _parsing(method, asked) if self._manages or name not in service.managing else None,
+                        parsing(method, asked) if self._manages or name not in service.managing else None,
                     )
                 )
                 for name, (method, asked, _) in service.methods().items()
@@ -282,7 +282,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-def _parsing(method: Method, asked: Any) -> Method:
+def parsing(method: Method, asked: Any) -> Method:
     """A method of bytes: what cannot be parsed is the client's mistake, which gRPC itself would call ours."""
 
     async def run(request: bytes, context: Any) -> Any:
