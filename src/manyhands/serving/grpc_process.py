@@ -313,8 +313,7 @@ class GrpcProcess:
             return
         if self._frames is not None and patience > 0:
             self._frames.send(STOP, 0, orjson.dumps({"patience": patience}))
-            with contextlib.suppress(TimeoutError, Exception):
-                await asyncio.wait_for(asyncio.wrap_future(service.ended), patience + 1.0)
+            await asyncio.wait([_ending(service)], timeout=patience + 1.0)
         if self._frames is not None:
             self._frames.close()
         for task in self._tasks.values():
@@ -329,7 +328,7 @@ class GrpcProcess:
             self._closed,
         )  # fmt: skip
         self._service = await asyncio.to_thread(self.engine.start_service, frontend, Device("cpu"))
-        ended = asyncio.wrap_future(self._service.ended)
+        ended = _ending(self._service)
         self._ready = loop.create_future()
         ours, theirs = socket.socketpair()
         try:
@@ -405,3 +404,10 @@ class GrpcProcess:
                 frames.send(ANSWER, number, b"", answer)
             if self.on_answer is not None:
                 self.on_answer(path, status, len(message), len(answer), arrived)
+
+
+def _ending(service: Service) -> asyncio.Future[None]:
+    """The end of a process, whose reason may be ignored."""
+    ended = asyncio.wrap_future(service.ended)
+    ended.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return ended
