@@ -121,9 +121,12 @@ def main() -> None:
                 hostile, failed = by_models(server, quick)
                 note(report, "models", hostile, failed=failed)
             os.sched_setaffinity(0, cores)
-    for part, attack in (("forged", models.attempt_all), ("ranks", by_ranks), ("files", by_files)):
-        if part in chosen:
-            note(report, part, attack() if part == "forged" else attack(quick))
+    if "forged" in chosen:
+        note(report, "forged", models.attempt_all())
+    if "ranks" in chosen:
+        note(report, "ranks", by_ranks(quick))
+    if "files" in chosen:
+        note(report, "files", by_files(quick))
     if "exports" in chosen:
         entries = zoo.sample() if quick else zoo.zoo()
         report.notes["exports.accepted"] = zoo.accepted(entries, lambda text: print(text, flush=True))
@@ -273,7 +276,7 @@ def aside(work: Callable[[], tuple[list[Outcome], int]], timeout: float) -> tupl
     receiving, sending = context.Pipe(duplex=False)
 
     def run() -> None:
-        # A nice process would not do: the kernel lets it finish its time slice of some milliseconds when a client wakes.
+        # Niceness would not do: the kernel lets a process finish its time slice of milliseconds when a client wakes.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         sending.send(work())
 

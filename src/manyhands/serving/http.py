@@ -53,6 +53,7 @@ _BACKLOG = 1024
 """Connections that wait for the loop, which takes a few of them at a time."""
 _NUM_ACCEPTED, _NUM_LOOKED, _NUM_ENTERING, _ENTER_SECONDS = 8, 16, 4, 0.001
 """Connections that are accepted, looked at and let in together, and the pause before the next ones."""
+_OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _MAX_CONNECTING = 256
 """Connections that are let in and not made yet: those in a handshake of TLS."""
 EVICTED = "the connection is closed for newer ones: this request was not complete yet"
@@ -221,7 +222,7 @@ def _is_begun_head(data: bytes, headers: int) -> bool:
     [True, False, False, False]
     """
     num = data.count(b"\n")
-    if not 65 <= data[0] <= 90 or num > headers or b"\r\n\r\n" in data:
+    if not data[:1].isupper() or num > headers or b"\r\n\r\n" in data:
         return False
     return not num or _FIRST_LINE.match(data) is not None
 
@@ -333,7 +334,7 @@ class Entrance:
             if self._enter(pending):
                 self._pending[accepted.fileno()] = pending
                 # Edge-triggered: what was looked at is not reported again.
-                self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLET)
+                self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
             else:
                 accepted.close()
         return True
@@ -346,27 +347,29 @@ class Entrance:
             events = self._epoll.poll(0, 1)
             if not events:
                 return False
-            num_in += self._look_at(self._pending[events[0][0]])
+            number, event = events[0]
+            num_in += self._look_at(self._pending[number], is_over=bool(event & _OVER))
             if num_in == self._most:
                 break
         return True
 
-    def _look_at(self, pending: Pending) -> bool:
-        """Close a connection that has ended, or let it in; return whether it was let in."""
+    def _look_at(self, pending: Pending, *, is_over: bool) -> bool:
+        """Close a connection whose client sends no more, or let it in; return whether it was let in."""
         try:
             data = pending.socket.recv(_NUM_READ, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             data = b""
-        if not data:
+        is_begun = not self._is_secured and len(data) <= self._max_head and _is_begun_head(data, self._max_headers)
+        if not data or (is_begun and is_over):
             self.forget(pending)
             self._leave(pending)
             pending.socket.close()
             return False
         if not pending.has_begun:
             pending.has_begun, pending.since = True, time.monotonic()
-        if not self._is_secured and len(data) <= self._max_head and _is_begun_head(data, self._max_headers):
+        if is_begun:
             return False
         self.forget(pending)
         self._go_in(pending)
