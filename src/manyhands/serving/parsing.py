@@ -24,7 +24,7 @@ from .scheduling import step_aside
 Read = TypeVar("Read")
 INLINE = 64 << 10
 """Bytes of a text that is parsed at once: that takes a millisecond at most."""
-NICENESS = 10
+NICENESS = 5
 MEMORY = 512 << 20
 """Bytes that a text may take while it is parsed."""
 SECONDS = 20.0
