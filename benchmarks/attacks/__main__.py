@@ -2,8 +2,7 @@
 
 `python -m benchmarks.attacks [--quick] [--only NAME ...]`. A server with two models answers honest clients all the
 time, pinned to one core; attackers and clients share the other one. Attackers have all of its time that the clients
-leave (SCHED_IDLE): so they send as fast as one core can, and a client that is late was not kept waiting by them. Each
-attack by requests is compared with a control that sends as many cheap requests in the same time, all refused for want
+leave: so they send as fast as one core can, and a client that is late was not kept waiting by them. Each attack by requests is compared with a control that sends as many cheap requests in the same time, all refused for want
 of a token: a connection, a call over gRPC and a pipelined request count as one request each. Where one core cannot
 send so many of them, each on its own connection, the control sends as many as it can. Then hostile models and
 manifests are added to the folder that the server watches, and jobs, files and the loader are attacked by themselves.
@@ -41,6 +40,7 @@ from torch import nn
 
 from manyhands import verbs
 from manyhands.serving.grpc_process import NAME as GRPC_PROCESS
+from manyhands.serving.scheduling import step_aside
 from manyhands.store import export
 
 from ..load import Ask, at_share, measuring
@@ -59,6 +59,8 @@ QUICK = ("header_line", "tiny_chunks", "json_lists", "grpc_memory")
 NAMES = [attack.__name__ for attack in ATTACKS]
 PARTS = ("models", "forged", "ranks", "files", "exports")
 MIB = 1 << 20
+NICENESS = 10
+"""Of attackers: they yield to the clients beside them, whose latency is measured."""
 HOSTILE: dict[str, tuple[Callable[[Path], Path], float]] = {
     "wrong_shape": (models.wrong_shape, 1.0),
     "wrong_dtype": (models.wrong_dtype, 1.0),
@@ -276,8 +278,7 @@ def aside(work: Callable[[], tuple[list[Outcome], int]], timeout: float) -> tupl
     receiving, sending = context.Pipe(duplex=False)
 
     def run() -> None:
-        # Niceness would not do: the kernel lets a process finish its time slice of milliseconds when a client wakes.
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        step_aside(NICENESS)
         sending.send(work())
 
     process = context.Process(target=run)
