@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ from .security import Sites, Tls, Token, is_loopback
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
 KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
+SWITCH_SECONDS = 0.0005
+"""That another thread may keep the interpreter while the loop waits for it; Python's own is ten times as long."""
 FLUSH_SECONDS = 1.0
 """How far the access log may be behind."""
 
@@ -194,11 +197,14 @@ class Background(ABC):
         gc.collect()
         gc.freeze()
         keep_memory()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         flushing = asyncio.create_task(self._flush_log())
         try:
             await self.serve(self._stopping, lambda: started.set_result(None))
         finally:
             flushing.cancel()
+            sys.setswitchinterval(interval)
             gc.unfreeze()
 
     async def _flush_log(self) -> None:

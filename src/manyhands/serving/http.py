@@ -41,8 +41,8 @@ _NUM_READ, _MAX_DIRECT = 1 << 14, 1 << 22
 """Bytes that are read for the parser at a time, and of bodies that are read past it, straight to where they stay."""
 _LINGER_SECONDS, _LINGER_PAUSE, _NUM_IGNORED = 5.0, 0.01, 1 << 18
 """How long a refused client may send on, how long the reads of that pause, and the bytes that each of them takes."""
-_ALWAYS_INFLATED, _NUM_INFLATED = 1 << 18, 1 << 16
-"""Bytes that any compressed body may become, and compressed bytes that are read at a time."""
+_ALWAYS_INFLATED, _NUM_INFLATED, _NUM_PLAIN = 1 << 18, 1 << 14, 1 << 18
+"""Bytes that any compressed body may become, and compressed and plain bytes that are taken at a time."""
 _ONCE = {b"host", b"origin", b"authorization", b"content-type", b"content-encoding", b"inference-header-content-length"}
 """Headers that decide something; a request that has one of them twice could mean either."""
 _MORE = {503: b"Retry-After: 1\r\n", 401: b"WWW-Authenticate: Bearer\r\n"}
@@ -151,7 +151,7 @@ class Inflating:
     The result may have as many bytes as the limit says, and not be much larger than what came.
     """
 
-    def __init__(self, request: Request, coding: bytes, limit: int) -> None:
+    def __init__(self, request: Request | Compressed, coding: bytes, limit: int) -> None:
         self._request, self._coding, self._limit = request, coding.decode(), limit
         self._most = min(limit, max(_ALWAYS_INFLATED, request.inflation * len(request.body)))
         self._stream = zlib.decompressobj(31 if coding == b"gzip" else 15)
@@ -175,7 +175,7 @@ class Inflating:
 
     def _step(self) -> None:
         try:
-            self._plain += self._stream.decompress(self._rest, min(1 << 20, self._most + 1))
+            self._plain += self._stream.decompress(self._rest, min(_NUM_PLAIN, self._most + 1))
         except zlib.error as error:
             raise BadRequest(400, f"the body must be {self._coding}: {error}") from None
         self._rest = memoryview(self._stream.unconsumed_tail)
@@ -185,6 +185,26 @@ class Inflating:
         if self._most == self._limit:
             return f"a body may have {self._limit} bytes after decompression, but got more"
         return f"a body of {num} bytes may become {inflation} times larger by decompression, but got more"
+
+
+class Compressed:
+    """As much of a request as decompressing it needs, for a process that has nothing else of it."""
+
+    def __init__(self, body: bytes, inflation: int) -> None:
+        self.body: Body = body
+        self.inflation = inflation
+        self.headers = {b"content-encoding": b""}
+
+    def hold(self, num: int) -> None:
+        """Count nothing: the limit of the result is all that such a process holds."""
+
+
+def inflated(body: bytes, coding: bytes, limit: int, inflation: int) -> bytes:
+    """Return a body decompressed; raises BadRequest where it becomes too large."""
+    one = Compressed(body, inflation)
+    for step in Inflating(one, coding, limit).steps():
+        step()
+    return bytes(one.body)
 
 
 Handler = Callable[[Request], None]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ..cluster import Device, Engine, Service, World
 from ..core import ManyhandsError, RequestRefused
 from .http import BadRequest
-from .scheduling import step_aside
+from .scheduling import restore_slice, step_aside
 
 Read = TypeVar("Read")
 INLINE = 64 << 10
@@ -77,7 +77,7 @@ class Parsing:
         self._waiting: list[Waiting] = []
         self._num = 0
         self._task: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "manyhands-parsing")
+        self._thread = ThreadPoolExecutor(1, "manyhands-parsing", restore_slice)
 
     async def run(self, size: int, work: Callable[..., Read], *args: Any) -> Read:
         """Return what a function returns in the process; raises the BadRequest or RequestRefused that it raises."""

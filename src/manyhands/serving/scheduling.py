@@ -27,13 +27,21 @@ def shorten_slice() -> bool:
     return _set_slice(SLICE_NANOSECONDS)
 
 
+def restore_slice() -> None:
+    """Give this thread time slices of the usual length again.
+
+    It keeps its niceness: a thread of less priority that holds the interpreter would hold up those that wait for it.
+    """
+    _set_slice(0)
+
+
 def step_aside(nice: int) -> None:
     """Give this process less priority than the processes of its server that answer requests.
 
     Where the kernel groups processes by their session (sched_autogroup), niceness counts inside a session only, so the
     process gets a session of its own and the session gets the niceness.
     """
-    _set_slice(0)
+    restore_slice()
     os.setpriority(os.PRIO_PROCESS, 0, nice)
     with contextlib.suppress(OSError):
         os.setsid()

@@ -161,7 +161,7 @@ class Server(Background):
         remote, managing = self._grpc_listeners([service(desk) for service in GRPC], meeting)
         public, private = (
             Listener(
-                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits),
+                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits, parsing),
                 settings.limits,
                 settings.tls,
                 access,
