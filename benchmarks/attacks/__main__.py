@@ -395,11 +395,14 @@ def watching(pid: int) -> Iterator[Memory]:
 
 @contextmanager
 def serving(root: Path, core: int) -> Iterator[Served]:
-    """`manyhands serve` on one core, once both models answer."""
+    """`manyhands serve` on one core, once its models answer; `free` takes rows of any length."""
     folder = root / "models"
     made = export(nn.Identity(), lambda model, x: x + 1, {"x": torch.ones(2, 3)}, root / "made")
     for name in ("adder", "neighbour"):
         shutil.copytree(made, folder / name / "1")
+    rows = {"x": torch.ones(2, 3)}
+    free = export(nn.Identity(), lambda model, x: 2 * x, rows, root / "made-free", free={"x": [1]})
+    shutil.copytree(free, folder / "free" / "1")
     ports = {name: free_port() for name in ("http", "grpc", "manage")}
     where = [f"--{name}={port}" for name, port in ports.items()]
     command = [sys.executable, "-m", "manyhands", "serve", str(folder), "--probation=0", "--quiet", *where]
