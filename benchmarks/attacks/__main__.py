@@ -1,14 +1,20 @@
 """Attacks under normal load: what an attacker reaches, and what honest clients notice.
 
-`python -m benchmarks.attacks [--quick]`. A server with two models answers honest clients all the time, pinned to one
-core; attackers and clients share the other one, the attackers at the lowest priority. Each attack by requests is
-compared with a control that sends as many cheap requests in the same time, all refused for want of a token: so what
-the ratio shows is what the attack costs the server beyond the connections. Then hostile models and manifests are added
-to the folder that the server watches, and jobs, files and the loader are attacked by themselves.
+`python -m benchmarks.attacks [--quick] [--only NAME ...]`. A server with two models answers honest clients all the
+time, pinned to one core; attackers and clients share the other one. Attackers have all of its time that the clients
+leave: so they send as fast as one core can, and a client that is late was not kept waiting by them. Each attack by
+requests is compared with a control that sends as many cheap requests in the same time, all refused for want of a token:
+a connection, a call over gRPC and a pipelined request count as one request each. Where one core cannot send so many of
+them, each on its own connection, the control sends as many as it can. Then hostile models and
+manifests are added to the folder that the server watches, and jobs, files and the loader are attacked by themselves.
+
+`--only` runs some of the attacks by requests, or the parts `models`, `forged`, `ranks`, `files` and `exports`, and
+replaces what the result file has about them; the other figures of that file stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import multiprocessing
@@ -21,10 +27,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,11 +40,13 @@ import torch
 from torch import nn
 
 from manyhands import verbs
+from manyhands.serving.grpc_process import NAME as GRPC_PROCESS
+from manyhands.serving.scheduling import step_aside
 from manyhands.store import export
 
-from ..load import Ask, measuring
+from ..load import Ask, at_share, measuring
 from ..load import Outcome as Answers
-from ..report import Check, Report, arguments
+from ..report import RESULTS, Check, Report, Row
 from ..serve import free_port, wait_for
 from . import files, models, ranks, zoo
 from .outcome import Outcome
@@ -45,10 +54,14 @@ from .requests import ATTACKS, PREDICT, Target, head, send
 
 RATE = 150.0
 """Honest requests a second."""
-SECONDS, ROUNDS = 8.0, 3
+SECONDS, ROUNDS = 6.0, 3
 QUICK = ("header_line", "tiny_chunks", "json_lists", "grpc_memory")
 """Attacks by requests that `--quick` runs."""
+NAMES = [attack.__name__ for attack in ATTACKS]
+PARTS = ("models", "forged", "ranks", "files", "exports")
 MIB = 1 << 20
+NICENESS = 10
+"""Of attackers: they yield to the clients beside them, whose latency is measured."""
 HOSTILE: dict[str, tuple[Callable[[Path], Path], float]] = {
     "wrong_shape": (models.wrong_shape, 1.0),
     "wrong_dtype": (models.wrong_dtype, 1.0),
@@ -96,49 +109,86 @@ class Window:
 
 
 def main() -> None:
-    """Run all attacks, print and write the report."""
-    quick = arguments(__doc__).quick
-    cores = sorted(os.sched_getaffinity(0))[:2]
+    """Run all attacks, or some of them, print and write the report."""
+    options = arguments()
+    quick, chosen = options.quick, set(options.only or [*NAMES, *PARTS])
     report = Report("attacks", quick)
-    outcomes: dict[str, list[Outcome]] = {}
-    with tempfile.TemporaryDirectory() as name, serving(Path(name), cores[0]) as server:
-        os.sched_setaffinity(0, {cores[-1]})
-        outcomes["requests"], growth = by_requests(report, server, quick)
-        hostile, failed = by_models(server, quick)
-        outcomes["served models"] = hostile
-        os.sched_setaffinity(0, cores)
-    outcomes["forged models"] = models.attempt_all()
-    outcomes["ranks"] = by_ranks(quick)
-    outcomes["files"] = by_files(quick)
-    entries = zoo.sample() if quick else zoo.zoo()
-    accepted = zoo.accepted(entries, lambda text: print(text, flush=True))
-    describe(report, outcomes)
-    report.notes["honest exports tried"] = len(entries)
-    report.checks["other_models_affected"] = Check(value=float(failed), at_most=0)
-    report.checks["server_rss_growth_mib"] = Check(value=growth / MIB, at_most=64)
-    report.checks["honest_exports_accepted"] = Check(value=accepted, at_least=0.98)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if chosen & {"models", *NAMES}:
+        with tempfile.TemporaryDirectory() as name, serving(Path(name), cores[0]) as server:
+            os.sched_setaffinity(0, {cores[-1]})
+            by_requests(report, server, quick, chosen)
+            if "models" in chosen:
+                hostile, failed = by_models(server, quick)
+                note(report, "models", hostile, failed=failed)
+            os.sched_setaffinity(0, cores)
+    if "forged" in chosen:
+        note(report, "forged", models.attempt_all())
+    if "ranks" in chosen:
+        note(report, "ranks", by_ranks(quick))
+    if "files" in chosen:
+        note(report, "files", by_files(quick))
+    if "exports" in chosen:
+        entries = zoo.sample() if quick else zoo.zoo()
+        report.notes["exports.accepted"] = zoo.accepted(entries, lambda text: print(text, flush=True))
+        report.notes["exports.tried"] = len(entries)
+    if options.only:
+        keep_others(report, chosen)
+    conclude(report)
     report.finish()
 
 
-def by_requests(report: Report, server: Served, quick: bool) -> tuple[list[Outcome], int]:
-    """Run every attack by requests beside its control; return the outcomes and the largest growth of memory."""
-    attacks = [attack for attack in ATTACKS if not quick or attack.__name__ in QUICK]
-    worst, growth, outcomes = 0.0, 0, list[Outcome]()
-    for attack in attacks:
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a short look: few attacks, one short round each")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[*NAMES, *PARTS], help="attacks and parts to run; the others stay"
+    )
+    return parser.parse_args()
+
+
+def keep_others(report: Report, chosen: Collection[str]) -> None:
+    """Take from the result file what it has about attacks and parts that do not run now."""
+    path = RESULTS / ("attacks.quick.json" if report.quick else "attacks.json")
+    if path.exists():
+        found = json.loads(path.read_text())
+        report.rows += [Row(**row) for row in found["rows"] if row["case"] not in chosen]
+        rest = found.get("notes", {}).items()
+        report.notes.update({name: value for name, value in rest if name.partition(".")[0] not in chosen})
+
+
+def by_requests(report: Report, server: Served, quick: bool, chosen: Collection[str]) -> None:
+    """Run attacks by requests, each beside its control."""
+    seconds = 2.0 if quick else SECONDS
+    for attack in ATTACKS:
         name = attack.__name__
-        attacked, control = list[float](), list[float]()
+        if name not in chosen or (quick and name not in QUICK):
+            continue
+        attacked, control = list[Window](), list[Window]()
         for _ in range(1 if quick else ROUNDS):
-            window = during(server, functools.partial(repeatedly, attack), 2.0 if quick else SECONDS)
-            again = during(server, functools.partial(cheaply, window.requests), 2.0 if quick else SECONDS)
-            attacked.append(window.answers.percentile(0.99))
-            control.append(again.answers.percentile(0.99))
-            growth = max(growth, window.growth)
-            outcomes += window.outcomes
-            print(f"{name}: p99 {attacked[-1] * 1e3:.1f} ms, control {control[-1] * 1e3:.1f} ms", flush=True)
-        row = report.add(name, {"control": control, "attack": attacked}, "control")["attack"]
-        worst = max(worst, row.ratio)
-    report.checks["normal_p99_ratio"] = Check(value=worst, at_most=2.0)
-    return outcomes, growth
+            attacked.append(during(server, functools.partial(repeatedly, attack), seconds))
+            control.append(during(server, functools.partial(cheaply, attacked[-1].requests), seconds))
+            print(f"{name}: {shown(attacked[-1])}; control {shown(control[-1])}", flush=True)
+        times = {
+            kind: [window.answers.percentile(0.99) for window in windows]
+            for kind, windows in (("control", control), ("attack", attacked))
+        }
+        report.add(name, times, "control")
+        figures = {
+            "growth_mib": max(window.growth for window in attacked) / MIB,
+            "requests_per_second": median(window.requests for window in attacked) / seconds,
+            "control_per_second": median(window.requests for window in control) / seconds,
+            "client_late_p99_ms": 1e3 * median(at_share(window.answers.late, 0.99) for window in attacked),
+        }
+        note(report, name, [one for window in attacked for one in window.outcomes], **figures)
+
+
+def shown(window: Window) -> str:
+    """A line about a window."""
+    late = at_share(window.answers.late, 0.99) * 1e3
+    p99 = window.answers.percentile(0.99) * 1e3
+    return f"p99 {p99:.1f} ms (sent {late:.1f} ms late), {window.requests} requests"
 
 
 def by_models(server: Served, quick: bool) -> tuple[list[Outcome], int]:
@@ -176,20 +226,40 @@ def by_files(quick: bool) -> list[Outcome]:
     return outcomes
 
 
-def describe(report: Report, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
-    """Count what was reached, and what was refused without a reason."""
-    everything = [one for found in outcomes.values() for one in found]
-    escapes = [one for one in outcomes["forged models"] if one.succeeded]
-    executed = [one for one in outcomes["ranks"] if one.succeeded]
-    report.checks["memory_escapes"] = Check(value=float(len(escapes)), at_most=0)
-    report.checks["code_executions"] = Check(value=float(len(executed)), at_most=0)
-    refused = sum(one.is_refused_with_reason for one in everything)
-    report.checks["refused_with_reason"] = Check(value=refused / len(everything), at_least=1.0)
-    for kind, found in outcomes.items():
-        report.notes[f"attacks: {kind}"] = len(found)
-    for one in everything:
+def note(report: Report, name: str, outcomes: Sequence[Outcome], **figures: float) -> None:
+    """Count what was reached and what was refused, and name what was refused without a reason."""
+    counts = {
+        "attacks": len(outcomes),
+        "refused": sum(one.is_refused_with_reason for one in outcomes),
+        "succeeded": sum(one.succeeded for one in outcomes),
+    }
+    for what, value in {**counts, **figures}.items():
+        report.notes[f"{name}.{what}"] = round(float(value), 3)
+    for one in outcomes:
         if not one.is_refused_with_reason:
-            report.notes[f"not refused: {one.name}"] = f"{one.reason} {one.detail}"[:300]
+            report.notes[f"{name}.not refused: {one.name}"] = f"{one.reason} {one.detail}"[:300]
+
+
+def conclude(report: Report) -> None:
+    """Compare all figures that there are with their bars."""
+    notes = report.notes
+
+    def every(what: str) -> list[float]:
+        return [float(value) for name, value in notes.items() if name.endswith(f".{what}")]
+
+    ratios = [row.ratio for row in report.rows if row.name == "attack"]
+    report.checks["normal_p99_ratio"] = Check(value=max(ratios, default=0.0), at_most=2.0)
+    report.checks["server_rss_growth_mib"] = Check(value=max(every("growth_mib"), default=0.0), at_most=64)
+    report.checks["refused_with_reason"] = Check(value=sum(every("refused")) / sum(every("attacks")), at_least=1.0)
+    for check, name in (
+        ("other_models_affected", "models.failed"),
+        ("memory_escapes", "forged.succeeded"),
+        ("code_executions", "ranks.succeeded"),
+    ):
+        if name in notes:
+            report.checks[check] = Check(value=float(notes[name]), at_most=0)
+    if "exports.accepted" in notes:
+        report.checks["honest_exports_accepted"] = Check(value=float(notes["exports.accepted"]), at_least=0.98)
 
 
 def during(server: Served, attack: Callable[[Target, float], tuple[list[Outcome], int]], seconds: float) -> Window:
@@ -204,12 +274,12 @@ def during(server: Served, attack: Callable[[Target, float], tuple[list[Outcome]
 
 
 def aside(work: Callable[[], tuple[list[Outcome], int]], timeout: float) -> tuple[list[Outcome], int]:
-    """Run something in a process of the lowest priority."""
+    """Run something in a process that has the time which clients leave."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
 
     def run() -> None:
-        os.nice(19)
+        step_aside(NICENESS)
         sending.send(work())
 
     process = context.Process(target=run)
@@ -236,13 +306,12 @@ def repeatedly(attack: Attack, target: Target, seconds: float) -> tuple[list[Out
 def cheaply(requests: int, target: Target, seconds: float) -> tuple[list[Outcome], int]:
     """Send as many requests without a token, evenly over the time; they are refused at once."""
     message = head("POST", PREDICT, {"Host": "localhost", "Content-Length": "2"}) + b"{}"
-    began = time.monotonic()
-    for number in range(requests):
-        time.sleep(max(0.0, began + seconds * number / requests - time.monotonic()))
+    began, sent = time.monotonic(), 0
+    while sent < requests and time.monotonic() < began + seconds:
+        time.sleep(max(0.0, began + seconds * sent / requests - time.monotonic()))
         send(target.http, [message])
-        if time.monotonic() > began + seconds:
-            break
-    return [], requests
+        sent += 1
+    return [], sent
 
 
 def adding(name: str, folder: Path, target: Target, seconds: float) -> tuple[list[Outcome], int]:
@@ -305,13 +374,15 @@ class Memory:
 
 @contextmanager
 def watching(pid: int) -> Iterator[Memory]:
-    """Watch the resident memory of a process."""
-    process, memory, over = psutil.Process(pid), Memory(), threading.Event()
-    first = process.memory_info().rss
+    """Watch the resident memory of a server: its process, and that for gRPC."""
+    server = psutil.Process(pid)
+    processes = [server, *(child for child in server.children(recursive=True) if child.name() == GRPC_PROCESS)]
+    memory, over = Memory(), threading.Event()
+    first = sum(process.memory_info().rss for process in processes)
 
     def watch() -> None:
         while not over.wait(0.02):
-            memory.growth = max(memory.growth, process.memory_info().rss - first)
+            memory.growth = max(memory.growth, sum(process.memory_info().rss for process in processes) - first)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -324,11 +395,14 @@ def watching(pid: int) -> Iterator[Memory]:
 
 @contextmanager
 def serving(root: Path, core: int) -> Iterator[Served]:
-    """`manyhands serve` on one core, once both models answer."""
+    """`manyhands serve` on one core, once its models answer; `free` takes rows of any length."""
     folder = root / "models"
     made = export(nn.Identity(), lambda model, x: x + 1, {"x": torch.ones(2, 3)}, root / "made")
     for name in ("adder", "neighbour"):
         shutil.copytree(made, folder / name / "1")
+    rows = {"x": torch.ones(2, 3)}
+    free = export(nn.Identity(), lambda model, x: 2 * x, rows, root / "made-free", free={"x": [1]})
+    shutil.copytree(free, folder / "free" / "1")
     ports = {name: free_port() for name in ("http", "grpc", "manage")}
     where = [f"--{name}={port}" for name, port in ports.items()]
     command = [sys.executable, "-m", "manyhands", "serve", str(folder), "--probation=0", "--quiet", *where]

@@ -212,7 +212,7 @@ def idle_connections(target: Target) -> Outcome:
         for connection in open_:
             connection.close()
     reason = "the connections that were idle longest are closed" if closed else "all connections fit"
-    return Outcome("idle_connections", not well, reason, {"opened": len(open_), "closed": closed})
+    return Outcome("idle_connections", not well, reason, {"requests": len(open_), "closed": closed})
 
 
 def slow_heads(target: Target) -> Outcome:
@@ -229,7 +229,7 @@ def slow_heads(target: Target) -> Outcome:
         for connection in open_:
             connection.close()
     reason = Answer(503, answers[0].decode(errors="replace")).reason if answers else "all connections fit"
-    return Outcome("slow_heads", not well, reason, {"opened": len(open_), "refused": len(answers)})
+    return Outcome("slow_heads", not well, reason, {"requests": len(open_), "refused": len(answers)})
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -263,7 +263,7 @@ def pipelined(target: Target) -> Outcome:
                 sent += 100
         answer = connection.recv(65536).decode(errors="replace")
     found = Answer(int(answer.split(" ", 2)[1]), answer.partition("\r\n\r\n")[2])
-    return Outcome("pipelined", not is_well(target), found.reason, {"sent": sent, "status": found.status})
+    return Outcome("pipelined", not is_well(target), found.reason, {"requests": sent, "status": found.status})
 
 
 def upgrades(target: Target) -> Outcome:
@@ -445,7 +445,7 @@ def grpc_memory(target: Target, num: int = 60, size: int = 8 * MIB, *, with_toke
     finally:
         connection.close()
     reason = answers[0].reason if answers else ""
-    detail: dict[str, float | str] = {"sent_mib": total / MIB, "refused": len(answers)}
+    detail: dict[str, float | str] = {"requests": num, "sent_mib": total / MIB, "refused": len(answers)}
     return Outcome("grpc_memory", total > 64 * MIB or not is_well(target), reason, detail)
 
 
@@ -457,7 +457,7 @@ def grpc_metadata(target: Target) -> Outcome:
 
 def grpc_floods(target: Target) -> Outcome:
     """Send floods of control frames: pings, settings, resets, empty frames."""
-    sent = 0
+    sent = num_calls = 0
     goaway = b""
     for flood in (_pings, _settings, _resets, _empties):
         connection = Http2(target.host, target.grpc)
@@ -469,10 +469,11 @@ def grpc_floods(target: Target) -> Outcome:
                 sent += 100
                 connection.read(0.001)
             goaway = goaway or connection.goaway
+            num_calls += len(connection.streams)
         finally:
             connection.close()
     reason = goaway.decode(errors="replace") or "all frames were taken and cost nothing"
-    return Outcome("grpc_floods", not is_well(target), reason, {"frames": sent})
+    return Outcome("grpc_floods", not is_well(target), reason, {"requests": num_calls, "frames": sent})
 
 
 def _pings(connection: Http2) -> bytes:

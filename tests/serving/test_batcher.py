@@ -210,6 +210,19 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
     desk.submit([8])
 
 
+def test_the_rows_of_all_requests_together_do_not_exceed_the_queue() -> None:
+    desk = Desk(max_rows=1, queue_rows=4)
+    large = desk.submit([float(value) for value in range(16)])
+    assert desk.batcher.num_queued == 16
+    desk.batcher.cancel(large)
+    desk.submit([1.0, 2.0])
+    with pytest.raises(RequestRefused, match="2 rows are waiting, and 3 more would be too many") as caught:
+        desk.submit([1.0, 2.0, 3.0])
+    assert caught.value.code == "UNAVAILABLE"
+    desk.submit([3.0, 4.0])
+    assert desk.batcher.num_queued == 4
+
+
 def test_what_would_be_too_late_is_refused_before_it_waits() -> None:
     desk = Desk(max_rows=1, queue_rows=10_000)
     desk.submit([0])

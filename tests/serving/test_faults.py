@@ -173,6 +173,19 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> 
     logs.close()
 
 
+def test_the_access_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.serving.logs.MAX_ACCESS_BYTES", 2000)
+    logs = Logs(tmp_path)
+    for number in range(200):
+        logs.call("POST", f"/v1/models/moody{number}:predict", 200, 10, 10, 0.0)
+        logs.flush()
+    logs.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("access*")}
+    assert sorted(sizes) == ["access.1.jsonl", "access.jsonl"]
+    assert max(sizes.values()) < 2200
+    assert "moody199" in (tmp_path / "access.jsonl").read_text() + (tmp_path / "access.1.jsonl").read_text()
+
+
 def test_memory_stays_flat(start: Start) -> None:
     server = start({"moody": Moody()})
     body = {"instances": [[1.0]] * 64}

@@ -6,11 +6,13 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from manyhands.serving import Server
+from manyhands.serving.grpc_process import CALL, NAME, GrpcProcess
 from manyhands.serving.protocols import health_grpc, open_inference_grpc, tensorflow_grpc
 
 from .conftest import Start
@@ -102,6 +104,41 @@ def test_a_token_and_a_deadline(start: Start) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         call(server.grpc, method, request, messages["ModelInferResponse"], metadata=metadata, timeout=0.1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+
+
+def test_calls_without_a_token_never_reach_the_server_s_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused by the process for gRPC: a flood of them costs the server nothing."""
+    heard: list[int] = []
+    original = GrpcProcess._hear
+
+    def hear(listener: GrpcProcess, kind: int, *rest: Any) -> None:
+        heard.append(kind)
+        original(listener, kind, *rest)
+
+    monkeypatch.setattr(GrpcProcess, "_hear", hear)
+    server = start({"moody": Moody()}, token="secret")
+    heard.clear()
+    messages = health_grpc.MESSAGES
+    asked = "/grpc.health.v1.Health/Check", messages["HealthCheckRequest"](), messages["HealthCheckResponse"]
+    for _ in range(20):
+        with pytest.raises(grpc.RpcError, match="this server wants a token"):
+            call(server.grpc, *asked)
+    assert heard == []
+    assert call(server.grpc, *asked, metadata=[("authorization", "Bearer secret")]).status == 1
+    assert heard == [CALL]
+
+
+def test_the_process_for_grpc_is_restarted_on_its_port(start: Start) -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    server = start({"moody": Moody()})
+    messages = health_grpc.MESSAGES
+    asked = "/grpc.health.v1.Health/Check", messages["HealthCheckRequest"](), messages["HealthCheckResponse"]
+    assert call(server.grpc, *asked).status == 1
+    started = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
+    (process,) = [one for one in started if one.name() == NAME]
+    assert process.nice() > 0
+    process.kill()
+    assert call(server.grpc, *asked, wait_for_ready=True, timeout=60).status == 1
 
 
 def test_triton_s_client_loads_and_unloads_models(start: Start) -> None:

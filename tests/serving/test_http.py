@@ -6,22 +6,29 @@ import asyncio
 import contextlib
 import gc
 import gzip
+import socket
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Listener, Request
+from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Connection, Listener, Request
 from manyhands.serving.limits import Limits
 
 Talk = Callable[[int], Awaitable[Any]]
 
 
-def serve(talk: Talk, handler: Callable[[Request], None] | None = None, **limits: Any) -> tuple[Any, Listener]:
+def serve(
+    talk: Talk,
+    handler: Callable[[Request], None] | None = None,
+    listening: list[Listener] | None = None,
+    **limits: Any,
+) -> tuple[Any, Listener]:
     """Runs a client's side against a listener that answers with the body, or as the handler says."""
 
     def echo(request: Request) -> None:
@@ -32,6 +39,8 @@ def serve(talk: Talk, handler: Callable[[Request], None] | None = None, **limits
 
     request_limits = Limits(**limits)
     listener = Listener(handler or echo, request_limits)
+    if listening is not None:
+        listening.append(listener)
 
     async def run() -> Any:
         port = await listener.open("127.0.0.1", 0)
@@ -536,3 +545,98 @@ def test_while_closing_every_answer_ends_its_connection() -> None:
     answers = asyncio.run(run())
     assert all(b"Connection: close" in answer for answer in answers)
     assert [answer.rpartition(b"\r\n")[2] for answer in answers] == [b"done", b"later"]
+
+
+async def count_turns(turns: list[int]) -> None:
+    """Count the turns of the loop."""
+    while True:
+        turns[0] += 1
+        await asyncio.sleep(0)
+
+
+def test_connections_without_a_whole_head_stay_outside() -> None:
+    async def talk(port: int) -> tuple[int, int, bytes]:
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        for _, writer in clients[:20]:
+            writer.write(b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nConnection: close\r\n")
+        while listening[0].num_pending < 30:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        num_inside = len(listening[0].connections)
+        clients[0][1].write(b"\r\nabc")
+        answer = await clients[0][0].read()
+        for _, writer in clients:
+            writer.close()
+        while listening[0].num_pending:
+            await asyncio.sleep(0.01)
+        return num_inside, len(listening[0].connections), answer
+
+    listening: list[Listener] = []
+    (num_inside, num_after, answer), _ = serve(talk, listening=listening)
+    assert (num_inside, num_after) == (0, 0)
+    assert answer.endswith(b"abc")
+
+
+def test_few_connections_are_let_in_during_one_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Counter[int] = Counter()
+    turns = [0]
+    original = Connection.connection_made
+
+    def count(connection: Connection, transport: Any) -> None:
+        made[turns[0]] += 1
+        original(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", count)
+
+    async def talk(port: int) -> list[bytes]:
+        counting = asyncio.ensure_future(count_turns(turns))
+        sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        for sock in sockets:
+            sock.sendall(post(b"a"))
+        answers = [await asyncio.to_thread(sock.recv, 1000) for sock in sockets]
+        for sock in sockets:
+            sock.close()
+        counting.cancel()
+        return answers
+
+    answers, _ = serve(talk)
+    assert all(answer.endswith(b"a") for answer in answers)
+    assert sum(made.values()) == 60
+    assert max(made.values()) <= 8
+
+
+def test_pipelined_requests_of_all_connections_are_handed_on_a_few_at_a_time() -> None:
+    handed: Counter[int] = Counter()
+    turns = [0]
+
+    def handle(request: Request) -> None:
+        handed[turns[0]] += 1
+        request.answer(200, b"done")
+
+    async def talk(port: int) -> list[bytes]:
+        counting = asyncio.ensure_future(count_turns(turns))
+        message = post(b"a", close=False) * 99 + post(b"a")
+        answers = await asyncio.gather(*(say(port, message) for _ in range(3)))
+        counting.cancel()
+        return answers
+
+    answers, _ = serve(talk, handle)
+    assert [answer.count(b"done") for answer in answers] == [100] * 3
+    assert max(handed.values()) <= 3 + 4
+
+
+def test_many_silent_connections_do_not_close_one_that_is_used() -> None:
+    async def talk(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"first", close=False))
+        assert (await reader.read(1000)).endswith(b"first")
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        writer.write(post(b"again"))
+        answer = await reader.read()
+        for _, other in silent:
+            other.close()
+        return answer
+
+    answer, _ = serve(talk, connections_per_address=8)
+    assert answer.endswith(b"again")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 from ..core import RequestRefused
 from . import openapi
 from .exposition import KIND
-from .http import BadRequest, Inflating, Request
+from .http import BadRequest, Inflating, Request, inflated
 from .limits import Limits
+from .parsing import Parsing
 from .protocols.protocol import RestHandler, answer_failure, answer_refusal, cancel
 from .security import Sites, Token
 
@@ -22,8 +19,8 @@ HEALTH = ("/v2/health/live", "/v2/health/ready")
 """What a probe may ask without a token, by any name."""
 PAGE = b"Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'\r\nX-Content-Type-Options: nosniff\r\n"
 INFLATED_HERE = 2048
-"""Compressed bytes that are decompressed at once; more of them on a thread, so that others are answered meanwhile."""
-INFLATE_NICENESS = 10
+"""Compressed bytes that are decompressed at once; more of them in another process, so that others are answered
+meanwhile."""
 
 
 class Access:
@@ -48,8 +45,14 @@ class Access:
 class App:
     """Hands every request to whoever answers its path."""
 
-    def __init__(self, handlers: Mapping[str, RestHandler], metrics: Callable[[], bytes], limits: Limits) -> None:
-        self._handlers, self._metrics, self._limits = handlers, metrics, limits
+    def __init__(
+        self,
+        handlers: Mapping[str, RestHandler],
+        metrics: Callable[[], bytes],
+        limits: Limits,
+        parsing: Parsing | None = None,
+    ) -> None:
+        self._handlers, self._metrics, self._limits, self._parsing = handlers, metrics, limits, parsing
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, request: Request) -> None:
@@ -82,24 +85,31 @@ class App:
             handler.refuse(request, refusal)
 
     def _inflate(self, handler: RestHandler, request: Request) -> None:
-        """Decompress a body on a thread, then hand the request on."""
+        """Decompress a body aside, then hand the request on."""
         coding = request.coding
         if coding is None:
             del request.headers[b"content-encoding"]
             self._handle(handler, request)
             return
         is_text = b"inference-header-content-length" not in request.headers
-        inflating = Inflating(request, coding, self._limits.json if is_text else self._limits.body)
-        task = asyncio.ensure_future(self._inflated(inflating, request))
+        limit = self._limits.json if is_text else self._limits.body
+        task = asyncio.ensure_future(self._inflated(request, coding, limit))
         request.cancel = lambda: cancel(task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _inflated(self, inflating: Inflating, request: Request) -> None:
-        loop, pool = asyncio.get_running_loop(), _inflating_thread()
+    async def _inflated(self, request: Request, coding: bytes, limit: int) -> None:
         try:
-            for step in inflating.steps():
-                await loop.run_in_executor(pool, step)
+            if self._parsing is not None:
+                body = bytes(request.body)
+                plain = await self._parsing.run(len(body), inflated, body, coding, limit, request.inflation)
+                request.hold(len(plain))
+                request.body = plain
+                del request.headers[b"content-encoding"]
+            else:
+                loop = asyncio.get_running_loop()
+                for step in Inflating(request, coding, limit).steps():
+                    await loop.run_in_executor(None, step)
         except BadRequest as error:
             answer_refusal(request, error.status, error.reason)
         except RequestRefused as refusal:
@@ -107,13 +117,3 @@ class App:
         else:
             request.cancel = None
             self(request)
-
-
-@cache
-def _inflating_thread() -> ThreadPoolExecutor:
-    """One thread for all servers of the process, with less priority than the threads that answer."""
-
-    def step_back() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), INFLATE_NICENESS)
-
-    return ThreadPoolExecutor(1, "manyhands-inflate", step_back)

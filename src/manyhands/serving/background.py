@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,15 +20,19 @@ from typing import Any, Self
 
 from ..core import SettingsError, event
 from .app import Access
+from .grpc_process import GrpcProcess
 from .http import Listener
 from .limits import Bodies, Limits
 from .logs import Logs
 from .protocols import GrpcListener
+from .scheduling import shorten_slice
 from .security import Sites, Tls, Token, is_loopback
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
 KEPT_BYTES, LARGEST_KEPT = 64 << 20, 32 << 20
+SWITCH_SECONDS = 0.0005
+"""That another thread may keep the interpreter while the loop waits for it; Python's own is ten times as long."""
 FLUSH_SECONDS = 1.0
 """How far the access log may be behind."""
 
@@ -175,6 +180,7 @@ class Background(ABC):
     def _run(self, started: Future[None]) -> None:
         import uvloop
 
+        shorten_slice()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._work(started))
@@ -191,11 +197,14 @@ class Background(ABC):
         gc.collect()
         gc.freeze()
         keep_memory()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         flushing = asyncio.create_task(self._flush_log())
         try:
             await self.serve(self._stopping, lambda: started.set_result(None))
         finally:
             flushing.cancel()
+            sys.setswitchinterval(interval)
             gc.unfreeze()
 
     async def _flush_log(self) -> None:
@@ -208,7 +217,7 @@ class Background(ABC):
         self._log.event(entry)
         self.on_event(entry)
 
-    async def _listen(self, public: Listener, remote: GrpcListener, private: Listener) -> None:
+    async def _listen(self, public: Listener, remote: GrpcListener | GrpcProcess, private: Listener) -> None:
         settings = self._listening
         public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
         if settings.log is not None:
@@ -217,7 +226,7 @@ class Background(ABC):
         self.grpc = await opened(remote, settings.host, settings.grpc)
         self.manage = await opened(private, settings.manage_host, settings.manage)
 
-    async def _drain(self, public: Listener, remote: GrpcListener) -> None:
+    async def _drain(self, public: Listener, remote: GrpcListener | GrpcProcess) -> None:
         """Takes nothing new, and lets what is there finish."""
         public.stop_listening()
         until = time.monotonic() + self._listening.patience
@@ -230,7 +239,7 @@ class Background(ABC):
         return "http" if self._listening.tls is None else "https"
 
 
-async def opened(listener: Listener | GrpcListener, host: str, port: int) -> int:
+async def opened(listener: Listener | GrpcListener | GrpcProcess, host: str, port: int) -> int:
     """Listens; the port that it got."""
     try:
         return await listener.open(host, port)

@@ -24,7 +24,7 @@ Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
 Shapes = tuple[tuple[int, ...], ...]
 REQUEST_QUEUES = 4
-"""How many times the rows that may wait one request may have."""
+"""How many times the rows that may wait one request may have, where nothing else waits."""
 ATTEMPTS = 3
 """How often a request is computed when replicas die over it; the last time alone."""
 
@@ -38,7 +38,8 @@ class BatchSettings:
     sizes: tuple[int, ...] = ()
     """The sizes to pad batches to, ascending, the last one `max_rows`; empty where any number of rows will do."""
     queue_rows: int = 1024
-    """Rows that may wait; what comes beyond is refused at once. One request may have four times as many."""
+    """Rows that may wait; what comes beyond is refused at once. One request may have four times as many, where no other
+    waits."""
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -209,6 +210,9 @@ class Batcher:
         most = REQUEST_QUEUES * self.settings.queue_rows
         if rows > most:
             raise RequestRefused("INVALID_ARGUMENT", f"a request may have {most} rows, but got {rows}; send parts")
+        if self.num_queued and self.num_queued + rows > self.settings.queue_rows:
+            reason = f"overloaded: {self.num_queued} rows are waiting, and {rows} more would be too many"
+            raise RequestRefused("UNAVAILABLE", reason, max(1.0, math.ceil(self._wait())))
 
     def cancel(self, ticket: Ticket) -> None:
         """Forgets a request whose asker is gone; what was not begun is never computed."""

@@ -7,7 +7,12 @@ work, this takes a quarter of their time per request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import re
 import resource
+import select
+import socket
 import time
 import zlib
 from collections import Counter, deque
@@ -26,22 +31,32 @@ _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 1 << 20
 """Pipelined requests of one connection, and their bytes; what comes beyond waits in the network."""
-_MAX_NOW = 8
+_MAX_NOW = 1
 """Of pipelined requests that came together, those that are answered before other connections are looked at."""
+_NUM_TURNS, _TURN_SECONDS = 4, 0.001
+"""Pipelined requests of all connections that are handed on together, and the pause after them."""
+_NUM_PIPELINED = 1 << 11
+"""Bytes that are parsed at a time where a client has sent several requests together."""
 _NUM_READ, _MAX_DIRECT = 1 << 14, 1 << 22
 """Bytes that are read for the parser at a time, and of bodies that are read past it, straight to where they stay."""
 _LINGER_SECONDS, _LINGER_PAUSE, _NUM_IGNORED = 5.0, 0.01, 1 << 18
 """How long a refused client may send on, how long the reads of that pause, and the bytes that each of them takes."""
-_ALWAYS_INFLATED, _NUM_INFLATED = 1 << 18, 1 << 16
-"""Bytes that any compressed body may become, and compressed bytes that are read at a time."""
+_ALWAYS_INFLATED, _NUM_INFLATED, _NUM_PLAIN = 1 << 18, 1 << 14, 1 << 18
+"""Bytes that any compressed body may become, and compressed and plain bytes that are taken at a time."""
 _ONCE = {b"host", b"origin", b"authorization", b"content-type", b"content-encoding", b"inference-header-content-length"}
 """Headers that decide something; a request that has one of them twice could mean either."""
 _MORE = {503: b"Retry-After: 1\r\n", 401: b"WWW-Authenticate: Bearer\r\n"}
 _MAX_URL = 4096
 """Bytes of a URL; protocols remember those that come again."""
 _HANDSHAKE_SECONDS = 5.0
-_BACKLOG = 128
-"""Connections that wait for the loop, which takes all of them at once."""
+_BACKLOG = 1024
+"""Connections that wait for the loop, which takes a few of them at a time."""
+_NUM_ACCEPTED, _NUM_LOOKED, _NUM_ENTERING, _ENTER_SECONDS = 8, 16, 4, 0.001
+"""Connections that are accepted, looked at and let in together, and the pause before the next ones."""
+_OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_MAX_CONNECTING = 256
+"""Connections that are let in and not made yet: those in a handshake of TLS."""
+EVICTED = "the connection is closed for newer ones: this request was not complete yet"
 JSON = b"application/json"
 Body = bytes | bytearray | memoryview
 Admit = Callable[[str, Mapping[bytes, bytes]], tuple[int, str] | None]
@@ -56,6 +71,16 @@ def _head(status: int, kind: bytes, size: int, extra: bytes) -> bytes:
         size,
         extra,
     )
+
+
+def _refusal(status: int, reason: str) -> bytes:
+    """An answer that ends its connection."""
+    body = b'{"error":"%b"}' % reason.replace("\\", "/").replace('"', "'").encode()
+    return _head(status, JSON, len(body), b"Connection: close\r\n" + _MORE.get(status, b"")) + body
+
+
+def _too_slow(seconds: float) -> str:
+    return f"a request must be complete within {seconds:g} s"
 
 
 class BadRequest(Exception):
@@ -126,7 +151,7 @@ class Inflating:
     The result may have as many bytes as the limit says, and not be much larger than what came.
     """
 
-    def __init__(self, request: Request, coding: bytes, limit: int) -> None:
+    def __init__(self, request: Request | Compressed, coding: bytes, limit: int) -> None:
         self._request, self._coding, self._limit = request, coding.decode(), limit
         self._most = min(limit, max(_ALWAYS_INFLATED, request.inflation * len(request.body)))
         self._stream = zlib.decompressobj(31 if coding == b"gzip" else 15)
@@ -150,7 +175,7 @@ class Inflating:
 
     def _step(self) -> None:
         try:
-            self._plain += self._stream.decompress(self._rest, min(1 << 20, self._most + 1))
+            self._plain += self._stream.decompress(self._rest, min(_NUM_PLAIN, self._most + 1))
         except zlib.error as error:
             raise BadRequest(400, f"the body must be {self._coding}: {error}") from None
         self._rest = memoryview(self._stream.unconsumed_tail)
@@ -162,7 +187,213 @@ class Inflating:
         return f"a body of {num} bytes may become {inflation} times larger by decompression, but got more"
 
 
+class Compressed:
+    """As much of a request as decompressing it needs, for a process that has nothing else of it."""
+
+    def __init__(self, body: bytes, inflation: int) -> None:
+        self.body: Body = body
+        self.inflation = inflation
+        self.headers = {b"content-encoding": b""}
+
+    def hold(self, num: int) -> None:
+        """Count nothing: the limit of the result is all that such a process holds."""
+
+
+def inflated(body: bytes, coding: bytes, limit: int, inflation: int) -> bytes:
+    """Return a body decompressed; raises BadRequest where it becomes too large."""
+    one = Compressed(body, inflation)
+    for step in Inflating(one, coding, limit).steps():
+        step()
+    return bytes(one.body)
+
+
 Handler = Callable[[Request], None]
+
+
+class Pending:
+    """A connection whose first head is not complete: a socket, and no more than that."""
+
+    __slots__ = ("address", "has_begun", "since", "socket")
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.socket, self.address = sock, address
+        self.since = time.monotonic()
+        self.has_begun = False
+        """Whether anything has come."""
+
+    def refuse(self, status: int, reason: str) -> None:
+        """Answer a client that has begun, and close the connection."""
+        if self.has_begun:
+            # What is left unread would take the answer with it when the socket is closed.
+            with contextlib.suppress(OSError):
+                self.socket.recv(_NUM_READ)
+            with contextlib.suppress(OSError):
+                self.socket.send(_refusal(status, reason))
+        self.socket.close()
+
+
+_FIRST_LINE = re.compile(rb"[A-Z]+ \S+ HTTP/1\.[01]\r?\n")
+
+
+def _is_begun_head(data: bytes, headers: int) -> bool:
+    """Whether bytes may be the beginning of a head of so many lines at most, and no whole one.
+
+    >>> [_is_begun_head(data, 100) for data in (b"GET /", b"GET / HTTP/1.1\\r\\n\\r\\n", b"GET\\r\\n", b"?")]
+    [True, False, False, False]
+    """
+    num = data.count(b"\n")
+    if not data[:1].isupper() or num > headers or b"\r\n\r\n" in data:
+        return False
+    return not num or _FIRST_LINE.match(data) is not None
+
+
+class Entrance:
+    """Accepts connections, a few at a time, and keeps them until their first head is complete.
+
+    Until then a connection has no transport, no parser and no buffer, and what it sent stays in the kernel. So clients
+    that open many connections, say nothing or send half a head cost the loop little, and never many of them at once.
+
+    Args:
+        enter: Called with a connection that was accepted; returns whether there is room for it.
+        go_in: Called with a connection whose head is complete, or too long.
+        leave: Called with a connection that its client has closed.
+        limits: Bytes and lines that a head may have before it is complete.
+        is_secured: Whether heads are encrypted, so that any byte must be taken for a whole one.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[Pending], bool],
+        go_in: Callable[[Pending], None],
+        leave: Callable[[Pending], None],
+        limits: Limits,
+        *,
+        is_secured: bool,
+    ) -> None:
+        self._enter, self._go_in, self._leave = enter, go_in, leave
+        self._max_head, self._max_headers = min(limits.head, _NUM_READ // 2), limits.headers
+        self._is_secured = is_secured
+        self._most = 1 if is_secured else _NUM_ENTERING
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[int, Pending] = {}
+        self._epoll = select.epoll()
+        self._sockets: list[socket.socket] = []
+        self._readers: dict[int, Callable[[], bool]] = {}
+        self._watch(self._epoll.fileno(), self._look)
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen on all addresses of a host; return the port of the first."""
+        for family, kind, protocol, _, address in await self._loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sock = socket.socket(family, kind, protocol)
+            self._sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.setblocking(False)
+            try:
+                sock.bind(address)
+                sock.listen(_BACKLOG)
+            except OSError:
+                self.close()
+                raise
+            self._watch(sock.fileno(), functools.partial(self._accept, sock))
+        return int(self._sockets[0].getsockname()[1])
+
+    def forget(self, pending: Pending) -> None:
+        """Look at a connection no more."""
+        number = pending.socket.fileno()
+        if self._pending.pop(number, None) is not None:
+            self._epoll.unregister(number)
+
+    def stop(self) -> None:
+        """Accept no more connections."""
+        for sock in self._sockets:
+            self._unwatch(sock.fileno())
+            sock.close()
+        self._sockets.clear()
+
+    def close(self) -> None:
+        """Close everything."""
+        self.stop()
+        if not self._epoll.closed:
+            self._unwatch(self._epoll.fileno())
+            self._epoll.close()
+
+    def _watch(self, number: int, work: Callable[[], bool]) -> None:
+        self._readers[number] = work
+        self._loop.add_reader(number, self._work, number)
+
+    def _unwatch(self, number: int) -> None:
+        self._readers.pop(number, None)
+        self._loop.remove_reader(number)
+
+    def _work(self, number: int) -> None:
+        """Do a bounded piece of work; where there is more of it, requests of other connections go first."""
+        if self._readers[number]():
+            self._loop.remove_reader(number)
+            self._loop.call_later(_ENTER_SECONDS, self._resume, number)
+
+    def _resume(self, number: int) -> None:
+        if number in self._readers:
+            self._loop.add_reader(number, self._work, number)
+
+    def _accept(self, sock: socket.socket) -> bool:
+        """Accept some connections; return whether there may be more."""
+        for _ in range(_NUM_ACCEPTED):
+            try:
+                accepted, peer = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return False
+            except OSError:
+                # No descriptor is free. Waiting connections stay where they are.
+                return True
+            accepted.setblocking(False)
+            pending = Pending(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
+            if self._enter(pending):
+                self._pending[accepted.fileno()] = pending
+                # Edge-triggered: what was looked at is not reported again.
+                self._epoll.register(accepted.fileno(), select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+            else:
+                accepted.close()
+        return True
+
+    def _look(self) -> bool:
+        """Look at some connections where something has come; return whether there may be more."""
+        num_in = 0
+        for _ in range(_NUM_LOOKED):
+            # One at a time: an event that was reported does not come again.
+            events = self._epoll.poll(0, 1)
+            if not events:
+                return False
+            number, event = events[0]
+            num_in += self._look_at(self._pending[number], is_over=bool(event & _OVER))
+            if num_in == self._most:
+                break
+        return True
+
+    def _look_at(self, pending: Pending, *, is_over: bool) -> bool:
+        """Close a connection whose client sends no more, or let it in; return whether it was let in."""
+        try:
+            data = pending.socket.recv(_NUM_READ, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        is_begun = not self._is_secured and len(data) <= self._max_head and _is_begun_head(data, self._max_headers)
+        if not data or (is_begun and is_over):
+            self.forget(pending)
+            self._leave(pending)
+            pending.socket.close()
+            return False
+        if not pending.has_begun:
+            pending.has_begun, pending.since = True, time.monotonic()
+        if is_begun:
+            return False
+        self.forget(pending)
+        self._go_in(pending)
+        return True
 
 
 class Listener:
@@ -183,6 +414,12 @@ class Listener:
         self._addresses: Counter[str] = Counter()
         self._waiting: dict[str, dict[Connection, None]] = {}
         """By address the connections without a request that is being answered, longest first."""
+        self._pending: dict[str, dict[Pending, None]] = {}
+        """By address the connections whose first head is not complete, longest first."""
+        self.num_pending = 0
+        self._turns: deque[Connection] = deque()
+        """Connections whose next pipelined request is due."""
+        self._connecting: set[asyncio.Task[None]] = set()
         self.buffer = memoryview(bytearray(_NUM_READ))
         """What a connection reads before it knows what it is; each has it for a moment."""
         self.ignored = memoryview(bytearray(_NUM_IGNORED))
@@ -192,56 +429,136 @@ class Listener:
         """Whether every answer ends its connection, so that clients go elsewhere."""
         self.on_answer: Callable[[Request, int, int], None] | None = None
         """Called with a request, the status and the bytes of its answer."""
-        self._server: asyncio.Server | None = None
+        self._entrance: Entrance | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> int:
         """Listens; the port that it got."""
-        loop = asyncio.get_running_loop()
-        secured: dict[str, Any] = {}
-        if self._tls is not None:
-            secured = {
-                "ssl": self._tls.for_server,
-                "ssl_handshake_timeout": min(self.limits.receive, _HANDSHAKE_SECONDS),
-            }
-        self._server = await loop.create_server(lambda: Connection(self), host, port, backlog=_BACKLOG, **secured)
+        is_secured = self._tls is not None
+        self._entrance = Entrance(
+            self._enter_pending, self._go_in, self._leave_pending, self.limits, is_secured=is_secured
+        )
+        try:
+            found = await self._entrance.open(host, port)
+        except OSError:
+            self._entrance.close()
+            raise
         self._sweeper = asyncio.ensure_future(self._sweep())
-        return int(self._server.sockets[0].getsockname()[1])
+        return found
 
     @property
     def num_busy(self) -> int:
         """Connections with a request that is not answered, or not even whole."""
-        return sum(connection.is_busy for connection in self.connections)
+        begun = sum(pending.has_begun for crowd in self._pending.values() for pending in crowd)
+        return begun + len(self._connecting) + sum(connection.is_busy for connection in self.connections)
 
     def add(self, connection: Connection) -> bool:
         """Take a connection; where there are too many, close the one that completed no request for the longest time.
 
         Whether there was room: there is none where all connections have requests that are being answered.
         """
-        address = connection.address
-        if self._addresses[address] >= self.limits.connections_per_address:
-            crowd = self._waiting.get(address, {})
-        elif len(self.connections) >= self._most:
-            crowd = max(self._waiting.values(), key=len, default={})
-        else:
-            crowd = {}
-            self._enter(connection)
-            return True
-        if not crowd:
+        if not self._make_room(connection.address):
             return False
-        next(iter(crowd)).evict()
-        self._enter(connection)
+        self.connections.add(connection)
+        self._addresses[connection.address] += 1
+        self._waiting.setdefault(connection.address, {})[connection] = None
         return True
+
+    def _make_room(self, address: str) -> bool:
+        """Close a connection where there are too many, of the larger part of those that wait."""
+        if self._addresses[address] < self.limits.connections_per_address:
+            if len(self.connections) + self.num_pending < self._most:
+                return True
+            address = max(self._addresses, key=self._num_evictable)
+        pending, waiting = self._pending.get(address, {}), self._waiting.get(address, {})
+        if not pending and not waiting:
+            return False
+        oldest, longest = next(iter(pending), None), next(iter(waiting), None)
+        # Where many begin and do not finish, or finish and stay, it is one of these that goes.
+        ranks = [(len(pending), -oldest.since if oldest else 0.0), (len(waiting), -longest.since if longest else 0.0)]
+        if oldest is not None and (longest is None or ranks[0] > ranks[1]):
+            self._end_pending(oldest, 503, EVICTED)
+        elif longest is not None:
+            longest.evict()
+        return True
+
+    def _num_evictable(self, address: str) -> int:
+        return len(self._pending.get(address, ())) + len(self._waiting.get(address, ()))
+
+    def _enter_pending(self, pending: Pending) -> bool:
+        if not self._make_room(pending.address):
+            pending.has_begun = True
+            pending.refuse(503, self.full)
+            return False
+        self._addresses[pending.address] += 1
+        self._pending.setdefault(pending.address, {})[pending] = None
+        self.num_pending += 1
+        return True
+
+    def _leave_pending(self, pending: Pending) -> None:
+        if self._pending.get(pending.address, {}).pop(pending, self) is None:
+            self.num_pending -= 1
+            self._count_less(pending.address)
+
+    def _end_pending(self, pending: Pending, status: int, reason: str) -> None:
+        assert self._entrance is not None
+        self._entrance.forget(pending)
+        self._leave_pending(pending)
+        pending.refuse(status, reason)
+
+    def _go_in(self, pending: Pending) -> None:
+        self._leave_pending(pending)
+        if len(self._connecting) >= _MAX_CONNECTING:
+            pending.socket.close()
+            return
+        task = asyncio.ensure_future(self._connect(pending.socket))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            timeout = min(self.limits.receive, _HANDSHAKE_SECONDS)
+            secured = {"ssl": self._tls.for_server, "ssl_handshake_timeout": timeout}
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.connect_accepted_socket(lambda: Connection(self), sock, **secured)
+        except OSError:
+            sock.close()
+
+    @property
+    def full(self) -> str:
+        """Why there is no room for another connection."""
+        return f"too many connections: all of {len(self.connections)} have requests that are being answered"
+
+    def take_turn(self, connection: Connection) -> None:
+        """Hand on the next pipelined request of a connection, soon, and of all connections a few at a time."""
+        self._turns.append(connection)
+        if len(self._turns) == 1:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        for _ in range(min(len(self._turns), _NUM_TURNS)):
+            # It stays in the queue meanwhile, so that nothing is scheduled twice.
+            self._turns[0].hand_on()
+            self._turns.popleft()
+        if self._turns:
+            asyncio.get_running_loop().call_later(_TURN_SECONDS, self._hand_on)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that is closed."""
         if connection in self.connections:
             self.connections.remove(connection)
             self.stop_waiting(connection)
-            self._addresses[connection.address] -= 1
-            if not self._addresses[connection.address]:
-                del self._addresses[connection.address]
-                self._waiting.pop(connection.address, None)
+            self._count_less(connection.address)
+
+    def _count_less(self, address: str) -> None:
+        self._addresses[address] -= 1
+        if not self._addresses[address]:
+            del self._addresses[address]
+            self._waiting.pop(address, None)
+            self._pending.pop(address, None)
 
     def start_waiting(self, connection: Connection) -> None:
         """Note that a connection has no request that is being answered."""
@@ -252,16 +569,14 @@ class Listener:
         """Note that a request is being answered, so that its connection stays."""
         self._waiting.get(connection.address, {}).pop(connection, None)
 
-    def _enter(self, connection: Connection) -> None:
-        self.connections.add(connection)
-        self._addresses[connection.address] += 1
-        self._waiting.setdefault(connection.address, {})[connection] = None
-
     def stop_listening(self) -> None:
         """Takes no new connections; those that are there get their answers and end."""
         self.is_closing = True
-        if self._server is not None:
-            self._server.close()
+        if self._entrance is not None:
+            self._entrance.stop()
+        for pending in self._all_pending():
+            if not pending.has_begun:
+                self._end_pending(pending, 503, "the server is closing")
         for connection in list(self.connections):
             if not connection.is_busy:
                 connection.close()
@@ -271,8 +586,15 @@ class Listener:
         self.stop_listening()
         if self._sweeper is not None:
             self._sweeper.cancel()
+        for pending in self._all_pending():
+            self._end_pending(pending, 503, "the server is closing")
+        if self._entrance is not None:
+            self._entrance.close()
         for connection in list(self.connections):
             connection.close()
+
+    def _all_pending(self) -> list[Pending]:
+        return [pending for crowd in self._pending.values() for pending in crowd]
 
     async def _sweep(self) -> None:
         """One look at all connections now and then is cheaper than a timer for each request."""
@@ -281,6 +603,9 @@ class Listener:
             now = time.monotonic()
             for connection in list(self.connections):
                 connection.check_times(now)
+            for pending in self._all_pending():
+                if now - pending.since > (self.limits.receive if pending.has_begun else self.limits.idle):
+                    self._end_pending(pending, 408, _too_slow(self.limits.receive))
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -294,7 +619,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: deque[Request] = deque()
         self._current: Request | None = None
         self._reading: Request | None = None
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self._is_blocked = self._is_paused = self._is_reading = self._is_in_head = False
         self._url, self._num_head, self._num_again = b"", 0, 0
         self._max_head = listener.limits.head
@@ -311,11 +636,14 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes of answers that wait for their client."""
         self._num_now = 0
         """Requests of what came together that were handed on at once."""
+        self._pipelines, self._unparsed = False, b""
+        """Whether several requests have come together, and what of them was not looked at yet."""
         self._most = listener.limits.json
 
     @property
     def _has_enough(self) -> bool:
-        return len(self._waiting) >= _MAX_WAITING or self._num_waiting >= _MAX_WAITING_BYTES
+        num, num_bytes = len(self._waiting), self._num_waiting
+        return num >= _MAX_WAITING or num_bytes >= _MAX_WAITING_BYTES or bool(self._unparsed)
 
     @property
     def is_busy(self) -> bool:
@@ -327,8 +655,7 @@ class Connection(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
         if not self._listener.add(self):
-            num = len(self._listener.connections)
-            self._refuse(503, f"too many connections: all of {num} have requests that are being answered")
+            self._refuse(503, self._listener.full)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.remove(self)
@@ -337,12 +664,13 @@ class Connection(asyncio.BufferedProtocol):
         # The parser and this know each other: what a client left half sent would stay until somebody looks for garbage.
         self._parser, self._whole = None, None
         self._waiting.clear()
+        self._unparsed = b""
         current, self._current = self._current, None
         if current is not None and current.cancel is not None:
             current.cancel()
 
     def pause_writing(self) -> None:
-        self._is_blocked, self._since = True, time.monotonic()
+        self._is_blocked, self.since = True, time.monotonic()
         # An answer that its client does not take is memory too: new requests are refused while there is too much of it.
         self._num_unsent = self._transport.get_write_buffer_size()
         self._listener.bodies.add(self._num_unsent)
@@ -350,7 +678,7 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._is_blocked = False
         self._forget_unsent()
-        self._next()
+        self._listener.take_turn(self)
 
     def _forget_unsent(self) -> None:
         self._listener.bodies.give_back(self._num_unsent)
@@ -368,9 +696,27 @@ class Connection(asyncio.BufferedProtocol):
         if self._whole is not None:
             self._take_directly(nbytes)
             return
+        self._num_now = 0
+        if self._pipelines:
+            self._unparsed += bytes(self._listener.buffer[:nbytes])
+            self._feed_some()
+            return
+        num_begun = self._num_begun
         self._feed(self._listener.buffer[:nbytes])
+        self._pipelines = self._num_begun > num_begun + 1
         if self._reading is not None and not self._transport.is_closing():
             self._go_direct()
+
+    def _feed_some(self) -> None:
+        """Parse what has come, but no further than to a request that has to wait."""
+        while self._unparsed and not self._waiting and self._refusal is None and self._parser is not None:
+            piece, self._unparsed = self._unparsed[:_NUM_PIPELINED], self._unparsed[_NUM_PIPELINED:]
+            self._feed(memoryview(piece))
+        if self._refusal is not None:
+            self._unparsed = b""
+        elif self._unparsed and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
 
     def _go_direct(self) -> None:
         """Lets the rest of a body come where it will stay: the parser would have it copied twice."""
@@ -395,7 +741,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _feed(self, data: memoryview) -> None:
         num_begun, num_body = self._num_begun, self._num_body
-        self._num_now = 0
         self._parse(data)
         if self._num_begun == num_begun and self._refusal is None:
             self._count_framing(len(data) - (self._num_body - num_body))
@@ -437,7 +782,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         self._is_reading = self._is_in_head = True
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self._url, self._headers, self._num_head, self._num_again = b"", {}, 0, 0
         self._num_begun, self._num_framing = self._num_begun + 1, 0
         self._body, self._num_body, self._num_counted = b"", 0, 0
@@ -532,7 +877,7 @@ class Connection(asyncio.BufferedProtocol):
             self._listener.handler(request)
         else:
             if self._current is None:
-                asyncio.get_running_loop().call_soon(self._next)
+                self._listener.take_turn(self)
             self._waiting.append(request)
             self._num_waiting += len(request.body)
             if self._has_enough and not self._is_paused:
@@ -551,7 +896,7 @@ class Connection(asyncio.BufferedProtocol):
         keep = request.keep_alive and not self._listener.is_closing
         head = _head(status, kind, len(body), extra if keep else extra + b"Connection: close\r\n")
         self._transport.write(head if request.method == "HEAD" else head + body)
-        self._current, self._since = None, time.monotonic()
+        self._current, self.since = None, time.monotonic()
         self._listener.start_waiting(self)
         self._listener.bodies.give_back(request.held)
         self._num_held -= request.held
@@ -561,19 +906,19 @@ class Connection(asyncio.BufferedProtocol):
             self._waiting.clear()
             self._transport.close()
         elif self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+            self._listener.take_turn(self)
         elif self._refusal is not None:
             self._refuse(*self._refusal)
 
     def check_times(self, now: float) -> None:
         """Ends a client that is too slow, in sending, in taking or in coming back."""
-        silent = now - self._since
+        silent = now - self.since
         if self._is_blocked or (self._is_reading and not self._is_paused):
             if silent > self.limits.receive:
                 if self._is_blocked:
                     self._transport.abort()
                 else:
-                    self._refuse(408, f"a request must be complete within {self.limits.receive:g} s")
+                    self._refuse(408, _too_slow(self.limits.receive))
         elif self._current is None and silent > self.limits.idle:
             self._transport.close()
 
@@ -581,12 +926,14 @@ class Connection(asyncio.BufferedProtocol):
         """Ends the connection, after what was written is sent."""
         self._transport.close()
 
-    def _next(self) -> None:
+    def hand_on(self) -> None:
+        """Hand on the next request that waits, and parse what came after it."""
         if self._current is None and self._waiting and not self._is_blocked and not self._transport.is_closing():
             self._current = self._waiting.popleft()
             self._num_waiting -= len(self._current.body)
+            self._feed_some()
             if self._is_paused and not self._has_enough:
-                self._is_paused, self._since = False, time.monotonic()
+                self._is_paused, self.since = False, time.monotonic()
                 self._transport.resume_reading()
             self._listener.stop_waiting(self)
             self._listener.handler(self._current)
@@ -605,9 +952,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._current is not None or self._waiting:
             self._refusal, self._whole = self._refusal or (status, reason), None
         elif not self._transport.is_closing():
-            body = b'{"error":"%b"}' % reason.replace("\\", "/").replace('"', "'").encode()
-            extra = b"Connection: close\r\n" + _MORE.get(status, b"")
-            self._transport.write(_head(status, JSON, len(body), extra) + body)
+            self._transport.write(_refusal(status, reason))
             self._linger()
 
     def _linger(self) -> None:
@@ -633,6 +978,6 @@ class Connection(asyncio.BufferedProtocol):
     def evict(self) -> None:
         """Close the connection for another one's sake; a client in the middle of a request is told."""
         if self._is_reading:
-            self._refuse(503, "the connection is closed for newer ones: this request was not complete yet")
+            self._refuse(503, EVICTED)
         self._listener.remove(self)
         self._transport.abort() if self._is_blocked else self._transport.close()

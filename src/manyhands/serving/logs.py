@@ -7,12 +7,15 @@ import fcntl
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
 from ..core import EventLog
 from .http import Request
+
+MAX_ACCESS_BYTES = 256 << 20
+"""Of access.jsonl: a file of this size is renamed to access.1.jsonl, which replaces the one before."""
 
 
 class Logs:
@@ -20,11 +23,9 @@ class Logs:
 
     def __init__(self, folder: Path | None) -> None:
         self._events = EventLog(folder / "events.jsonl") if folder is not None else None
-        self._access = (folder / "access.jsonl").open("ab", buffering=1 << 16) if folder is not None else None
+        self._folder = folder
+        self._access = _opened(folder / "access.jsonl") if folder is not None else None
         self._failed = False
-        if self._access is not None:
-            with contextlib.suppress(OSError):  # whoever reads the logs sees by this lock that the server is there
-                fcntl.flock(self._access, fcntl.LOCK_SH)
 
     def event(self, entry: dict[str, Any]) -> None:
         """Writes an event."""
@@ -49,11 +50,16 @@ class Logs:
             self._fail(error)
 
     def flush(self) -> None:
-        """Writes what was gathered, so that whoever reads the log is not far behind."""
-        if self._access is None:
+        """Writes what was gathered, so that whoever reads the log is not far behind; begins a new file where needed."""
+        if self._access is None or self._folder is None:
             return
         try:
             self._access.flush()
+            if self._access.tell() >= MAX_ACCESS_BYTES:
+                path = self._folder / "access.jsonl"
+                path.replace(path.with_name("access.1.jsonl"))
+                full, self._access = self._access, _opened(path)
+                full.close()
         except OSError as error:
             self._fail(error)
 
@@ -70,3 +76,11 @@ class Logs:
             self._failed = True
             name = getattr(self._access, "name", "")
             warnings.warn(f"requests are not logged, {name} cannot be written: {error}", stacklevel=3)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A log to append to; readers see by its lock that the server is there."""
+    log = path.open("ab", buffering=1 << 16)
+    with contextlib.suppress(OSError):
+        fcntl.flock(log, fcntl.LOCK_SH)
+    return log

@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import gc
 import heapq
-import os
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,12 @@ from typing import Any, TypeVar
 from ..cluster import Device, Engine, Service, World
 from ..core import ManyhandsError, RequestRefused
 from .http import BadRequest
+from .scheduling import restore_slice, step_aside
 
 Read = TypeVar("Read")
 INLINE = 64 << 10
 """Bytes of a text that is parsed at once: that takes a millisecond at most."""
-NICENESS = 10
+NICENESS = 5
 MEMORY = 512 << 20
 """Bytes that a text may take while it is parsed."""
 SECONDS = 20.0
@@ -36,7 +36,7 @@ class Parser:
     """The process's own side: calls a function and returns what it returned, or why it refused."""
 
     def __init__(self, world: World) -> None:
-        os.nice(NICENESS)
+        step_aside(NICENESS)
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         most = int(used.split()[1]) * 1024 + MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -77,7 +77,7 @@ class Parsing:
         self._waiting: list[Waiting] = []
         self._num = 0
         self._task: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "manyhands-parsing")
+        self._thread = ThreadPoolExecutor(1, "manyhands-parsing", restore_slice)
 
     async def run(self, size: int, work: Callable[..., Read], *args: Any) -> Read:
         """Return what a function returns in the process; raises the BadRequest or RequestRefused that it raises."""

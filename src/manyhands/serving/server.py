@@ -16,6 +16,7 @@ from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
 from .folder import Policy, is_one_model, require_name
+from .grpc_process import GrpcProcess
 from .http import Listener, Request
 from .meeting import Meeting
 from .parsing import Parsing
@@ -25,7 +26,6 @@ from .protocols import (
     GRPC,
     REST,
     Desk,
-    GrpcListener,
     GrpcService,
     Management,
     OpenInferenceRest,
@@ -135,14 +135,16 @@ class Server(Background):
         assert self._management is not None
         return self._management.state()
 
-    def _grpc_listeners(self, services: Sequence[GrpcService]) -> tuple[GrpcListener, GrpcListener]:
+    def _grpc_listeners(self, services: Sequence[GrpcService], meeting: Meeting) -> tuple[GrpcProcess, GrpcProcess]:
         """For requests, and for management too."""
         settings = self.settings
         token, manage_token = Token(settings.token), Token(settings.manage_token, "management token")
-        remote = GrpcListener(services, token, settings.limits, settings.tls)
-        managing = GrpcListener(
+        remote = GrpcProcess(services, token, settings.limits, settings.tls)
+        managing = GrpcProcess(
             services, manage_token, settings.limits, settings.tls, manages=True, closed=settings.closed
         )
+        for listener in (remote, managing):
+            listener.engine, listener.meeting = self._engine, meeting
         return remote, managing
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
@@ -156,10 +158,10 @@ class Server(Background):
         self._management = Management(desk)
         rest = [protocol(desk) for protocol in REST]
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
-        remote, managing = self._grpc_listeners([service(desk) for service in GRPC])
+        remote, managing = self._grpc_listeners([service(desk) for service in GRPC], meeting)
         public, private = (
             Listener(
-                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits),
+                App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits, parsing),
                 settings.limits,
                 settings.tls,
                 access,

@@ -29,6 +29,8 @@ SHED_SECONDS = 0.05
 """Between two looks at the memory that unfinished messages take."""
 KEEPALIVE_SECONDS, HANDSHAKE_SECONDS = 60, 5
 """After so much silence a client is asked whether it is there; and how long it may take to begin."""
+IDLE_SECONDS = 10.0
+"""That a connection may have no call at most. gRPC closes none for a newer one, but clients reconnect by themselves."""
 
 
 class GrpcService(ABC):
@@ -185,7 +187,7 @@ class GrpcListener:
                 name: grpc.stream_unary_rpc_method_handler(
                     self._guarded(
                         f"/{service.name}/{name}",
-                        _parsing(method, asked) if self._manages or name not in service.managing else None,
+                        parsing(method, asked) if self._manages or name not in service.managing else None,
                     )
                 )
                 for name, (method, asked, _) in service.methods().items()
@@ -275,14 +277,14 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", max(1, min(limits.connections, files - 256) // 4)),
         ("grpc.max_metadata_size", limits.head // 2),
         ("grpc.absolute_max_metadata_size", limits.head),
-        ("grpc.max_connection_idle_ms", int(limits.idle * 1000)),
+        ("grpc.max_connection_idle_ms", int(min(limits.idle, IDLE_SECONDS) * 1000)),
         ("grpc.server_handshake_timeout_ms", int(min(limits.receive, HANDSHAKE_SECONDS) * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", int(limits.receive * 1000)),
     ]
 
 
-def _parsing(method: Method, asked: Any) -> Method:
+def parsing(method: Method, asked: Any) -> Method:
     """A method of bytes: what cannot be parsed is the client's mistake, which gRPC itself would call ours."""
 
     async def run(request: bytes, context: Any) -> Any:

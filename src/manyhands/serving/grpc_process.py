@@ -1,0 +1,413 @@
+"""gRPC in a process of its own: floods of calls and frames cost that process its time, not the server's event loop.
+
+gRPC's own threads accept what clients send as fast as it comes, and every call takes Python far more time than it
+takes its sender. The process has less priority than the server. It checks tokens and limits, reads whole messages, and
+hands them to the server over a socket; the server's services answer them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import orjson
+
+from ..cluster import Device, Engine, Service, World
+from ..core import RequestRefused, RunError
+from .http import BadRequest
+from .limits import Bodies, Limits
+from .meeting import Meeting
+from .protocols.grpc_service import GrpcListener, GrpcService, Method, parsing, said
+from .protocols.protocol import KEY, STATUS, TRACE
+from .scheduling import step_aside
+from .security import Tls, Token
+
+HEAD = struct.Struct("<BQII")
+"""Of a frame: its kind, the number of its call, and the bytes of its header and of its message."""
+READY, CALL, CANCEL, ANSWER, REFUSAL, STOP = range(6)
+NUM_READ = 1 << 16
+"""Bytes that are read at a time; a longer frame is read to where it stays."""
+NICENESS = 5
+START_SECONDS = 60.0
+RESTART_SECONDS = 1.0
+"""Before a process that has ended is started again."""
+NAME = "manyhands-grpc"
+"""Of the process, for tools that list processes."""
+
+OnFrame = Callable[[int, int, bytes, bytes], None]
+
+
+class Frames(asyncio.BufferedProtocol):
+    """One end of the socket between the server and the process: reads and writes frames."""
+
+    def __init__(self, on_frame: OnFrame, on_end: Callable[[], None]) -> None:
+        self._on_frame, self._on_end = on_frame, on_end
+        self._transport: Any = None
+        self._buffer, self._num = memoryview(bytearray(NUM_READ)), 0
+        self._long: tuple[bytearray, int, tuple[int, int, int]] | None = None
+        """A frame that does not fit the buffer: its bytes, how many have come, and its kind, number and header size."""
+
+    @classmethod
+    async def over(cls, sock: socket.socket, on_frame: OnFrame, on_end: Callable[[], None]) -> Frames:
+        """Read and write frames on a connected socket."""
+        sock.setblocking(False)
+        _, frames = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_frame, on_end), sock=sock)
+        return frames
+
+    def send(self, kind: int, number: int, head: bytes = b"", message: bytes = b"") -> None:
+        """Send a frame; where the other side is gone nothing happens."""
+        if not self._transport.is_closing():
+            start = HEAD.pack(kind, number, len(head), len(message)) + head
+            if len(message) < NUM_READ:
+                self._transport.write(start + message)
+            else:
+                self._transport.writelines([start, message])
+
+    def close(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_end()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._long is not None:
+            data, num, _ = self._long
+            return memoryview(data)[num:]
+        return self._buffer[self._num :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._long is None:
+            self._num += nbytes
+            self._take()
+            return
+        data, num, first = self._long
+        num += nbytes
+        self._long = (data, num, first) if num < len(data) else None
+        if self._long is None:
+            self._give(data, *first)
+
+    def _take(self) -> None:
+        start = 0
+        while self._num - start >= HEAD.size:
+            kind, number, num_head, num_message = HEAD.unpack_from(self._buffer, start)
+            size, begin = num_head + num_message, start + HEAD.size
+            if begin + size <= self._num:
+                start = begin + size
+                self._give(self._buffer[begin:start], kind, number, num_head)
+            elif HEAD.size + size > NUM_READ // 2:
+                data, num = bytearray(size), self._num - begin
+                data[:num] = self._buffer[begin : self._num]
+                self._long, start = (data, num, (kind, number, num_head)), self._num
+            else:
+                break
+        rest = bytes(self._buffer[start : self._num])
+        self._num = len(rest)
+        self._buffer[: self._num] = rest
+
+    def _give(self, data: bytearray | memoryview, kind: int, number: int, num_head: int) -> None:
+        view = memoryview(data)
+        self._on_frame(kind, number, bytes(view[:num_head]), bytes(view[num_head:]))
+
+
+# -- in the process ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """Makes the listener in its process, as a service of an engine.
+
+    Attributes:
+        meeting: The socket where the server waits.
+        key: Which process this is.
+        host: The address to listen on.
+        port: The port to listen on, 0 for any.
+        methods: The paths of all methods, and whether this listener has them.
+    """
+
+    meeting: str
+    key: str
+    host: str
+    port: int
+    token: Token
+    limits: Limits
+    tls: Tls | None
+    methods: Mapping[str, bool]
+    closed: str
+
+    def __call__(self, world: World) -> Frontend:
+        step_aside(NICENESS)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(NAME)
+        threading.Thread(target=self._run, name=NAME, daemon=True).start()
+        return self
+
+    def _run(self) -> None:
+        import uvloop
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        finally:
+            # The server restarts a process that has ended, and ends one that it has no connection to.
+            os._exit(0)
+
+    async def _serve(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(self.meeting)
+            server.send(orjson.dumps({"key": self.key}))
+            _, (descriptor,), _, _ = socket.recv_fds(server, 16, 1)
+        stopping: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        forwarding = Forwarding(self.methods, stopping)
+        frames = await Frames.over(socket.socket(fileno=descriptor), forwarding.hear, forwarding.end)
+        forwarding.frames = frames
+        listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
+        listener.others = forwarding
+        try:
+            found = {"port": await listener.open(self.host, self.port)}
+        except OSError as error:
+            frames.send(READY, 0, orjson.dumps({"error": str(error)}))
+            await stopping
+            return
+        frames.send(READY, 0, orjson.dumps(found))
+        await listener.close(await stopping)
+
+
+class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Hands whole messages to the server and gives its answers to the clients."""
+
+    def __init__(self, methods: Mapping[str, bool], stopping: asyncio.Future[float]) -> None:
+        self._methods, self._stopping = methods, stopping
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._num = 0
+        self.frames: Frames
+        self.guard: Callable[[str, Method | None], Method]
+
+    def service(self, details: Any) -> Any:
+        path = details.method
+        if path not in self._methods:
+            return None
+
+        async def run(message: bytes, context: Any) -> bytes:
+            return await self._forward(path, message, context)
+
+        return grpc.stream_unary_rpc_method_handler(self.guard(path, run if self._methods[path] else None))
+
+    async def _forward(self, path: str, message: bytes, context: Any) -> bytes:
+        self._num += 1
+        number, answer = self._num, asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        headers = {name.decode(): said(context, name).decode("latin1") for name in (KEY, TRACE)}
+        head = {"path": path, "left": context.time_remaining(), "headers": headers}
+        self.frames.send(CALL, number, orjson.dumps(head), message)
+        try:
+            return bytes(await answer)
+        except asyncio.CancelledError:
+            self.frames.send(CANCEL, number)
+            raise
+        finally:
+            self._calls.pop(number, None)
+
+    def hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+        """Take a frame of the server."""
+        answer = self._calls.get(number)
+        if kind == STOP:
+            if not self._stopping.done():
+                self._stopping.set_result(orjson.loads(head)["patience"])
+        elif answer is None or answer.done():
+            return
+        elif kind == ANSWER:
+            answer.set_result(message)
+        else:
+            told = orjson.loads(head)
+            answer.set_exception(RequestRefused(told["code"], told["reason"], told["retry"]))
+
+    def end(self) -> None:
+        """End without the server."""
+        if not self._stopping.done():
+            self._stopping.set_result(0.0)
+
+
+# -- in the server ----------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """What services may ask about a call: as much of gRPC's context as they use."""
+
+    def __init__(self, left: float | None, headers: Mapping[str, str]) -> None:
+        self._until = None if left is None else time.monotonic() + left
+        self._headers = tuple((name, value) for name, value in headers.items() if value)
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the client's deadline; None where it has none."""
+        return None if self._until is None else self._until - time.monotonic()
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the headers that decide something."""
+        return self._headers
+
+
+class GrpcProcess:
+    """The server's end: starts the process, answers the calls that it hands on, and restarts it when it has ended."""
+
+    def __init__(
+        self,
+        services: Sequence[GrpcService],
+        token: Token,
+        limits: Limits,
+        tls: Tls | None = None,
+        *,
+        manages: bool = False,
+        closed: str = "",
+    ) -> None:
+        self._token, self._limits, self._closed = token, limits, closed
+        # A copy without the context that the server has made of it, which cannot be sent.
+        self._tls = None if tls is None else dataclasses.replace(tls)
+        self.bodies = Bodies(limits.bodies)
+        self.on_answer: Callable[[str, int, int, int, float], None] | None = None
+        """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
+        self.engine: Engine
+        self.meeting: Meeting
+        self._methods: dict[str, Method] = {}
+        self._is_here: dict[str, bool] = {}
+        for service in services:
+            for name, (method, asked, _) in service.methods().items():
+                path = f"/{service.name}/{name}"
+                self._methods[path] = parsing(method, asked)
+                self._is_here[path] = manages or name not in service.managing
+        self._service: Service | None = None
+        self._frames: Frames | None = None
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._restarting: asyncio.Task[None] | None = None
+        self._host, self._port = "", 0
+        self._is_closing = False
+
+    async def open(self, host: str, port: int) -> int:
+        """Start the process and return the port that it listens on; raises OSError where that is not free."""
+        self._host, self._port = host, port
+        self._port = await self._start()
+        return self._port
+
+    async def close(self, patience: float) -> None:
+        """Take nothing new, let what is there finish, and end the process."""
+        self._is_closing = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+        service, self._service = self._service, None
+        if service is None:
+            return
+        if self._frames is not None and patience > 0:
+            self._frames.send(STOP, 0, orjson.dumps({"patience": patience}))
+            await asyncio.wait([_ending(service)], timeout=patience + 1.0)
+        if self._frames is not None:
+            self._frames.close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.to_thread(service.kill)
+
+    async def _start(self) -> int:
+        loop = asyncio.get_running_loop()
+        key, coming = self.meeting.expect()
+        frontend = Frontend(
+            self.meeting.path, key, self._host, self._port, self._token, self._limits, self._tls, self._is_here,
+            self._closed,
+        )  # fmt: skip
+        self._service = await asyncio.to_thread(self.engine.start_service, frontend, Device("cpu"))
+        ended = _ending(self._service)
+        self._ready = loop.create_future()
+        ours, theirs = socket.socketpair()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                both: list[asyncio.Future[Any]] = [coming, ended]
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    raise RunError(f"the process for gRPC has ended: {ended.exception()}")
+                arrival = coming.result().socket
+                socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
+                arrival.close()
+                self._frames = await Frames.over(ours, self._hear, self._end)
+                told = await self._ready
+        except TimeoutError:
+            raise RunError(f"the process for gRPC did not start within {START_SECONDS:.0f} s") from None
+        finally:
+            self.meeting.forget(key)
+            theirs.close()
+        if "error" in told:
+            raise OSError(told["error"])
+        return int(told["port"])
+
+    def _end(self) -> None:
+        """Give up the calls of a process that has ended, and start another one on the same port."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result({"error": "the process for gRPC has ended"})
+        elif not self._is_closing:
+            self._restarting = asyncio.ensure_future(self._restart())
+
+    async def _restart(self) -> None:
+        while True:
+            await asyncio.sleep(RESTART_SECONDS)
+            with contextlib.suppress(OSError, RunError):
+                await self._start()
+                return
+
+    def _hear(self, kind: int, number: int, head: bytes, message: bytes) -> None:
+        if kind == READY:
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(orjson.loads(head))
+        elif kind == CALL:
+            self._tasks[number] = asyncio.ensure_future(self._answer(number, orjson.loads(head), message))
+            self._tasks[number].add_done_callback(lambda task: self._tasks.pop(number, None))
+        elif kind == CANCEL and number in self._tasks:
+            self._tasks[number].cancel()
+
+    async def _answer(self, number: int, head: dict[str, Any], message: bytes) -> None:
+        arrived, answer, status, path = time.perf_counter(), b"", 500, head["path"]
+        frames = self._frames
+        assert frames is not None
+        refusal: RequestRefused | None = None
+        try:
+            with self.bodies.holding(len(message)):
+                answer = await self._methods[path](message, Call(head["left"], head["headers"]))
+            status = 200
+        except asyncio.CancelledError:
+            status = STATUS["CANCELLED"]
+            raise
+        except RequestRefused as error:
+            refusal, status = error, STATUS.get(error.code, 500)
+        except BadRequest as error:
+            refusal, status = RequestRefused("INVALID_ARGUMENT", error.reason), error.status
+        except Exception:
+            refusal = RequestRefused("UNKNOWN", "the server failed; its log says why")
+            raise
+        finally:
+            if refusal is not None:
+                told = {"code": refusal.code, "reason": refusal.reason, "retry": refusal.retry_after}
+                frames.send(REFUSAL, number, orjson.dumps(told))
+            elif status == 200:
+                frames.send(ANSWER, number, b"", answer)
+            if self.on_answer is not None:
+                self.on_answer(path, status, len(message), len(answer), arrived)
+
+
+def _ending(service: Service) -> asyncio.Future[None]:
+    """The end of a process, whose reason may be ignored."""
+    ended = asyncio.wrap_future(service.ended)
+    ended.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return ended
