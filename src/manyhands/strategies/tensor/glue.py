@@ -182,6 +182,32 @@ class Glue(TorchFunctionMode):
             F.cross_entropy, input, target, weight, None, ignore_index, None, named, label_smoothing
         )
 
+    def embedding(
+        self, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Each rank looks up the rows that it holds and leaves zeros for the others; the results are summed."""
+        if not is_cut(weight, 0):
+            return NotImplemented
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise NotImplementedError("an embedding in parts with max_norm, scale_grad_by_freq or sparse")
+        axis, count = self._axis, weight.shape[0]
+        rows = axis.whole(input)
+        # Otherwise a row that there is not would be one of zeros, where one device raises an error.
+        torch._assert_async(((rows >= 0) & (rows < count)).all(), f"index out of range in a table of {count} rows")
+        begin, held = axis.span(count)
+        mine = (rows >= begin) & (rows < begin + held)
+        padding = None if padding_idx is None else padding_idx % count - begin
+        local = F.embedding((rows - begin).where(mine, 0), axis.local(weight), padding if _within(padding, held) else None)
+        return axis.summed(local * mine.unsqueeze(-1))
+
+    def traced_embedding(
+        self, func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The same in a traced network, where -1 stands for no padding."""
+        options = dict(zip(("scale_grad_by_freq", "sparse"), args, strict=False)) | kwargs
+        return self.embedding(F.embedding, indices, weight, None if padding_idx < 0 else padding_idx, **options)
+
     def cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Torch leaves out what is empty, as caches of keys and values are at first; DTensors do not know that."""
         if not any(isinstance(tensor, DTensor) for tensor in tensors):
@@ -228,6 +254,34 @@ class Glue(TorchFunctionMode):
     def looked_at(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
         return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
+
+    def mean(self, func: Any, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        """A mean over what is cut is a sum divided; torch's is a mean of means, of which it cannot make a sum again."""
+        dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        if not is_cut(input) or kwargs or not any(is_cut(input, each) for each in dims):
+            return NotImplemented
+        count = inner_size([input.shape[each] for each in dims])
+        total = torch.sum(input, list(dims), keepdim=keepdim)
+        return total.redistribute(placements=[WHOLE]) / count  # type: ignore[attr-defined]
+
+    def by_element(self, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Losses of each element are computed where it is; torch's own mean of them has another gradient in parts."""
+        if not any(isinstance(leaf, DTensor) for leaf in (input, target, *args, *kwargs.values())):
+            return NotImplemented
+        if not is_cut(input) or args or not kwargs.keys() <= {"reduction", "beta", "delta"}:
+            return self.on_whole(func, input, target, *args, **kwargs)
+        reduction = kwargs.pop("reduction", "mean")
+        losses = func(input, self._settle(target), reduction="none", **kwargs)
+        if reduction == "none":
+            return losses
+        total = torch.sum(losses).redistribute(placements=[WHOLE])  # type: ignore[attr-defined]
+        return total / losses.numel() if reduction == "mean" else total
+
+    def along(self, func: Any, input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """Sums from one place to the next need all places."""
+        if not is_cut(input, dim):
+            return NotImplemented
+        return func(self._axis.whole(input), dim, *args, **kwargs)
 
     def on_whole(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Losses with sums and constants inside, which torch computes as one operation, see whole tensors."""
@@ -280,6 +334,10 @@ def plain(axis: Axis, tensor: Tensor) -> Tensor:
     return axis.whole(tensor if sections is None else in_order(axis, tensor, sections))
 
 
+def _within(place: int | None, count: int) -> bool:
+    return place is not None and 0 <= place < count
+
+
 def inner_size(sizes: Sequence[int]) -> int:
     return torch.Size(sizes).numel()
 
@@ -323,10 +381,18 @@ _LOSSES = (
     F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
     F.pairwise_distance, F.poisson_nll_loss, F.soft_margin_loss, F.triplet_margin_loss,
 )  # fmt: skip
+_LOSSES_BY_ELEMENT = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+_RUNNING = [
+    getattr(where, name) for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp") for where in (torch, Tensor)
+]
 _RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: Glue.attention,
     F.cross_entropy: Glue.cross_entropy,
     F.dropout: Glue.dropout,
+    F.embedding: Glue.embedding,
+    torch.embedding: Glue.traced_embedding,
     torch.cat: Glue.cat,
     torch.dropout: Glue.dropout,
     F.interpolate: Glue.by_channel,
@@ -335,6 +401,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
     **dict.fromkeys(_LOSSES, Glue.on_whole),
+    **dict.fromkeys(_LOSSES_BY_ELEMENT, Glue.by_element),
+    **dict.fromkeys(_RUNNING, Glue.along),
+    **dict.fromkeys((torch.mean, Tensor.mean, _ATEN.mean.default, _ATEN.mean.dim), Glue.mean),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
@@ -343,6 +412,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.scaled_dot_product_attention.default: Glue.attention,
     _ATEN.cross_entropy_loss.default: Glue.cross_entropy_loss,
     _ATEN.dropout.default: Glue.dropout,
+    _ATEN.embedding.default: Glue.traced_embedding,
     _ATEN.cat.default: Glue.cat,
     _ATEN.unflatten.int: Glue.unflatten,
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), Glue.split),

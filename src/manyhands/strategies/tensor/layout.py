@@ -258,7 +258,7 @@ def _forward(
         plain = own or MethodType(type(module).forward, module)
         if is_layer and _holds_parts(module, args):
             if name not in layout.ways:
-                _decide(model, axis, layout, name, module, args)
+                _decide(model, axis, layout, name, module, args, is_patched=_is_patched(own))
             result = layout.ways[name].run(axis, module, plain, *args, **kwargs)
         elif gets_whole:
             with _own_whole(axis, module):
@@ -304,10 +304,19 @@ def _holds_parts(module: nn.Module, args: Any) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in own)
 
 
-def _decide(model: nn.Module, axis: Axis, layout: Layout, name: str, layer: nn.Module, args: Any) -> None:
+def _is_patched(forward: Any) -> bool:
+    """Whether a user has put another forward on a module, whose lines are not those of its class."""
+    return forward is not None and not (getattr(forward, "__module__", None) or "").startswith("manyhands.")
+
+
+def _decide(
+    model: nn.Module, axis: Axis, layout: Layout, name: str, layer: nn.Module, args: Any, *, is_patched: bool
+) -> None:
     """Chooses a layer's way by what it gets, and cuts its parameters so."""
     way = Heads(layer) if fits(layer, axis) else ways_for(layer, args[0] if args else None, axis)
     assert way is not None
+    if is_patched:
+        way = Replicated(layer)
     way.spreads = layout.spreads and any(name == b or name.startswith(f"{b}.") for b in layout.blocks)
     if _conflicts(way, layer):
         others = [way_named(kind, layer) for kind in ("column", "row", "vocabulary") if can_be(kind, layer)]

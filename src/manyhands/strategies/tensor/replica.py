@@ -133,9 +133,13 @@ class TensorReplica(ShardedReplica):
         odd: list[Any] = [
             p for p in self.groups[key].values() if p.grad is not None and _placements(p.grad) != _placements(p)
         ]
-        terms = [p for p in odd if p.placements[-1] == WHOLE and p.grad.placements[-1].is_partial()]
-        for parameter in set(odd) - set(terms):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        terms = []
+        for parameter in odd:
+            # In the order of the group: these are collectives, and a set has another order on every rank.
+            if parameter.placements[-1] == WHOLE and parameter.grad.placements[-1].is_partial():
+                terms.append(parameter)
+            else:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if not terms:
             return
         parts = [parameter.grad.to_local() for parameter in terms]
