@@ -1,4 +1,4 @@
-"""Small transformers put together at random: embeddings, positions, attention, MLPs and norms as they are often written."""
+"""Small transformers put together at random, from embeddings, attention, MLPs and norms as they are often written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Choice = dict[str, str]
 class Scaled(nn.Embedding):
     """Scales what it looks up."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return super().forward(ids) * 3.0
 
 
@@ -36,7 +36,7 @@ class OffsetPositions(nn.Embedding):
     def __init__(self) -> None:
         super().__init__(LENGTH + 12, WIDTH)
 
-    def forward(self, mask: Tensor) -> Tensor:
+    def forward(self, mask: Tensor) -> Any:
         return super().forward((mask.cumsum(1) * mask).long() + 2)
 
 
@@ -47,7 +47,7 @@ class ByParameter(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return F.embedding(ids, self.weight)
 
 
@@ -58,14 +58,14 @@ class Factorised(nn.Module):
         super().__init__()
         self.table, self.up = nn.Embedding(VOCABULARY, 6), nn.Linear(6, WIDTH)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return self.up(self.table(ids))
 
 
 class NormedEmbedding(nn.Embedding):
     """Looks up in a table that it computes from its own."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return F.embedding(ids, F.normalize(self.weight, dim=-1))
 
 
@@ -82,6 +82,8 @@ EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {
 class Positions(nn.Module):
     """What is added for each place."""
 
+    table: Any
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -95,7 +97,7 @@ class Positions(nn.Module):
             angle = torch.arange(LENGTH)[:, None] / 10 ** (torch.arange(0, WIDTH, 2) / WIDTH)
             self.register_buffer("table", torch.stack([angle.sin(), angle.cos()], -1).flatten(1))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         if self.kind == "learned":
             return x + self.table(torch.arange(x.shape[1], device=x.device))
         if self.kind == "offset":
@@ -113,14 +115,14 @@ class OwnRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
 class OneMore(nn.LayerNorm):
     """Its weight is added to one."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
@@ -129,7 +131,7 @@ class ByChannel(nn.Module):
         super().__init__()
         self.inner = nn.GroupNorm(2, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.inner(x.transpose(1, 2)).transpose(1, 2)
 
 
@@ -170,7 +172,7 @@ class Attention(nn.Module):
         elif self.extra == "talking":
             self.talking = nn.Linear(HEADS, HEADS, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         rows, length, _ = x.shape
         q, k, v = self.projected(x)
         if self.extra == "normed":
@@ -187,11 +189,11 @@ class Attention(nn.Module):
         found = found.reshape(rows, length, WIDTH) if self.score != "einsum" else found.flatten(2)
         return self.out(found)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(self, x: Tensor) -> Any:
         rows, length, _ = x.shape
         if not self.qkv.startswith("fused"):
             q, k, v = self.query(x), self.key(x), self.value(x)
-            return tuple(part.view(rows, length, -1, SIZE).transpose(1, 2) for part in (q, k, v))  # type: ignore[return-value]
+            return tuple(part.view(rows, length, -1, SIZE).transpose(1, 2) for part in (q, k, v))
         all_of = self.inner(x)
         if self.qkv == "fused view":
             q, k, v = all_of.view(rows, length, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
@@ -209,9 +211,9 @@ class Attention(nn.Module):
             q, k, v = (F.linear(x, w) for w in self.inner.weight.split(WIDTH))
         else:
             q, k, v = all_of.split([WIDTH, self.groups * SIZE, self.groups * SIZE], dim=-1)
-        return tuple(part.reshape(rows, length, -1, SIZE).transpose(1, 2) for part in (q, k, v))  # type: ignore[return-value]
+        return tuple(part.reshape(rows, length, -1, SIZE).transpose(1, 2) for part in (q, k, v))
 
-    def bias(self, length: int) -> Tensor | None:
+    def bias(self, length: int) -> Any:
         if self.extra == "relative":
             places = torch.arange(length)
             found: Tensor = self.relative(places[:, None] - places[None] + LENGTH).permute(2, 0, 1)
@@ -221,7 +223,7 @@ class Attention(nn.Module):
             return slopes[:, None, None] * -(torch.arange(length)[:, None] - torch.arange(length)[None]).abs()
         return None
 
-    def by_torch(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def by_torch(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
         p = self.dropout if self.training else 0.0
         settings: dict[str, Any] = {"enable_gqa": True} if self.groups < HEADS else {}
         bias = self.bias(q.shape[2])
@@ -235,7 +237,7 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :].bool(), p, **settings)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, **settings)
 
-    def by_hand(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def by_hand(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
         rows, _, length, _ = q.shape
         if self.score == "einsum":
             scores = torch.einsum("bhid,bhjd->bhij", q, k)
@@ -262,7 +264,7 @@ class Attention(nn.Module):
         return torch.einsum("bhij,bhjd->bhid", weights, v) if self.score == "einsum" else weights @ v
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Any:
     angle = torch.arange(x.shape[2])[:, None] / 10.0 ** torch.arange(0, SIZE // 2)
     angle = torch.cat([angle, angle], -1).to(x.dtype)
     a, b = x.chunk(2, -1)
@@ -279,22 +281,25 @@ class Torchs(nn.Module):
         if kind == "torch queries":
             self.queries = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         ignored = mask == 0
         if self.kind == "torch first":
             y: Tensor = x.transpose(0, 1)
-            return self.inner(y, y, y, key_padding_mask=ignored, need_weights=False)[0].transpose(0, 1)  # type: ignore[no-any-return]
+            return self.inner(y, y, y, key_padding_mask=ignored, need_weights=False)[0].transpose(0, 1)
         if self.kind == "torch queries":
             queries = self.queries.expand(x.shape[0], -1, -1)[:, : x.shape[1]]
-            return self.inner(queries, x, x, key_padding_mask=ignored)[0]  # type: ignore[no-any-return]
+            return self.inner(queries, x, x, key_padding_mask=ignored)[0]
         found, weights = self.inner(x, x, x, key_padding_mask=ignored)
-        return found + weights.mean(-1, keepdim=True)  # type: ignore[no-any-return]
+        return found + weights.mean(-1, keepdim=True)
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
+    up: Any
+    down: Any
+
     def __init__(self, kind: str, dropout: float) -> None:
         super().__init__()
         self.kind, self.dropout = kind, nn.Dropout(dropout)
@@ -310,7 +315,10 @@ class MLP(nn.Module):
             self.down = nn.Linear(wide, WIDTH)
         elif kind == "experts":
             self.gate = nn.Linear(WIDTH, 3)
-            self.up, self.down = nn.Parameter(torch.randn(3, WIDTH, wide) / 4), nn.Parameter(torch.randn(3, wide, WIDTH) / 5)
+            self.up, self.down = (
+                nn.Parameter(torch.randn(3, WIDTH, wide) / 4),
+                nn.Parameter(torch.randn(3, wide, WIDTH) / 5),
+            )
         else:
             self.up = nn.Linear(WIDTH, wide * (2 if twice else 1))
             self.down = nn.Linear(wide, WIDTH)
@@ -323,9 +331,9 @@ class MLP(nn.Module):
             self.scale = nn.Parameter(torch.rand(WIDTH))
         elif kind == "patched":
             plain = self.up.forward
-            self.up.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+            self.up.forward = lambda x: 2 * plain(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.kind == "convolution":
             return self.dropout(self.down(F.gelu(self.up(x.transpose(1, 2)))).transpose(1, 2))
         if self.kind == "experts":
@@ -367,7 +375,7 @@ class Block(nn.Module):
         self.order = choice["order"]
         self.weight = nn.Parameter(torch.tensor(0.7)) if self.order == "weighed" else None
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         if self.order == "post":
             x = self.first(x + self.attention(x, mask))
             return self.second(x + self.mlp(x))
@@ -380,6 +388,11 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
+    embed: Any
+    positions: Any
+    blocks: Any
+    head: Any
+
     def __init__(self, choice: Choice) -> None:
         super().__init__()
         self.choice = choice
@@ -389,23 +402,27 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList([first, first if choice["repeat"] == "same" else Block(choice)])
         if choice["repeat"] == "tied":
             # Two layers with one matrix.
-            self.blocks[1].mlp.down.weight = first.mlp.down.weight  # type: ignore[union-attr]
+            self.blocks[1].mlp.down.weight = first.mlp.down.weight
         self.norm = NORMS[choice["norm"]](WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=choice["head"] != "tied")
         if choice["head"] == "tied":
-            self.head.weight = self.embed.weight  # type: ignore[assignment]
+            self.head.weight = self.embed.weight
         if choice["hook"] == "yes":
             self.norm.register_forward_hook(lambda _, __, out: out * 1.5)
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         mask = (ids > 2).long()
         mask[:, 0] = 1
         x = self.positions(self.embed(ids), mask)
         if self.choice["dropout"] == "yes":
             x = F.dropout(x, 0.1, self.training)
         for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False) if self.choice["checkpoint"] == "yes" else block(x, mask)
+            x = (
+                checkpoint(block, x, mask, use_reentrant=False)
+                if self.choice["checkpoint"] == "yes"
+                else block(x, mask)
+            )
         x = self.norm(x)
         if self.choice["head"] == "functional":
             return F.linear(x, self.embed.weight)

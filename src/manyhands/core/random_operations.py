@@ -212,6 +212,22 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    weights, value = attention_weights(query, key, value, attn_mask, **settings)
+    return _dropout(draws, weights, dropout_p).to(value.dtype) @ value
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return how much each query attends to each key, and the values with as many heads as there are queries."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -223,8 +239,7 @@ def _attention(
         weights = weights.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         weights = weights + attn_mask
-    weights = torch.softmax(weights, -1) if attn_mask is None else _safe_softmax(weights)
-    return _dropout(draws, weights, dropout_p).to(value.dtype) @ value
+    return torch.softmax(weights, -1) if attn_mask is None else _safe_softmax(weights), value
 
 
 def _safe_softmax(weights: Tensor) -> Tensor:

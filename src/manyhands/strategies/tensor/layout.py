@@ -28,11 +28,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import Mean, StrategyError
+from ...core import Mean, StrategyError, UsageError
 from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
-from .glue import glued
+from .glue import glued, no_sparse_gradients
 from .heads import Heads, fits
 from .layers import Replicated, Way, can_be, gathered, is_norm, way_named, ways_for
 
@@ -82,6 +82,7 @@ def find_layout(
     model: nn.Module, axis: Axis, probe: Callable[..., Any], asked: Mapping[str, str], *, spreads: bool = True
 ) -> Layout:
     """The layout of a network, tried; what cannot be computed in parts is whole, and named in the layout's notes."""
+    _require_dense(model)
     layout = Layout(blocks=set(blocks_of(model)), spreads=spreads)
     wishes = _wishes(model, asked)
     pretends, tries = True, 0
@@ -104,11 +105,18 @@ def find_layout(
             pretends = False
             continue
         except Exception as error:
-            if isinstance(error, StrategyError) or tries > 50:
+            if isinstance(error, UsageError) or tries > 50:
                 raise
             _give_way(model, layout, wishes, stack, error)
             continue
         return layout
+
+
+def _require_dense(model: nn.Module) -> None:
+    """Refuses layers with sparse gradients, of which torch has no form that several ranks hold in parts."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise no_sparse_gradients(f"{name or type(layer).__name__} with sparse=True")
 
 
 def _wishes(model: nn.Module, asked: Mapping[str, str]) -> dict[str, str]:
