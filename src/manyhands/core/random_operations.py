@@ -32,7 +32,7 @@ class _Replacements(dict[Any, Replacement]):
     def get(self, func: Any, default: Any = None) -> Any:
         found = super().get(func, default)
         if found is None and isinstance(func, types.FunctionType) and _is_torch(func) and _may_draw(func):
-            found = self[func] = functools.partial(_inside, _without_own_check(func))
+            found = self[func] = functools.partial(_inside, without_own_check(func))
         return found
 
 
@@ -78,7 +78,7 @@ def _is_torch(func: types.FunctionType) -> bool:
     return (func.__module__ or "").startswith(("torch.nn.functional", "torch.functional"))
 
 
-def _without_own_check(func: Any) -> types.FunctionType:
+def without_own_check(func: Any) -> types.FunctionType:
     """A copy that does not ask who overrides it: it would be handed back to us for ever."""
     quiet = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _nobody)
     namespace = {**func.__globals__, **quiet}
@@ -478,7 +478,7 @@ def _unknown(what: str, remedy: str) -> TaskError:
 
 
 _T = torch.Tensor
-_MULTI_HEAD = _without_own_check(F.multi_head_attention_forward)
+_MULTI_HEAD = without_own_check(F.multi_head_attention_forward)
 _TABLE: dict[Any, Replacement] = {
     F.dropout: _dropout,
     F.rrelu: _rrelu,
@@ -532,6 +532,6 @@ _TABLE: dict[Any, Replacement] = {
 }
 for _walk in (_T.backward, torch.autograd.backward, torch.autograd.grad):
     # In backward a forward may be computed again, and its draws must be seen again.
-    _TABLE[_walk] = functools.partial(_inside, _without_own_check(_walk))
+    _TABLE[_walk] = functools.partial(_inside, without_own_check(_walk))
 _NAMES = {func.__name__ for func in _TABLE}
 """The names under which functions written in Python call them."""

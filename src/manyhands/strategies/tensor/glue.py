@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ...core import TaskError, attention_weights
+from ...core import TaskError, attention_weights, without_own_check
 from .axis import WHOLE, Axis, in_tensors, is_cut
 from .loss import cross_entropy
 
@@ -361,6 +361,11 @@ class Glue(TorchFunctionMode):
             return NotImplemented
         return func(self._axis.whole(input), dim, *args, **kwargs)
 
+    def walk(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """In backward a forward may be computed again, by torch.utils.checkpoint say, and needs the same rules."""
+        with self:
+            return _WALKS[func](*args, **kwargs)
+
     def on_whole(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Losses with sums and constants inside, which torch computes as one operation, see whole tensors."""
         if not any(isinstance(leaf, DTensor) for leaf in (*args, *kwargs.values())):
@@ -472,7 +477,9 @@ _RUNNING = [
     for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
     for where in (torch, Tensor)
 ]
+_WALKS = {func: without_own_check(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 _RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_WALKS, Glue.walk),
     F.scaled_dot_product_attention: Glue.attention,
     F.cross_entropy: Glue.cross_entropy,
     F.dropout: Glue.dropout,
