@@ -399,7 +399,8 @@ class Network(nn.Module):
         self.embed = EMBEDDINGS[choice["embedding"]]()
         self.positions = Positions(choice["positions"])
         first = Block(choice)
-        self.blocks = nn.ModuleList([first, first if choice["repeat"] == "same" else Block(choice)])
+        others = {"once": [], "same": [first]}
+        self.blocks = nn.ModuleList([first, *others.get(choice["repeat"], [Block(choice)])])
         if choice["repeat"] == "tied":
             # Two layers with one matrix.
             self.blocks[1].mlp.down.weight = first.mlp.down.weight
