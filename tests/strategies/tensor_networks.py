@@ -481,7 +481,7 @@ def choose(seed: int) -> Choice:
     choice = {name: draw.choice(options) for name, options in OPTIONS.items()}
     if choice["embedding"] == "factorised":
         choice["head"] = "own"
-    if choice["repeat"] == "tied" and choice["mlp"] == "tied":
+    if choice["repeat"] == "tied" and choice["mlp"] in ("tied", "experts"):
         choice["repeat"] = "other"
     return choice
 

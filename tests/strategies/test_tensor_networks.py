@@ -24,6 +24,7 @@ NETWORKS: dict[str, Choice] = {
     "a mean squared error": {"loss": "pooled"},
     "one key for all heads, normed": {"qkv": "one", "extra": "normed", "score": "einsum"},
     "recomputed": {"qkv": "torch first", "checkpoint": "yes", "loss": "smooth", "mlp": "patched"},
+    "weights that a hook computes": {"mlp": "old weight norm"},
     "own bias": {"mlp": "own bias", "repeat": "tied", "score": "sdpa", "dropout": "yes", "bias": "yes"},
 }
 """Each was computed differently at some time."""

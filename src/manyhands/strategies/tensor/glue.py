@@ -486,6 +486,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.embedding: Glue.embedding,
     torch.embedding: Glue.traced_embedding,
     F.linear: Glue.linear,
+    torch._weight_norm: Glue.on_whole,
     F.multi_head_attention_forward: Glue.on_whole,
     torch.einsum: Glue.einsum,
     Tensor.__rmatmul__: Glue.reversed_matmul,

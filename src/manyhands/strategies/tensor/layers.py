@@ -165,7 +165,7 @@ class Replicated(Way):
 
 def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
     """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
-    if is_parametrized(layer):
+    if is_parametrized(layer) or _has_computed_weight(layer):
         # What its weight is computed from, such as spectral norm's vectors, belongs to the whole of it.
         return Replicated(layer)
     if isinstance(layer, _BY_PARTS) and not is_as_in_torch(layer):
@@ -200,6 +200,11 @@ def is_as_in_torch(layer: nn.Module) -> bool:
     """Whether a layer is computed by torch's own lines, which the ways of computing parts of it are made for."""
     found = (getattr(type(layer), name, None) for name in ("forward", "_conv_forward"))
     return all(function is None or function.__module__.startswith("torch.") for function in found)
+
+
+def _has_computed_weight(layer: nn.Module) -> bool:
+    """Whether a hook computes the weight before every call, as torch.nn.utils.weight_norm does."""
+    return isinstance(getattr(layer, "weight", None), Tensor) and "weight" not in layer._parameters
 
 
 def can_be(name: str, layer: nn.Module) -> bool:
