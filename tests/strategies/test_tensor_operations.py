@@ -141,17 +141,22 @@ def test_products_of_heads_do_not_need_torchs_own(run_ranks: Any) -> None:
 
 def out_of_range(world: World) -> list[str]:
     axis = Axis(world.mesh(mh.TensorParallel(world.size).with_devices(world.size).axes)["tensor"])
+    table = distribute_tensor(torch.ones(4, 2), axis.mesh, [Shard(0)])
     found = []
     for index in (-1, 4):
-        with glued(axis):
-            try:
-                F.embedding(torch.tensor([index]), distribute_tensor(torch.ones(4, 2), axis.mesh, [Shard(0)]))
-            except RuntimeError as error:
-                found.append(str(error))
+        for function, dim in ((F.embedding, 0), (F.cross_entropy, 1)):
+            given = (torch.tensor([index]), table) if dim == 0 else (table.t()[:1], torch.tensor([index]))
+            with glued(axis):
+                try:
+                    function(*given)
+                except IndexError as error:
+                    found.append(str(error))
     return found
 
 
-def test_rows_that_an_embedding_does_not_have_raise_an_error(run_ranks: Any) -> None:
+def test_rows_and_classes_that_there_are_not_raise_an_error(run_ranks: Any) -> None:
     found = run_ranks(out_of_range, 2)[0]
-    assert len(found) == 2
-    assert all("index out of range in a table of 4 rows" in text for text in found)
+    assert found == [
+        "index out of range in self", "Target -1 is out of bounds.",
+        "index out of range in self", "Target 4 is out of bounds.",
+    ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...core import TaskError, attention_weights, without_own_check
 from .axis import WHOLE, Axis, in_tensors, is_cut
-from .loss import cross_entropy
+from .loss import cross_entropy, require_within
 
 SECTIONS = "sections"
 """The attribute of a tensor whose last dim holds several sections, each of them cut by itself: fused projections."""
@@ -204,8 +204,7 @@ class Glue(TorchFunctionMode):
             raise NotImplementedError("an embedding in parts with max_norm or scale_grad_by_freq")
         axis, count = self._axis, weight.shape[0]
         rows = axis.whole(input)
-        # Otherwise a row that there is not would be one of zeros, where one device raises an error.
-        torch._assert_async(((rows >= 0) & (rows < count)).all(), f"index out of range in a table of {count} rows")
+        require_within(rows, count, "index out of range in self")
         begin, held = axis.span(count)
         mine = (rows >= begin) & (rows < begin + held)
         padding = -1 if padding_idx is None else padding_idx % count - begin
