@@ -52,6 +52,7 @@ from .task import Mean, Task, as_task, mean, task_name, typed
 if TYPE_CHECKING:
     from .layout_free import LayoutFree, as_written, stacked_keys
     from .optimizers import Joined, each_of, groups_of, has_scheduler, joined, nested_in, parameters_of
+    from .random_operations import attention_weights, without_own_check
 
 
 def __getattr__(name: str) -> Any:
@@ -60,6 +61,10 @@ def __getattr__(name: str) -> Any:
         from . import layout_free
 
         return getattr(layout_free, name)
+    if name in ("attention_weights", "without_own_check"):
+        from . import random_operations
+
+        return getattr(random_operations, name)
     if name in ("Joined", "each_of", "groups_of", "has_scheduler", "joined", "nested_in", "parameters_of"):
         from . import optimizers
 
@@ -114,6 +119,8 @@ __all__ = [
     "restore_random_state",
     "LayoutFree",
     "as_written",
+    "attention_weights",
+    "without_own_check",
     "stacked_keys",
     "Joined",
     "joined",

@@ -32,7 +32,7 @@ class _Replacements(dict[Any, Replacement]):
     def get(self, func: Any, default: Any = None) -> Any:
         found = super().get(func, default)
         if found is None and isinstance(func, types.FunctionType) and _is_torch(func) and _may_draw(func):
-            found = self[func] = functools.partial(_inside, _without_own_check(func))
+            found = self[func] = functools.partial(_inside, without_own_check(func))
         return found
 
 
@@ -78,7 +78,7 @@ def _is_torch(func: types.FunctionType) -> bool:
     return (func.__module__ or "").startswith(("torch.nn.functional", "torch.functional"))
 
 
-def _without_own_check(func: Any) -> types.FunctionType:
+def without_own_check(func: Any) -> types.FunctionType:
     """A copy that does not ask who overrides it: it would be handed back to us for ever."""
     quiet = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _nobody)
     namespace = {**func.__globals__, **quiet}
@@ -212,6 +212,22 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    weights, value = attention_weights(query, key, value, attn_mask, **settings)
+    return _dropout(draws, weights, dropout_p).to(value.dtype) @ value
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return how much each query attends to each key, and the values with as many heads as there are queries."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -223,8 +239,7 @@ def _attention(
         weights = weights.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         weights = weights + attn_mask
-    weights = torch.softmax(weights, -1) if attn_mask is None else _safe_softmax(weights)
-    return _dropout(draws, weights, dropout_p).to(value.dtype) @ value
+    return torch.softmax(weights, -1) if attn_mask is None else _safe_softmax(weights), value
 
 
 def _safe_softmax(weights: Tensor) -> Tensor:
@@ -463,7 +478,7 @@ def _unknown(what: str, remedy: str) -> TaskError:
 
 
 _T = torch.Tensor
-_MULTI_HEAD = _without_own_check(F.multi_head_attention_forward)
+_MULTI_HEAD = without_own_check(F.multi_head_attention_forward)
 _TABLE: dict[Any, Replacement] = {
     F.dropout: _dropout,
     F.rrelu: _rrelu,
@@ -517,6 +532,6 @@ _TABLE: dict[Any, Replacement] = {
 }
 for _walk in (_T.backward, torch.autograd.backward, torch.autograd.grad):
     # In backward a forward may be computed again, and its draws must be seen again.
-    _TABLE[_walk] = functools.partial(_inside, _without_own_check(_walk))
+    _TABLE[_walk] = functools.partial(_inside, without_own_check(_walk))
 _NAMES = {func.__name__ for func in _TABLE}
 """The names under which functions written in Python call them."""

@@ -20,6 +20,8 @@ from ..core import Task
 from ..data import tensors
 
 TOLERANCE = 1e-7
+MOST_VALUES = 4096
+"""Numbers that are kept of each output of a module."""
 MAX_DEPTH = 60
 """Frames that are looked at for the line of the user's own code."""
 
@@ -76,7 +78,7 @@ class Operations(TorchFunctionMode):
                 hook.remove()
 
     def _follow(self, name: str, part: nn.Module) -> list[RemovableHandle]:
-        told = f"{name or 'the network'} ({type(part).__name__})"
+        told = _named(name, part)
         return [
             part.register_forward_pre_hook(lambda *_: self._path.append(told)),
             part.register_forward_hook(lambda *_: self._path.pop() and None, always_call=True),
@@ -92,6 +94,73 @@ class Operations(TorchFunctionMode):
             name = getattr(func, "__name__", str(func)).strip("_")
             self.calls[-1].append(Operation(name, self._path[-1] if self._path else "", _line(), values))
         return result
+
+
+@dataclass
+class Output:
+    """What the first call of a module returned, as far as it is kept."""
+
+    module: str
+    """Its name and class, as `blocks.0.norm (LayerNorm)`."""
+    line: str
+    """Where its forward is written."""
+    values: list[Tensor] = field(repr=False, default_factory=list)
+
+
+class Outputs:
+    """Keeps what each module of a network returned when it was first called, in the order in which they ended."""
+
+    def __init__(self, model: nn.Module, whole: Callable[[Any], Any]) -> None:
+        self.kept: list[Output] = []
+        self._seen: set[str] = set()
+        self._whole = whole
+        self._hooks = [part.register_forward_hook(self._keep(name)) for name, part in model.named_modules()]
+
+    def _keep(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(part: nn.Module, _: Any, output: Any) -> None:
+            if name in self._seen:
+                return
+            self._seen.add(name)
+            with torch.no_grad():
+                values = [_some(value.detach()) for value in tensors(self._whole(output)) if not value.is_meta]
+            self.kept.append(Output(_named(name, part), _line_of(part), values))
+
+        return keep
+
+    def close(self) -> None:
+        """Take the hooks off the network."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def first_other_output(whole: Sequence[Output], parts: Sequence[Output]) -> str:
+    """Return the first module that returned something else, by name and line; "" where none did."""
+    known = {output.module: output for output in parts}
+    for output in whole:
+        other = known.get(output.module)
+        if other is None or len(other.values) != len(output.values):
+            continue
+        if not all(_are_close(a, b) for a, b in zip(output.values, other.values, strict=True)):
+            return f"{output.module} at {output.line}" if output.line else output.module
+    return ""
+
+
+def _some(value: Tensor) -> Tensor:
+    """At most a few thousand numbers of a tensor, from all over it."""
+    flat = value.flatten()
+    return flat[:: max(1, flat.numel() // MOST_VALUES)].cpu().clone()
+
+
+def _named(name: str, part: nn.Module) -> str:
+    return f"{name or 'the network'} ({type(part).__name__})"
+
+
+def _line_of(part: nn.Module) -> str:
+    """Where a module's forward is written; "" for torch's own layers."""
+    code = getattr(type(part).forward, "__code__", None)
+    if code is None or type(part).__module__.startswith("torch."):
+        return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def first_difference(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]], sizes: Sequence[int]) -> str:

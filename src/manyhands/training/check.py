@@ -18,7 +18,7 @@ from ..cluster import NullWorld, World
 from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
 from ..graph import culprit
-from .cause import Operations, first_difference, first_not_finite
+from .cause import Operations, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .draws import learn_draws
 from .hand import Hand
 from .leaving import left_alone
@@ -87,6 +87,8 @@ class Record:
     """Whether gradients were seen; those of parameter servers are not."""
     unit: float = 0.0
     """The unit of rounding of operations that compute in less than float64 all the same; 0 where none is known."""
+    outputs: list[Output] = field(default_factory=list)
+    """What modules returned in the first step, where several ranks compute layers together."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -183,11 +185,13 @@ def take_steps(
     salt: int = 0,
     shake: float = 0.0,
     begin: Callable[[int], None] = lambda step: None,
+    keeps_outputs: bool = False,
 ) -> Record:
     """Take a task's steps on the rows of a plan with layout-free randomness, and return what came out.
 
     `salt` changes what is drawn at random in spite of that, `shake` weights and gradients, by a relative amount;
-    `begin` is called before every step.
+    `begin` is called before every step. Outputs of modules are kept with `keeps_outputs`, and where several ranks
+    compute layers together.
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
     hand.layout = layout
@@ -206,6 +210,8 @@ def take_steps(
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
         learn_draws(hand, task, feed.peek(NUM_SAMPLES))
         seed_all(mix(task.seed, hand.rank, salt))
+        keeps_outputs |= spec.tensor > 1 and spec.stages == 1 and parts_of(spec) == 1
+        outputs = Outputs(hand.model, hand.replica.plain) if keeps_outputs else None
         steps = []
         for number, window in enumerate(windows(source, plan, task.seed)):
             begin(number)
@@ -218,6 +224,8 @@ def take_steps(
                 raise
             hand.agree()
             steps.append(kept.record())
+            if outputs is not None:
+                outputs.close()
         feed.close()
         assert isinstance(hand.randomness, LayoutFree)
         return Record(
@@ -227,6 +235,7 @@ def take_steps(
             num_draws=hand.randomness.num_draws,
             strayed=hand.randomness.strayed,
             precision=precision,
+            outputs=[] if outputs is None else outputs.kept,
         )
 
 
@@ -532,6 +541,8 @@ def _reason(
         return f"batch statistics are those of a micro-batch under accumulate ({whole.batch_norms[0]})", MICRO
     if whole.batch_norms and spec.servers:
         return f"batch statistics are those of each worker's part of a batch ({whole.batch_norms[0]})", SAMPLES
+    if spec.tensor > 1 and not _differs_in_parts(task, spec, plan, whole, alone):
+        return _of_tensor_ranks(task, spec, plan, whole, parts, found, alone)
     cause = "" if task.loss is None else _cause(task, spec, plan[: found.step + 1], whole.precision, alone)
     unsynchronised = [
         item for item in parts.steps[found.step].differing if item.split(" ")[0] in whole.steps[0].buffers
@@ -543,6 +554,37 @@ def _reason(
     if cause:
         return f"{cause} is not: a loss must be a mean over the batch's samples, or mh.mean(total, count)", LOSS
     return _of_the_strategy(spec, found, task)
+
+
+def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> bool:
+    """Whether splitting the batch alone, on one device, shows a difference."""
+    if parts_of(spec) == 1:
+        return False
+    apart = take_steps(alone, task, StrategySpec(accumulate=parts_of(spec)), plan, precision=whole.precision)
+    return any(difference.is_real for difference in compare(whole, apart))
+
+
+def _of_tensor_ranks(
+    task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, found: Difference, alone: World
+) -> tuple[str, str]:
+    """The first module that shows a difference of layers that several ranks compute, and what to do."""
+    if not found.what.startswith(("the gradient", "the value")):
+        return _of_the_strategy(spec, found, task)
+    where = f"where {spec.tensor} ranks compute its layers together"
+    module = ""
+    if parts.outputs:
+        again = take_steps(alone, task, StrategySpec(), plan[:1], precision=whole.precision, keeps_outputs=True)
+        module = first_other_output(again.outputs, parts.outputs)
+    if module:
+        return f"forward of {module} returns something else {where}", _replicate(module.split(" ")[0])
+    owner = found.what.removeprefix("the gradient of ").rpartition(".")[0] if "gradient" in found.what else ""
+    seen = "every module returns the same, but " if parts.outputs else ""
+    return f"{seen}backward of {owner or 'the network'} computes another gradient {where}", _replicate(owner)
+
+
+def _replicate(name: str) -> str:
+    layout = f'layout={{"{name}": "replicate"}} has every rank compute all of it; ' if name and name != "the" else ""
+    return f"{layout}mh.Mirrored() and mh.Sharded() compute layers whole; report this network, which should be the same"
 
 
 def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple[str, str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from ...core import TaskError, attention_weights, without_own_check
 from .axis import WHOLE, Axis, in_tensors, is_cut
-from .loss import cross_entropy
+from .loss import cross_entropy, require_within
 
 SECTIONS = "sections"
 """The attribute of a tensor whose last dim holds several sections, each of them cut by itself: fused projections."""
@@ -125,24 +126,32 @@ class Glue(TorchFunctionMode):
         tensors = (query, key, value)
         if not any(isinstance(tensor, DTensor) for tensor in (*tensors, attn_mask)):
             return NotImplemented
-        if query.dim() != 4 or (dropout_p and torch.overrides._get_current_function_mode() is not None):
+        if query.dim() not in (3, 4) or any(tensor.dim() != query.dim() for tensor in tensors):
             return NotImplemented
         axis = self._axis
-        dim = next((d for d in (1, 0) if any(is_cut(tensor, d) for tensor in tensors)), None)
+        dims = (1, 0) if query.dim() == 4 else (0,)
+        dim = next((d for d in dims if any(is_cut(tensor, d) for tensor in tensors)), None)
         if dim is not None and any(tensor.shape[dim] % axis.size for tensor in tensors):
             dim = None
         place: Placement = WHOLE if dim is None else Shard(dim)
         q, k, v = (axis.as_parted(tensor).redistribute(placements=[place]).to_local() for tensor in tensors)
-        mask = None if attn_mask is None else self._mask(attn_mask, dim)
+        mask = None if attn_mask is None else self._mask(attn_mask, dim, query.dim())
         settings = {"is_causal": is_causal, "scale": scale, **kwargs}
-        with self.drawing(place, dropout_p > 0):
-            local = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, **settings)
+        if dropout_p and torch.overrides._get_current_function_mode() is not None:
+            # Another mode draws the numbers, of which it must see the shape of the whole.
+            weights, v = attention_weights(q, k, v, mask, **settings)
+            shape = [*query.shape[:-1], key.shape[-2]]
+            local = F.dropout(axis.of(weights, place, shape), dropout_p).to_local().to(v.dtype) @ v  # type: ignore[attr-defined]
+        else:
+            with self.drawing(place, dropout_p > 0):
+                local = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, **settings)
         return axis.of(local, WHOLE) if dim is None else axis.sharded(local, dim, query.shape[dim])
 
-    def _mask(self, mask: Tensor, dim: int | None) -> Tensor:
+    def _mask(self, mask: Tensor, dim: int | None, num_dims: int) -> Tensor:
         """A mask for what this rank attends to: its part, where it has one entry for each head or sample."""
-        if dim is not None and mask.dim() == 4 and mask.shape[dim] > 1:
-            return self._axis.part(mask, dim)
+        place = -1 if dim is None else dim - num_dims + mask.dim()
+        if place >= 0 and mask.shape[place] > 1:
+            return self._axis.part(mask, place)
         return self._axis.whole(mask, sums_gradient=dim is not None)
 
     def cross_entropy(
@@ -182,12 +191,106 @@ class Glue(TorchFunctionMode):
             F.cross_entropy, input, target, weight, None, ignore_index, None, named, label_smoothing
         )
 
+    def embedding(
+        self, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Each rank looks up the rows that it holds and leaves zeros for the others; the results are summed."""
+        if sparse and isinstance(weight, DTensor) and weight.requires_grad:
+            raise no_sparse_gradients("F.embedding with sparse=True")
+        if not is_cut(weight, 0):
+            return NotImplemented
+        if max_norm is not None or scale_grad_by_freq:
+            raise NotImplementedError("an embedding in parts with max_norm or scale_grad_by_freq")
+        axis, count = self._axis, weight.shape[0]
+        rows = axis.whole(input)
+        require_within(rows, count, "index out of range in self")
+        begin, held = axis.span(count)
+        mine = (rows >= begin) & (rows < begin + held)
+        padding = -1 if padding_idx is None else padding_idx % count - begin
+        own = padding if 0 <= padding < held else None
+        local = F.embedding((rows - begin).where(mine, 0), axis.local(weight), own)
+        return axis.summed(local * mine.unsqueeze(-1))
+
+    def traced_embedding(
+        self, func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The same in a traced network, where -1 stands for no padding."""
+        options = dict(zip(("scale_grad_by_freq", "sparse"), args, strict=False)) | kwargs
+        return self.embedding(F.embedding, indices, weight, None if padding_idx < 0 else padding_idx, **options)
+
     def cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Torch leaves out what is empty, as caches of keys and values are at first; DTensors do not know that."""
         if not any(isinstance(tensor, DTensor) for tensor in tensors):
             return NotImplemented
         filled = [self._settle(tensor) for tensor in tensors if tensor.shape != (0,)]
         return func(filled, *args, **kwargs)
+
+    # -- products -------------------------------------------------------------------------------------------------
+
+    def matmul(self, func: Any, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
+        """Products of matrices that are cut along a dim before the last two, heads say, are computed where they are."""
+        if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or min(input.dim(), other.dim()) < 2:
+            return NotImplemented
+        if not (is_cut(input) or is_cut(other)):
+            return NotImplemented
+        most = max(input.dim(), other.dim())
+        places = [t.placements[0].dim - t.dim() for t in (input, other) if is_cut(t)]  # type: ignore[attr-defined]
+        place = min(places)
+        if place >= -2 or any(hasattr(tensor, SECTIONS) for tensor in (input, other)):
+            return NotImplemented
+        count = max(tensor.shape[place] for tensor in (input, other) if tensor.dim() >= -place)
+        local = func(*(self._aligned(tensor, place, count) for tensor in (input, other)))
+        return self._axis.sharded(local, most + place, count)
+
+    def reversed_matmul(self, func: Any, input: Tensor, other: Tensor) -> Any:
+        """The product of what is on the left, a plain tensor mostly."""
+        return self.matmul(torch.matmul, other, input)
+
+    def baddbmm(self, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, **kwargs: Any) -> Any:
+        """A product of many matrices, and a tensor that is added."""
+        if not (is_cut(batch1, 0) or is_cut(batch2, 0)) or "out" in kwargs:
+            return NotImplemented
+        count = batch1.shape[0]
+        local = func(*(self._aligned(tensor, -3, count) for tensor in (input, batch1, batch2)), **kwargs)
+        return self._axis.sharded(local, 0, count)
+
+    def _aligned(self, tensor: Tensor, place: int, count: int) -> Tensor:
+        """A rank's part along a dim that is counted from the end; all of a tensor that has only one entry there."""
+        if tensor.dim() >= -place and tensor.shape[place] == count:
+            return self._axis.part(tensor, place)
+        return self._axis.whole(tensor, sums_gradient=True)
+
+    def linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """A matrix that is whole, applied to tokens that are in parts."""
+        if not is_cut(input) or is_cut(input, -1) or is_cut(weight) or is_cut(bias) or input.dim() < 3:
+            return NotImplemented
+        dim = input.placements[0].dim  # type: ignore[attr-defined]
+        own = (None if tensor is None else self._axis.whole(tensor, sums_gradient=True) for tensor in (weight, bias))
+        return self._axis.sharded(func(input.to_local(), *own), dim, input.shape[dim])
+
+    def einsum(self, func: Any, equation: Any, *operands: Any) -> Any:
+        """A sum of products is computed in parts along an index that is cut, or is the sum of such parts."""
+        given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+        if not isinstance(equation, str) or not any(is_cut(tensor) for tensor in given):
+            return NotImplemented
+        left, arrow, result = equation.replace(" ", "").partition("->")
+        terms = left.split(",")
+        if "." in equation or not arrow or len(terms) != len(given) or any(hasattr(t, SECTIONS) for t in given):
+            return NotImplemented
+        cut = {term[t.placements[0].dim] for term, t in zip(terms, given, strict=True) if is_cut(t)}  # type: ignore[attr-defined]
+        # An index that stays needs no sum over the ranks.
+        letter = min(cut, key=lambda each: (each not in result, each))
+        holders = [(term, tensor) for term, tensor in zip(terms, given, strict=True) if letter in term]
+        counts = {tensor.shape[term.index(letter)] for term, tensor in holders}
+        if any(term.count(letter) > 1 for term in (*terms, result)) or len(counts) > 1:
+            return NotImplemented
+        axis = self._axis
+        local = func(equation, *(
+            axis.part(tensor, term.index(letter)) if letter in term else axis.whole(tensor, sums_gradient=True)
+            for term, tensor in zip(terms, given, strict=True)
+        ))  # fmt: skip
+        return axis.sharded(local, result.index(letter), counts.pop()) if letter in result else axis.summed(local)
 
     # -- randomness, and what works on samples and channels one by one --------------------------------------------
 
@@ -229,6 +332,39 @@ class Glue(TorchFunctionMode):
         """A value that Python reads is that of the whole tensor, not of this rank's part or term of it."""
         return func(self._axis.whole(input), *args, **kwargs) if isinstance(input, DTensor) else NotImplemented
 
+    def mean(self, func: Any, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        """A mean over what is cut is a sum divided; torch's is a mean of means, of which it cannot make a sum again."""
+        dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        if not is_cut(input) or kwargs or not any(is_cut(input, each) for each in dims):
+            return NotImplemented
+        count = inner_size([input.shape[each] for each in dims])
+        total = torch.sum(input, list(dims), keepdim=keepdim)
+        return total.redistribute(placements=[WHOLE]) / count  # type: ignore[attr-defined]
+
+    def by_element(self, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Losses of each element are computed where it is; torch's own mean of them has another gradient in parts."""
+        if not any(isinstance(leaf, DTensor) for leaf in (input, target, *args, *kwargs.values())):
+            return NotImplemented
+        if not is_cut(input) or args or not kwargs.keys() <= {"reduction", "beta", "delta"}:
+            return self.on_whole(func, input, target, *args, **kwargs)
+        reduction = kwargs.pop("reduction", "mean")
+        losses = func(input, self._settle(target), reduction="none", **kwargs)
+        if reduction == "none":
+            return losses
+        total = torch.sum(losses).redistribute(placements=[WHOLE])  # type: ignore[attr-defined]
+        return total / losses.numel() if reduction == "mean" else total
+
+    def along(self, func: Any, input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """Sums from one place to the next need all places."""
+        if not is_cut(input, dim):
+            return NotImplemented
+        return func(self._axis.whole(input), dim, *args, **kwargs)
+
+    def walk(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """In backward a forward may be computed again, by torch.utils.checkpoint say, and needs the same rules."""
+        with self:
+            return _WALKS[func](*args, **kwargs)
+
     def on_whole(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Losses with sums and constants inside, which torch computes as one operation, see whole tensors."""
         if not any(isinstance(leaf, DTensor) for leaf in (*args, *kwargs.values())):
@@ -242,6 +378,15 @@ class Glue(TorchFunctionMode):
             return NotImplemented
         args, kwargs = in_tensors(self._axis.whole, (args, kwargs))
         return func(self._axis.whole(input), *args, **kwargs)
+
+
+def no_sparse_gradients(got: str) -> TaskError:
+    """The refusal of a layer whose gradient is sparse."""
+    return TaskError(
+        "gradients must be dense where several ranks compute a layer: torch cannot hold parts of sparse ones",
+        got=got,
+        remedy="build it with sparse=False and a dense optimizer, torch.optim.Adam say, or use mh.Single()",
+    )
 
 
 def in_order(axis: Axis, tensor: Any, sections: Sequence[int]) -> Tensor:
@@ -323,10 +468,29 @@ _LOSSES = (
     F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
     F.pairwise_distance, F.poisson_nll_loss, F.soft_margin_loss, F.triplet_margin_loss,
 )  # fmt: skip
+_LOSSES_BY_ELEMENT = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+_RUNNING = [
+    getattr(where, name)
+    for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+    for where in (torch, Tensor)
+]
+_WALKS = {func: without_own_check(func) for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 _RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_WALKS, Glue.walk),
     F.scaled_dot_product_attention: Glue.attention,
     F.cross_entropy: Glue.cross_entropy,
     F.dropout: Glue.dropout,
+    F.embedding: Glue.embedding,
+    torch.embedding: Glue.traced_embedding,
+    F.linear: Glue.linear,
+    torch._weight_norm: Glue.on_whole,
+    F.multi_head_attention_forward: Glue.on_whole,
+    torch.einsum: Glue.einsum,
+    Tensor.__rmatmul__: Glue.reversed_matmul,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), Glue.matmul),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), Glue.baddbmm),
     torch.cat: Glue.cat,
     torch.dropout: Glue.dropout,
     F.interpolate: Glue.by_channel,
@@ -335,6 +499,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((F.batch_norm, F.instance_norm), Glue.with_own_statistics),
     **dict.fromkeys(_LOSSES, Glue.on_whole),
+    **dict.fromkeys(_LOSSES_BY_ELEMENT, Glue.by_element),
+    **dict.fromkeys(_RUNNING, Glue.along),
+    **dict.fromkeys((torch.mean, Tensor.mean, _ATEN.mean.default, _ATEN.mean.dim), Glue.mean),
     **dict.fromkeys(_POOLS, Glue.by_channel),
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
@@ -343,6 +510,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.scaled_dot_product_attention.default: Glue.attention,
     _ATEN.cross_entropy_loss.default: Glue.cross_entropy_loss,
     _ATEN.dropout.default: Glue.dropout,
+    _ATEN.embedding.default: Glue.traced_embedding,
+    _ATEN.linear.default: Glue.linear,
+    _ATEN.baddbmm.default: Glue.baddbmm,
+    _ATEN.einsum.default: Glue.einsum,
+    **dict.fromkeys((_ATEN.matmul.default, _ATEN.bmm.default), Glue.matmul),
     _ATEN.cat.default: Glue.cat,
     _ATEN.unflatten.int: Glue.unflatten,
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), Glue.split),

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
+from torch.overrides import _get_current_function_mode_stack
 
+from ...core import LayoutFree
 from .axis import WHOLE, Axis
 from .layers import Call, Way
 
@@ -49,7 +51,7 @@ class Heads(Way):
         dropout = layer.dropout if layer.training else 0.0
         weights: Tensor | None = None
         if need_weights:
-            weights = F.dropout(_attention(axis, q, k, mask), dropout)
+            weights = _dropped(axis, _attention(axis, q, k, mask), dropout)
             found: Tensor = axis.sharded(axis.part(weights, 1) @ heads[2], 1, layer.num_heads)
         else:
             found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
@@ -91,6 +93,16 @@ def _attention(axis: Axis, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         is_by_head = mask.dim() == 4 and mask.shape[1] > 1
         scores = scores + (axis.part(mask, 1) if is_by_head else mask)
     return axis.sharded(scores.softmax(-1), 1, q.shape[1])
+
+
+def _dropped(axis: Axis, weights: Tensor, p: float) -> Tensor:
+    """Dropout of attention weights, with the numbers that torch's own lines draw where draws are layout-free."""
+    if p == 0.0 or not any(isinstance(mode, LayoutFree) for mode in _get_current_function_mode_stack()):
+        return F.dropout(weights, p)
+    # Rows and heads share a dim in torch's lines, and the place of a number in a shape is part of what it is.
+    rows, heads, *sizes = weights.shape
+    whole = F.dropout(torch.ones(rows * heads, *sizes, dtype=weights.dtype, device=weights.device), p)
+    return weights * axis.as_parted(whole.view(weights.shape)).redistribute(placements=[Shard(1)])
 
 
 def _returned(axis: Axis, weights: Tensor, num_averaged: int) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.modules.batchnorm import _NormBase
@@ -114,7 +113,7 @@ class Channels(Way):
 
 
 class Vocabulary(Way):
-    """An embedding of which each rank holds some rows; what it does not have it leaves to the others."""
+    """An embedding of which each rank holds some rows; `Glue.embedding` looks them up."""
 
     name = "vocabulary"
 
@@ -122,13 +121,8 @@ class Vocabulary(Way):
         return {"weight": Shard(0)}
 
     def run(self, axis: Axis, layer: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-        begin, count = axis.span(layer.num_embeddings)
-        rows = axis.whole(args[0]) - begin
-        mine = (rows >= 0) & (rows < count)
-        padding = None if layer.padding_idx is None else layer.padding_idx - begin
-        padding = padding if padding is not None and 0 <= padding < count else None
-        found = F.embedding(rows.where(mine, 0), axis.local(layer.weight), padding)
-        return axis.summed(found * mine.unsqueeze(-1))
+        # The layer's own lines may scale what is found, or look up other rows than it is called with.
+        return call(*args, **kwargs)
 
 
 class Norm(Way):
@@ -166,13 +160,16 @@ class Replicated(Way):
         """All of a layer's inputs, parameters and results on every rank."""
         with _holding_all(axis, layer):
             result = call(*in_tensors(axis.whole, args), **in_tensors(axis.whole, kwargs))
-        return in_tensors(lambda t: axis.of(t, WHOLE) if t.is_floating_point() else t, result)
+        return in_tensors(lambda t: axis.as_parted(t) if t.is_floating_point() else t, result)
 
 
 def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
     """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
-    if is_parametrized(layer):
+    if is_parametrized(layer) or _has_computed_weight(layer):
         # What its weight is computed from, such as spectral norm's vectors, belongs to the whole of it.
+        return Replicated(layer)
+    if isinstance(layer, _BY_PARTS) and not is_as_in_torch(layer):
+        # Lines of its own may look at all channels, or use other parameters.
         return Replicated(layer)
     if _is_matrix(layer):
         if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
@@ -193,6 +190,21 @@ def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
     if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
         return Norm(layer) if _is_norm_of_one_dim(layer) else Replicated(layer)
     return Replicated(layer) if isinstance(layer, (nn.RNNBase, nn.Bilinear)) else None
+
+
+_BY_PARTS = (_ConvNd, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Layers of torch that are computed on parts of their channels or of the tokens."""
+
+
+def is_as_in_torch(layer: nn.Module) -> bool:
+    """Whether a layer is computed by torch's own lines, which the ways of computing parts of it are made for."""
+    found = (getattr(type(layer), name, None) for name in ("forward", "_conv_forward"))
+    return all(function is None or function.__module__.startswith("torch.") for function in found)
+
+
+def _has_computed_weight(layer: nn.Module) -> bool:
+    """Whether a hook computes the weight before every call, as torch.nn.utils.weight_norm does."""
+    return isinstance(getattr(layer, "weight", None), Tensor) and "weight" not in layer._parameters
 
 
 def can_be(name: str, layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .axis import Axis
 
@@ -25,12 +26,25 @@ def cross_entropy(
     is_single = logits.dim() == 1
     rows = logits.unsqueeze(0) if is_single else logits.movedim(1, -1)
     counted = target != ignore_index
+    require_within(target.where(counted, 0), num_classes, "Target {} is out of bounds.")
     losses = _losses(rows, target.where(counted, 0), num_classes, label_smoothing, axis)
     losses = losses.squeeze(0) if is_single else losses
     losses = losses.where(counted, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+def require_within(indices: Tensor, count: int, text: str) -> None:
+    """Raise torch's own error for an index that is negative or too large; no rank's part would have such a row."""
+    if isinstance(indices, FakeTensor):
+        return
+    is_known = (indices >= 0) & (indices < count)
+    if indices.device.type != "cpu":
+        # Without a wait for the device; its kernels end the process in the same way.
+        torch._assert_async(is_known.all(), text.format("?"))
+    elif not is_known.all():
+        raise IndexError(text.format(int(indices[~is_known][0])))
 
 
 def _losses(*args: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..batch_stats import BatchStats
 from ..recompute import keep_all
 from ..sharded import ShardedReplica
 from .axis import WHOLE, Axis, in_tensors
-from .glue import glued, replicating
+from .glue import glued, plain
 from .layout import Layout, dress
 
 
@@ -118,10 +119,10 @@ class TensorReplica(ShardedReplica):
             yield
 
     def plain(self, value: Any) -> Any:
-        return in_tensors(self._cutting.axis.whole, value)
+        return in_tensors(partial(plain, self._cutting.axis), value)
 
     def backward(self, objective: Tensor, key: str, *, last: bool) -> None:
-        with replicating():
+        with self._cutting.scope():
             super().backward(objective, key, last=last)
 
     def finish(self, key: str, count: Tensor | None) -> None:
@@ -133,9 +134,13 @@ class TensorReplica(ShardedReplica):
         odd: list[Any] = [
             p for p in self.groups[key].values() if p.grad is not None and _placements(p.grad) != _placements(p)
         ]
-        terms = [p for p in odd if p.placements[-1] == WHOLE and p.grad.placements[-1].is_partial()]
-        for parameter in set(odd) - set(terms):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        terms = []
+        for parameter in odd:
+            # In the order of the group: these are collectives, and a set has another order on every rank.
+            if parameter.placements[-1] == WHOLE and parameter.grad.placements[-1].is_partial():
+                terms.append(parameter)
+            else:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if not terms:
             return
         parts = [parameter.grad.to_local() for parameter in terms]
