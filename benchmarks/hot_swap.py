@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from manyhands.store import export
+from manyhands.storage import export
 
 from .load import Ask, Outcome, measuring
 from .report import Check, Report, arguments

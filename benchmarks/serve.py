@@ -33,7 +33,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import resolve
 from manyhands.serving import Router, Server
-from manyhands.store import export
+from manyhands.storage import export
 
 from .load import Ask, Outcome, at_share, measure
 from .peers import triton_server

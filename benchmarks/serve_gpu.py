@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.store import export
+from manyhands.storage import export
 
 from .gpu_works import Gpt
 from .load import Ask, Outcome, measuring

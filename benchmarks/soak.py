@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_messages
-from manyhands.store import export
+from manyhands.storage import export
 
 from .hot_swap import Adder, Served, question, serving, swap, written
 from .load import Ask, answer_size, measuring

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.store import export
+from manyhands.storage import export
 
 from .peers import tensorflow_servers
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.serving import Server
 from manyhands.serving.kinds import KINDS
-from manyhands.store import export
+from manyhands.storage import export
 
 from .peers import triton_server
 from .peers.triton_server import Triton, write_model

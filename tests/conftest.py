@@ -22,7 +22,7 @@ BUDGETS = {
     "test_benchmarks.py": 2.0,
     "test_matrix.py": 1.5,
     "training": 5.5,
-    "store": 2.0,
+    "storage": 2.0,
     "data": 1.5,
     "cluster": 2.6,
     "recovery": 2.8,

@@ -23,7 +23,7 @@ import torch
 from typer.testing import CliRunner
 
 from manyhands.cli.app import app
-from manyhands.store import Checkpoint, CheckpointStore
+from manyhands.storage import Checkpoint, CheckpointStore
 from manyhands.training import Run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -31,7 +31,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "data/workers.py": {"pickle": "tries whether an error of this process can be sent on"},
     "keras/callbacks.py": {"pickle": _AFTER_PROOF},
     "keras/following.py": {"cloudpickle": _AFTER_PROOF},
-    "store/weights.py": {
+    "storage/weights.py": {
         "pickle": "the name of an error only",
         "torch.load": "with weights_only=True, for weights that the user names",
     },

@@ -42,7 +42,7 @@ from torch import nn
 from manyhands import verbs
 from manyhands.serving.grpc_process import NAME as GRPC_PROCESS
 from manyhands.serving.scheduling import step_aside
-from manyhands.store import export
+from manyhands.storage import export
 
 from ..load import Ask, at_share, measuring
 from ..load import Outcome as Answers

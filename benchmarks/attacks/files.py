@@ -187,7 +187,7 @@ def attack_checkpoints(root: Path) -> list[Outcome]:
     """Damage the newer of two checkpoints in every way; the older one must be loaded, and the reason given."""
     import torch
 
-    from manyhands.store import Checkpoint, CheckpointStore
+    from manyhands.storage import Checkpoint, CheckpointStore
 
     with CheckpointStore(root / "made") as store:
         for step in (1, 2):
@@ -269,7 +269,7 @@ def _replace(path: Path, kind: str) -> None:
 
 def _attack_claims(root: Path) -> Outcome:
     """Names at the end of what can be counted: claiming the folder must end, with a reason where it cannot."""
-    from manyhands.store import CheckpointStore
+    from manyhands.storage import CheckpointStore
 
     root.mkdir()
     for name in ("CLAIM-999999999", "CLAIM-٣", "CLAIM-00000000000000000000001", "CLAIM-x"):

@@ -28,8 +28,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from manyhands.store import operators
-from manyhands.store.operator_list import ALLOWED
+from manyhands.storage import operators
+from manyhands.storage.operator_list import ALLOWED
 
 PAGE = mmap.PAGESIZE
 NEVER_CALLED = 3

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from manyhands.core import ManyhandsError
-from manyhands.store import load
-from manyhands.store.disk import digest_of
+from manyhands.storage import load
+from manyhands.storage.disk import digest_of
 
 from .outcome import Outcome
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.store import export, load
+from manyhands.storage import export, load
 
 Inputs = dict[str, Tensor]
 SMALL: dict[str, Any] = {

@@ -27,8 +27,8 @@ from manyhands.dashboard.library import Library
 from manyhands.dashboard.metrics import Look, Metrics
 from manyhands.dashboard.source import dump
 from manyhands.serving.folder import Policy, Versions, complete_versions, models_in
-from manyhands.store import Checkpoint, CheckpointStore, archives, export
-from manyhands.store.weights import open_weights
+from manyhands.storage import Checkpoint, CheckpointStore, archives, export
+from manyhands.storage.weights import open_weights
 from manyhands.training import Run
 from manyhands.tuning import JOURNAL, Journal, Objective, Trial, read_journal
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .plans import plan
     from .profiles import profile
     from .serving import Client
-    from .store import load, weights
+    from .storage import load, weights
     from .strategies import Embedding, on
     from .studies import map, tune
     from .teams import apart, ensemble
@@ -124,7 +124,7 @@ _HOMES = {
     "teams": ["apart", "ensemble"],
     "tuning": ["ASHA", "Hyperband", "Median", "Study", "Trial", "choice", "integers", "loguniform", "uniform"],
     "profiles": ["profile"],
-    "store": ["load", "weights"],
+    "storage": ["load", "weights"],
     "strategies": ["Embedding", "on"],
     "data": ["files", "bucketed"],
     "training": ["Callback", "Hand", "Patience", "Run", "Sink", "hand"],

@@ -16,7 +16,7 @@ from . import ensembles, studies
 from .core import DataError, SettingsError, Signature, Task, TaskError, as_task, event, keep_event, typed
 from .data import Cursor, Feed, as_source
 from .ensembles import Batches, Team, TeamApart
-from .store import Archive
+from .storage import Archive
 from .training import Run, inputs_of
 from .tuning import Study, Trial
 from .verbs import On, _engine

@@ -62,7 +62,7 @@ from .core import (
     typed,
 )
 from .data import as_source, check_source, is_arrays
-from .store import CheckpointStore, Weights
+from .storage import CheckpointStore, Weights
 from .strategies import Outline, Table, require_built, require_loss
 from .sync import carrying, make_policy
 from .training import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.store import export
+from manyhands.storage import export
 
 from .conftest import Invoke
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import CheckpointError, TaskError, UsageError
 from manyhands.population import Population
-from manyhands.store import Checkpoint, CheckpointStore
+from manyhands.storage import Checkpoint, CheckpointStore
 
 from .test_equality import EPOCHS, alone
 from .works import NUM_ROWS, adamw, cross_entropy, task

@@ -17,7 +17,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import write_token
 from manyhands.core import read_events
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.testing import Hosts
 from tests.cluster.test_tls import Signer
 from tests.recovery import work

@@ -19,7 +19,7 @@ from manyhands.cluster.conductor import Conductor, Here, Meeting
 from manyhands.cluster.crew import Process
 from manyhands.cluster.parcel import pack
 from manyhands.cluster.rank import Assignment
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from tests.recovery.test_parts import Trap, in_backward
 from tests.training.problems import problem
 

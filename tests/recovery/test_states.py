@@ -15,7 +15,7 @@ import torch
 
 import manyhands as mh
 from manyhands.core import CheckpointError, LossNotFinite, ReplicasDiffer, RunError, read_events
-from manyhands.store import Checkpoint, CheckpointStore
+from manyhands.storage import Checkpoint, CheckpointStore
 from tests.recovery.test_local import assert_same, fit
 from tests.training.problems import problem
 

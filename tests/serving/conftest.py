@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from manyhands.cluster import LocalEngine, resolve
 from manyhands.serving import Server, ServeSettings
-from manyhands.store import export
-from manyhands.store.disk import digest_of
+from manyhands.storage import export
+from manyhands.storage.disk import digest_of
 
 
 class Adder(nn.Module):

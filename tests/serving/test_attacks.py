@@ -17,7 +17,7 @@ from manyhands.cluster import LocalEngine, resolve
 from manyhands.serving import Server, ServeSettings
 from manyhands.serving.limits import Limits
 from manyhands.serving.parsing import INLINE
-from manyhands.store import export
+from manyhands.storage import export
 
 from .conftest import publish
 

@@ -25,7 +25,7 @@ from manyhands.serving.folder import Policy
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica
 from manyhands.serving.version import Place, Version
-from manyhands.store import OutputMismatch
+from manyhands.storage import OutputMismatch
 
 from .conftest import publish
 from .test_versions import Moody

@@ -19,7 +19,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.serving import Client, ServeSettings
-from manyhands.store import export
+from manyhands.storage import export
 
 from .conftest import Start, publish
 from .test_versions import Moody

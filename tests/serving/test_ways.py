@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.serving import ways
 from manyhands.serving.ways import Plain, fastest
-from manyhands.store import Archive, export, load
+from manyhands.storage import Archive, export, load
 
 CPU = torch.device("cpu")
 MAX_ROWS = 11

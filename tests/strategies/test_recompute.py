@@ -19,7 +19,7 @@ import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
 from manyhands.graph import kept_bytes, lives
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.strategies import keep_all, recompute
 from manyhands.strategies.recompute import SMALL
 from manyhands.training import Job, train

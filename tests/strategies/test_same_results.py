@@ -14,7 +14,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import UsageError
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 

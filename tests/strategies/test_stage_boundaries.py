@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.graph import Works
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.strategies import placement
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS

@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import LossNotFinite, StrategyError, TaskError
 from manyhands.data import as_source
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.sync import Agreement, DiLoCo, LocalSteps, make_policy
 from manyhands.testing import Hosts, run_threads
 from manyhands.training import Hand

@@ -19,7 +19,7 @@ import manyhands as mh
 from manyhands.cluster import World
 from manyhands.core import PeerLost, TaskError
 from manyhands.data import as_source
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.sync import Buckets, Coded, Int8, Policy, TopK, buckets, make_policy
 from manyhands.testing import Faults, run_threads
 from manyhands.training import Hand

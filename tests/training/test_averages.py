@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import manyhands as mh
 from manyhands.core import TaskError, read_events
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.training import Averages
 
 from .problems import gan_step, generator, problem

@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import Mean, mix, seed_all
 from manyhands.data import Cursor, Feed, as_source
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 

@@ -18,7 +18,7 @@ import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, read_events, seed_all
 from manyhands.data import Cursor, Feed, as_source
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.strategies import served
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.cluster import NullWorld, World
 from manyhands.core import RunError
-from manyhands.store import Checkpoint, CheckpointStore
+from manyhands.storage import Checkpoint, CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS
 from tests.strategies.networks import Scribble, task

@@ -12,7 +12,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import CheckpointError, TaskError, read_events
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 
 from .problems import classify, generator, mlp
 from .test_fit import StopAt

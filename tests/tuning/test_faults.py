@@ -17,7 +17,7 @@ import torch
 import manyhands as mh
 from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import CheckpointError, RunError, WorkerFailed
-from manyhands.store import CheckpointStore
+from manyhands.storage import CheckpointStore
 from manyhands.tuning import JOURNAL, work
 
 from . import networks

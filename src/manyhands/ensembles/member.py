@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core import Signature, TaskError
-from ..store import Archive
+from ..storage import Archive
 from ..training import Run
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import DataError, Predictor, Signature, TensorSpec
-from ..store import export
+from ..storage import export
 from .combination import Combination, Mean, Vote, require_combination
 from .forms import NUMBERS, as_probabilities, form_of
 from .member import Member, named, require_alike

@@ -12,7 +12,7 @@ from keras import tree
 from torch import Tensor
 
 from ..core import TaskError
-from ..store import export as store_export
+from ..storage import export as store_export
 from .strategy import strategy_of
 
 ROWS, FREE = 4, 8

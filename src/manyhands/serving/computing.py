@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..cluster import Device, World
 from ..core import ArchiveError, Predictor, RunError, Signature
-from ..store import Archive, OutputMismatch, load, require_outputs
+from ..storage import Archive, OutputMismatch, load, require_outputs
 from .kinds import BY_TORCH, Array
 from .precision import in_precision
 from .sandbox import Protection, Sandbox, default_memory, kept_environment

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..cluster import Device, Engine, Job
 from ..core import ArchiveError, Event, ManyhandsError, RunError, Signature
-from ..store import OutputMismatch
+from ..storage import OutputMismatch
 from .batcher import Batch, Batcher
 from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source, Starved, require_rows
 from .kinds import Array

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import Predictor, Signature
 from ..graph import CannotRecord, Phase, Recording, rehearsing, stop_compilers
-from ..store import Archive
+from ..storage import Archive
 from .precision import Bfloat16
 
 Tensors = Mapping[str, Tensor]

@@ -32,7 +32,7 @@ from ..core import (
     seeded,
 )
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
-from ..store import CheckpointStore
+from ..storage import CheckpointStore
 from ..strategies import (
     MAIN,
     CannotDefer,

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..cluster import World, regroup
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, first_dim, tensors
-from ..store import Weights
+from ..storage import Weights
 from .callbacks import Callback
 from .check import Verdict
 from .draws import guess_notice, learn_draws

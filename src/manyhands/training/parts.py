@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cluster import World
 from ..core import MESH_ORDER, StrategySpec
 from ..data import Cursor
-from ..store import Checkpoint, load_optimizer_state, optimizer_state
+from ..storage import Checkpoint, load_optimizer_state, optimizer_state
 from .snapshot import exchange, stand_where
 
 if TYPE_CHECKING:

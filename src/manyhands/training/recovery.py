@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cluster import World
 from ..core import PeerLost, StrategyError, StrategySpec, random_state
 from ..data import Batch, Cursor
-from ..store import Checkpoint
+from ..storage import Checkpoint
 from ..strategies import with_own_feedback
 from .parts import complete, joined, part_snapshot, shape_of
 from .snapshot import local_snapshot, share

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..cluster import Device, NullWorld
 from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, read_events
 from ..data import Batch, Cursor, Feed, as_source, check_source, split
-from ..store import CheckpointStore, weights
+from ..storage import CheckpointStore, weights
 from .draws import learn_draws
 from .evaluation import evaluating
 from .hand import Hand

@@ -26,7 +26,7 @@ from ..core import (
 )
 from ..core import random_state as _random_state
 from ..data import Cursor, Feed, as_source
-from ..store import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
+from ..storage import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
 from .loop import CHECKPOINTS, Outcome
 from .predictor import ModelPredictor
 from .sampling import Breakdown, breakdowns

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cluster import World, message
 from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
-from ..store import Checkpoint, check_matches, load_optimizer_state, optimizer_state
+from ..storage import Checkpoint, check_matches, load_optimizer_state, optimizer_state
 from .tables import require_no_rows
 
 if TYPE_CHECKING:

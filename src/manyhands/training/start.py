@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core import Task
-from ..store import Weights, check_values, match, open_weights
+from ..storage import Weights, check_values, match, open_weights
 from .explain import without_values
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core import CheckpointError
-from ..store import Checkpoint
+from ..storage import Checkpoint
 from ..strategies import Embedding, first_rows
 
 IDS, VALUES, STEP, SEED = "ids", "values", "step", "seed"

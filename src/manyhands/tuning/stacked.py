@@ -16,7 +16,7 @@ from typing import Any
 from ..cluster import Device
 from ..core import SettingsError, Task
 from ..population import Gain, Population, gain, groups
-from ..store import Checkpoint, CheckpointStore
+from ..storage import Checkpoint, CheckpointStore
 from ..training import CHECKPOINTS
 from .executors import Executor, Here
 from .work import Outcome, Work, Workshop, write_record

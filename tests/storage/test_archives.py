@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.core import ArchiveError, DataError
-from manyhands.store import export, load, versions
+from manyhands.storage import export, load, versions
 
 FILES = ("weights.safetensors", "program.json", "signature.json")
 
@@ -184,8 +184,8 @@ RACE = """
 import os, sys
 from pathlib import Path
 import torch
-from manyhands.store import Disk, export
-import manyhands.store.archives as archives
+from manyhands.storage import Disk, export
+import manyhands.storage.archives as archives
 path, model = Path(sys.argv[1]), torch.nn.Linear(2, 1)
 def go():
     export(model, lambda m, x: m(x), {"x": torch.ones(2, 2)}, path)

@@ -10,8 +10,8 @@ import torch
 from benchmarks.attacks.files import CONTENTS, KINDS, attack_checkpoints, plant
 
 from manyhands.core import CheckpointError
-from manyhands.store import Checkpoint, CheckpointStore
-from manyhands.store.weights import open_weights
+from manyhands.storage import Checkpoint, CheckpointStore
+from manyhands.storage.weights import open_weights
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from manyhands.core import CheckpointError
-from manyhands.store import (
+from manyhands.storage import (
     Checkpoint,
     CheckpointStore,
     load_optimizer_state,

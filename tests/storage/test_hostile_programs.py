@@ -12,8 +12,8 @@ from benchmarks.attacks.fuzz_operators import fuzz
 from torch import Tensor, nn
 
 from manyhands.core import ArchiveError
-from manyhands.store import OutputMismatch, export, load
-from manyhands.store.operator_list import ALLOWED
+from manyhands.storage import OutputMismatch, export, load
+from manyhands.storage.operator_list import ALLOWED
 
 
 def test_no_forged_archive_reaches_what_is_not_its_own() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.core import CheckpointError
-from manyhands.store import Checkpoint, CheckpointStore, Disk, check_matches, disk
+from manyhands.storage import Checkpoint, CheckpointStore, Disk, check_matches, disk
 
 
 def small(step: int) -> Checkpoint:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from manyhands.core import CheckpointError
-from manyhands.store import Checkpoint, CheckpointStore, Weights, export, match, open_weights, weights
+from manyhands.storage import Checkpoint, CheckpointStore, Weights, export, match, open_weights, weights
 
 
 class Net(nn.Module):
