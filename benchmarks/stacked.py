@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 import manyhands as mh
-from manyhands.population import Population
+from manyhands.vectorized import Population
 
 from .report import Check, Report
 from .stacked_works import StackedWork, loss, works

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import manyhands as mh
-from manyhands.population import Population, groups
+from manyhands.vectorized import Population, groups
 
 EPOCHS = int(os.environ.get("EPOCHS", 6))
 digits = load_digits()

@@ -34,7 +34,7 @@ BUDGETS = {
     "tuning": 1.7,
     "ensembles": 1.0,
     "serving": 2.2,
-    "population": 1.0,
+    "vectorized": 1.0,
     "keras": 1.0,
     "dashboard": 0.75,
     "test_package.py": 0.75,

@@ -7,7 +7,7 @@ from typing import Any
 
 import manyhands as mh
 from manyhands.core import StrategySpec
-from manyhands.population import Population
+from manyhands.vectorized import Population
 
 from .reference import Result, copied
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..cluster import Device
 from ..core import SettingsError, Task
-from ..population import Gain, Population, gain, groups
 from ..storage import Checkpoint, CheckpointStore
 from ..training import CHECKPOINTS
+from ..vectorized import Gain, Population, gain, groups
 from .executors import Executor, Here
 from .work import Outcome, Work, Workshop, write_record
 

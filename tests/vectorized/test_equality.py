@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.population import Population, groups
+from manyhands.vectorized import Population, groups
 
 from .works import KINDS, adamw, task
 

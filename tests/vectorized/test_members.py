@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.core import CheckpointError, TaskError, UsageError
-from manyhands.population import Population
 from manyhands.storage import Checkpoint, CheckpointStore
+from manyhands.vectorized import Population
 
 from .test_equality import EPOCHS, alone
 from .works import NUM_ROWS, adamw, cross_entropy, task

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.population import Population
+from manyhands.vectorized import Population
 
 from .test_equality import alone
 from .works import KINDS, adamw, task

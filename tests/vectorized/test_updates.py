@@ -11,10 +11,10 @@ from torch import nn, optim
 
 import manyhands as mh
 from manyhands.core import LayoutFree, StrategySpec
-from manyhands.population import Population
-from manyhands.population.build import CPU, build, build_model, row_of
-from manyhands.population.program import Program
-from manyhands.population.stack import PARAMETERS, Stack
+from manyhands.vectorized import Population
+from manyhands.vectorized.build import CPU, build, build_model, row_of
+from manyhands.vectorized.program import Program
+from manyhands.vectorized.stack import PARAMETERS, Stack
 
 from .test_equality import Lion
 

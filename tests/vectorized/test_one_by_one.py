@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands.population import Population
+from manyhands.vectorized import Population
 
 from .test_equality import EPOCHS, alone
 from .works import adamw, task, texts, vectors

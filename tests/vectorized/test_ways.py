@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import manyhands as mh
 from manyhands.graph import CannotRecord, Phase
-from manyhands.population import Gain, Population, compiling, gain, rounds
-from manyhands.population.convolutions import ALL, GROUPED, THIN, Unfolded
+from manyhands.vectorized import Gain, Population, compiling, gain, rounds
+from manyhands.vectorized.convolutions import ALL, GROUPED, THIN, Unfolded
 
 from .test_equality import alone
 from .works import adamw, task

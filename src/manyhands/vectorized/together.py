@@ -224,7 +224,7 @@ class Together(Way):
             raise TaskError(
                 "members of a population have the same structure",
                 got=f"member {number}, where {found}",
-                remedy="manyhands.population.groups(tasks) says which of them go together",
+                remedy="manyhands.vectorized.groups(tasks) says which of them go together",
             )
 
     def _look_at_numbers(self, *new: Task) -> None:

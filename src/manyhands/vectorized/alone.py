@@ -13,7 +13,15 @@ from ..cluster import Device, DirectLine, NullWorld
 from ..core import StrategySpec, Task, UsageError, random_state, restore_random_state
 from ..data import Cursor, as_source, check_source
 from ..storage import Checkpoint
-from ..training import Hand, evaluate, follow_schedule, learn_draws, restore_snapshot, take_snapshot, take_step
+from ..training import (
+    Hand,
+    evaluate,
+    follow_schedule,
+    learn_draws,
+    restore_snapshot,
+    take_snapshot,
+    take_step,
+)
 from .member import Member
 from .way import Way
 

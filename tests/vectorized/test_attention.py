@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from manyhands.population.attention import Folded
+from manyhands.vectorized.attention import Folded
 
 Q, KV = (3, 2, 4, 5, 8), (3, 2, 4, 6, 8)
 CASES: dict[
