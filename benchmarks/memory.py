@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands import verbs
-from manyhands.cluster import Device, NullWorld, World, resolve
 from manyhands.core import OutOfMemory
+from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.graph import kept_bytes, lives
 from manyhands.strategies import keep_all, recompute
 from manyhands.training import Hand, fit_in, host_bytes, limited

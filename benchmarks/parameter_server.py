@@ -25,8 +25,9 @@ import zmq
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import Device, LocalEngine, World, current_world
 from manyhands.core import read_events
+from manyhands.distributed import Device, World, current_world
+from manyhands.launcher import LocalEngine
 from manyhands.strategies import served
 from manyhands.strategies.served import messages
 from manyhands.strategies.served.shared import SharedSlots

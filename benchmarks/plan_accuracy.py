@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import manyhands as mh
-from manyhands.cluster import Device
+from manyhands.distributed import Device
 
 from . import plan_gpu, plan_profile, plan_published, plan_vtrain
 from .plan_famous import POINTS

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands import plans, training
-from manyhands.cluster import Device, NullWorld
 from manyhands.core import StrategySpec
+from manyhands.distributed import Device, NullWorld
 from manyhands.planning import Cluster, Observation, Workload, calibrated, estimate
 
 from .memory import Block

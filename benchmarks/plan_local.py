@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands import plans, training, verbs
-from manyhands.cluster import Device, NullWorld, World, resolve
 from manyhands.core import StrategySpec
 from manyhands.costs import Chip, link
+from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.planning import Cluster, estimate
 from manyhands.testing import Hosts
 

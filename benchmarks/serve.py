@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import manyhands as mh
-from manyhands.cluster import resolve
+from manyhands.distributed import resolve
 from manyhands.serving import Router, Server
 from manyhands.storage import export
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from manyhands import verbs
-from manyhands.cluster import World, enter_world, resolve
 from manyhands.data import Order
+from manyhands.distributed import World, enter_world, resolve
 from manyhands.testing import Hosts
 
 from .lessons import WIDE, Lesson

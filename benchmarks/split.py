@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.data import as_source
+from manyhands.distributed import NullWorld, World
 from manyhands.training.stepping import take_step
 
 from .report import Check, Report, arguments

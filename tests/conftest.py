@@ -13,7 +13,8 @@ import torch
 import torch._dynamo  # sets environment variables of its own when it is first imported
 
 from manyhands import verbs
-from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.testing import no_leaks
 
 torch.set_num_threads(1)
@@ -24,7 +25,8 @@ BUDGETS = {
     "training": 5.5,
     "storage": 2.0,
     "data": 1.5,
-    "cluster": 2.6,
+    "launcher": 2.3,
+    "distributed": 0.7,
     "recovery": 2.8,
     "sync": 1.5,
     "strategies": 2.0,

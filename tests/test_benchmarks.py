@@ -13,7 +13,7 @@ import torch
 from benchmarks import plan_gpu, serve_gpu
 from benchmarks.report import Report
 
-from manyhands.cluster import Device
+from manyhands.distributed import Device
 
 ROOT = Path(__file__).parents[1]
 BARS = {

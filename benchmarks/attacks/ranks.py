@@ -24,13 +24,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from manyhands.cluster import LocalEngine, ObjectGather, RankKey, World, resolve
-from manyhands.cluster.joining.channel import MAX_MESSAGE, Channel, Limits
-from manyhands.cluster.joining.desk import Desk
-from manyhands.cluster.joining.handshake import Facts, introduce
-from manyhands.cluster.joining.token import Token
-from manyhands.cluster.network import listen
 from manyhands.core import ManyhandsError, RunError
+from manyhands.distributed import ObjectGather, RankKey, World, resolve
+from manyhands.distributed.network import listen
+from manyhands.launcher import LocalEngine
+from manyhands.launcher.joining.channel import MAX_MESSAGE, Channel, Limits
+from manyhands.launcher.joining.desk import Desk
+from manyhands.launcher.joining.handshake import Facts, introduce
+from manyhands.launcher.joining.token import Token
 from manyhands.testing import Faults, run_threads
 
 from .outcome import Outcome

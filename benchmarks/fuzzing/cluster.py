@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from manyhands.cluster import resolve
-from manyhands.cluster.joining.channel import Channel, Limits, checked
-from manyhands.cluster.joining.handshake import Challenge, Facts
-from manyhands.cluster.joining.token import Token
-from manyhands.cluster.resolvers.hosts_file import HostsFile
-from manyhands.cluster.resolvers.registry import understood
-from manyhands.cluster.resolvers.tf_config import TfConfig
 from manyhands.core import ManyhandsError
+from manyhands.distributed import resolve
+from manyhands.launcher.joining.channel import Channel, Limits, checked
+from manyhands.launcher.joining.handshake import Challenge, Facts
+from manyhands.launcher.joining.token import Token
+from manyhands.launcher.resolvers.hosts_file import HostsFile
+from manyhands.launcher.resolvers.registry import understood
+from manyhands.launcher.resolvers.tf_config import TfConfig
 from manyhands.strategies.served import messages
 
 from .files import folder

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import sync
-    from .cluster import Device, Join, devices, doctor
     from .core import (
         Mirrored,
         ParameterServer,
@@ -28,7 +27,10 @@ if TYPE_CHECKING:
     )
     from .cuts import cut
     from .data import bucketed, files
+    from .diagnostics import doctor
+    from .distributed import Device, devices
     from .ensembles import Answer, Team, TeamApart
+    from .launcher import Join
     from .plans import plan
     from .profiles import profile
     from .serving import Client
@@ -117,7 +119,9 @@ _HOMES = {
         "StrategySpec",
         "Predictor",
     ],
-    "cluster": ["Device", "Join", "devices", "doctor"],
+    "distributed": ["Device", "devices"],
+    "launcher": ["Join"],
+    "diagnostics": ["doctor"],
     "plans": ["plan"],
     "studies": ["map", "tune"],
     "ensembles": ["Answer", "Team", "TeamApart"],

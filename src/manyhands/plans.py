@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from . import costs, planning, training, verbs
-from .cluster import DEFAULT_TIMEOUT, Device, NullWorld, World, current_world, num_cores, resolve
 from .core import (
     Event,
     ManyhandsError,
@@ -29,6 +28,7 @@ from .core import (
 )
 from .costs import CannotTrace, Chip, Link, Network, chip, link, make_chip
 from .data import Cursor, Feed, as_source, check_source, first_dim
+from .distributed import DEFAULT_TIMEOUT, Device, NullWorld, World, current_world, num_cores, resolve
 from .planning import Cluster, Comparison, Correction, Observation, Plan, Search, Workload, as_clusters
 from .strategies import require_built, require_loss
 

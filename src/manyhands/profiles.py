@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from . import costs, profiling, training, verbs
-from .cluster import DEFAULT_TIMEOUT, World
 from .core import ManyhandsError, SettingsError, StrategySpec, Task, UsageError, as_task, read_events, task_name
 from .data import Feed, as_source, check_source
+from .distributed import DEFAULT_TIMEOUT, World
 from .profiling import Profile, RankProfile
 from .strategies import require_loss
 

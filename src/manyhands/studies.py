@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from . import tuning
-from .cluster import Device, Engine, engine_for
 from .core import SettingsError, Task, UsageError, task_name
+from .distributed import Device
+from .launcher import Engine, engine_for
 from .training import View, make_view, new_folder
 from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, Workshop
 from .verbs import On, _engine, _interruptible

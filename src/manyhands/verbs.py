@@ -26,23 +26,6 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from . import __version__, training
-from .cluster import (
-    DEFAULT_TIMEOUT,
-    AfterLoss,
-    Device,
-    DirectLine,
-    Engine,
-    Join,
-    LocalEngine,
-    NullWorld,
-    Team,
-    World,
-    current_world,
-    engine_for,
-    leased,
-    resolve,
-    whole_host,
-)
 from .core import (
     Event,
     EventLog,
@@ -62,6 +45,8 @@ from .core import (
     typed,
 )
 from .data import as_source, check_source, is_arrays
+from .distributed import DEFAULT_TIMEOUT, Device, DirectLine, NullWorld, World, current_world, resolve
+from .launcher import AfterLoss, Engine, Join, LocalEngine, Team, engine_for, leased, whole_host
 from .storage import CheckpointStore, Weights
 from .strategies import Outline, Table, require_built, require_loss
 from .sync import carrying, make_policy

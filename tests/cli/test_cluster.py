@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.cluster import DirectLine, LocalEngine, Seat, World, meet, reach, resolve, survey, this_host
-from manyhands.cluster.launched import _kept
-from manyhands.cluster.network import listen
-from manyhands.cluster.survey import Facts, differences
 from manyhands.core import SettingsError
 from manyhands.data import as_source, data_digest
+from manyhands.distributed import DirectLine, Seat, World, reach, resolve, survey, this_host
+from manyhands.distributed.network import listen
+from manyhands.distributed.survey import Facts, differences
+from manyhands.launcher import LocalEngine, meet
+from manyhands.launcher.existing_cluster import _kept
 from manyhands.testing import Hosts
 
-from ..cluster.environments import SAMPLES, SLURM, tf_config
-from ..cluster.test_tls import Signer
+from ..launcher.environments import SAMPLES, SLURM, tf_config
+from ..launcher.test_tls import Signer
 from .conftest import Invoke
 
 

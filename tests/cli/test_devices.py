@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from manyhands import cluster
+from manyhands import distributed
 from manyhands.cli.devices import as_dict
-from manyhands.cluster import Device
+from manyhands.distributed import Device
 
 from .conftest import Invoke
 
@@ -14,13 +14,13 @@ from .conftest import Invoke
 def test_the_table_names_every_device(invoke: Invoke) -> None:
     result = invoke("devices")
     assert result.exit_code == 0
-    assert all(device.name in result.stdout for device in cluster.devices())
+    assert all(device.name in result.stdout for device in distributed.devices())
     assert "GiB" in result.stdout
 
 
 def test_json_is_a_list_of_objects(invoke: Invoke) -> None:
     found = json.loads(invoke("devices", "--json").stdout)
-    assert [item["name"] for item in found] == [device.name for device in cluster.devices()]
+    assert [item["name"] for item in found] == [device.name for device in distributed.devices()]
     assert found[-1]["kind"] == "cpu"
     assert found[-1]["memory"] > 0
 

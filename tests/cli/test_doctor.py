@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands import cluster
-from manyhands.cluster.health import CHECKS
+from manyhands import diagnostics
+from manyhands.diagnostics import CHECKS
 
 from .conftest import Invoke
 
@@ -31,8 +31,8 @@ def test_this_machine_is_well_enough_for_the_tests(invoke: Invoke, tmp_path: Pat
 def test_what_is_not_well_comes_with_why_and_the_cure(
     verdict: str, code: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [cluster.Finding("swap", "all of it", verdict, "steps wait for the disk", "buy memory")]
-    monkeypatch.setattr(cluster, "doctor", lambda folder: found)
+    found = [diagnostics.Finding("swap", "all of it", verdict, "steps wait for the disk", "buy memory")]
+    monkeypatch.setattr(diagnostics, "doctor", lambda folder: found)
     result = invoke("doctor")
     assert result.exit_code == code
     assert "swap" in result.stdout

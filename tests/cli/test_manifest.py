@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.cluster import understood
+from manyhands.launcher import understood
 
 from .conftest import Invoke
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manyhands.cluster import write_token
+from manyhands.launcher import write_token
 from manyhands.testing import held_ports
 
 from .conftest import Invoke

@@ -13,7 +13,7 @@ import pytest
 
 import manyhands as mh
 from manyhands import verbs
-from manyhands.cluster import LocalEngine
+from manyhands.launcher import LocalEngine
 from manyhands.training import Hand
 
 from .behaviours import BEHAVIOURS

@@ -17,8 +17,8 @@ from keras import layers
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
-from manyhands.cluster import current_world
 from manyhands.core import ManyhandsError
+from manyhands.distributed import current_world
 
 from .behaviours import network
 from .scenarios import INPUTS, TARGETS, results, scenario

@@ -20,7 +20,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands.keras as mhk
-from manyhands.cluster import current_world
+from manyhands.distributed import current_world
 
 rng = np.random.default_rng(0)
 INPUTS = rng.normal(size=(101, 8))

@@ -15,8 +15,8 @@ from typing import Any
 import keras
 import pytest
 
-from manyhands.cluster import World
-from manyhands.cluster import world as worlds
+from manyhands.distributed import World
+from manyhands.distributed import world as worlds
 from manyhands.testing import held_ports
 
 from .behaviours import EXAMPLES, run_example

@@ -13,7 +13,7 @@ from keras import layers
 from keras.src.backend.torch import core as keras_torch
 
 import manyhands.keras as mhk
-from manyhands.cluster import LocalEngine
+from manyhands.launcher import LocalEngine
 
 from .behaviours import BEHAVIOURS, run_example, weights
 from .conftest import told_by

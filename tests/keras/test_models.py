@@ -15,8 +15,8 @@ from keras.src.backend.torch import core as keras_torch
 
 import manyhands as mh
 import manyhands.keras as mhk
-from manyhands.cluster import innermost
 from manyhands.core import DataError, DeviceError, SettingsError, StrategyError, TaskError
+from manyhands.distributed import innermost
 from manyhands.keras.backend import require_torch_backend
 from manyhands.training import Hand
 

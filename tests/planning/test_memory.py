@@ -12,8 +12,8 @@ from benchmarks.plan_local import TASKS
 from torch import nn
 
 from manyhands import plans
-from manyhands.cluster import NullWorld
 from manyhands.core import StrategySpec, Task
+from manyhands.distributed import NullWorld
 from manyhands.planning import Cluster, Footprint, Workload, estimate
 from manyhands.profiling import Memory
 from manyhands.profiling.memory import MemoryWatch

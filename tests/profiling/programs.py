@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.cluster import current_world
+from manyhands.distributed import current_world
 
 
 def classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import write_token
 from manyhands.core import read_events
+from manyhands.launcher import write_token
 from manyhands.storage import CheckpointStore
 from manyhands.testing import Hosts
-from tests.cluster.test_tls import Signer
+from tests.launcher.test_tls import Signer
 from tests.recovery import work
 
 pytestmark = pytest.mark.root

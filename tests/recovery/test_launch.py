@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import write_token
 from manyhands.core import NoProgress, WorkerFailed
+from manyhands.launcher import write_token
 from manyhands.testing import Hosts
 from tests.recovery.test_local import Fault, kill
 from tests.training.problems import problem

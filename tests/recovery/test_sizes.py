@@ -14,11 +14,12 @@ import torch
 
 import manyhands as mh
 from manyhands import training
-from manyhands.cluster import Device, LocalEngine
-from manyhands.cluster.conductor import Conductor, Here, Meeting
-from manyhands.cluster.crew import Process
-from manyhands.cluster.parcel import pack
-from manyhands.cluster.rank import Assignment
+from manyhands.distributed import Device
+from manyhands.launcher import LocalEngine
+from manyhands.launcher.coordinator import Conductor, Here, Meeting
+from manyhands.launcher.pickles import pack
+from manyhands.launcher.processes import Process
+from manyhands.launcher.rank import Assignment
 from manyhands.storage import CheckpointStore
 from tests.recovery.test_parts import Trap, in_backward
 from tests.training.problems import problem

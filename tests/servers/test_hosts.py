@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.cluster import Job, LocalEngine, World, resolve
-from manyhands.cluster import world as worlds
 from manyhands.core import WorkerFailed
+from manyhands.distributed import World, resolve
+from manyhands.distributed import world as worlds
+from manyhands.launcher import Job, LocalEngine
 from manyhands.strategies import served
 from manyhands.testing import Hosts
 

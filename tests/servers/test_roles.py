@@ -18,9 +18,9 @@ import typer
 import manyhands as mh
 from manyhands.cli.cluster import cluster as show_cluster
 from manyhands.cli.launch import _with_task, launch
-from manyhands.cluster import Device, World
-from manyhands.cluster import world as worlds
 from manyhands.core import SettingsError
+from manyhands.distributed import Device, World
+from manyhands.distributed import world as worlds
 from manyhands.training import place_here, take_part
 
 from ..training.problems import problem

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from manyhands.cluster import LocalEngine, resolve
+from manyhands.distributed import resolve
+from manyhands.launcher import LocalEngine
 from manyhands.serving import Server, ServeSettings
 from manyhands.storage import export
 from manyhands.storage.disk import digest_of

@@ -13,7 +13,8 @@ from benchmarks.attacks import Outcome
 from benchmarks.attacks.requests import ATTACKS, INFER, MIB, PREDICT, Target, grpc_memory, head, post, send
 from torch import nn
 
-from manyhands.cluster import LocalEngine, resolve
+from manyhands.distributed import resolve
+from manyhands.launcher import LocalEngine
 from manyhands.serving import Server, ServeSettings
 from manyhands.serving.limits import Limits
 from manyhands.serving.parsing import INLINE

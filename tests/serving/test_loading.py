@@ -16,8 +16,9 @@ import psutil
 import pytest
 from torch import Tensor
 
-from manyhands.cluster import Device, LocalEngine, resolve
 from manyhands.core import Predictor, RequestRefused
+from manyhands.distributed import Device, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.serving import BatchSettings, Probation, computing
 from manyhands.serving.catalogue import Catalogue, CatalogueSettings
 from manyhands.serving.computing import Given, Starved, quietly

@@ -22,8 +22,9 @@ import torch
 from benchmarks.attacks import models
 from torch import Tensor
 
-from manyhands.cluster import Device, LocalEngine, resolve
 from manyhands.core import ArchiveError, Predictor, Signature, TensorSpec
+from manyhands.distributed import Device, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.serving.computing import REPLY, Exported
 from manyhands.serving.meeting import Meeting
 from manyhands.serving.replica import Replica

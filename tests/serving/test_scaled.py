@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 import manyhands as mh
-from manyhands.cluster import Device, Engine
 from manyhands.core import SettingsError, WorkerFailed
+from manyhands.distributed import Device
+from manyhands.launcher import Engine
 from manyhands.serving import RouteSettings, ScaledRouter, Scaling, Server
 from manyhands.serving.routing.backend import Address, Backend
 from manyhands.serving.routing.scaled import Post, Scaler

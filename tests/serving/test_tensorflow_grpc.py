@@ -61,7 +61,7 @@ def ask(server: Server, method: str, **values: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def scored(engine: Any) -> Any:
-    from manyhands.cluster import resolve
+    from manyhands.distributed import resolve
     from manyhands.serving import ServeSettings
 
     models = {"scores": Scores(2), "value": Scores(1)}

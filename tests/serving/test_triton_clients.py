@@ -17,8 +17,9 @@ import tritonclient.http.aio as triton_http_aio
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
-from manyhands.cluster import LocalEngine, resolve
 from manyhands.core import Predictor, Signature, TensorSpec
+from manyhands.distributed import resolve
+from manyhands.launcher import LocalEngine
 from manyhands.serving import Server, ServeSettings
 from manyhands.serving.kinds import KINDS, Kind
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.cluster import World
+from manyhands.distributed import World
 from manyhands.strategies import BatchStats
 from manyhands.testing import run_threads
 

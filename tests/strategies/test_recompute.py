@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
+from manyhands.distributed import NullWorld, World
 from manyhands.graph import kept_bytes, lives
 from manyhands.storage import CheckpointStore
 from manyhands.strategies import keep_all, recompute

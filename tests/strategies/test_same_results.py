@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import UsageError
+from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS

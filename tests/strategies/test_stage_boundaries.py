@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
+from manyhands.distributed import NullWorld, World
 from manyhands.graph import Works
 from manyhands.storage import CheckpointStore
 from manyhands.strategies import placement

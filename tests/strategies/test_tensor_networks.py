@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategySpec, TaskError
+from manyhands.distributed import NullWorld, World
 from manyhands.training.check import compare, plan_of, take_steps
 
 from .tensor_networks import OPTIONS, Choice, choose, task_of

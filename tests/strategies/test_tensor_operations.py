@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import manyhands as mh
-from manyhands.cluster import World
+from manyhands.distributed import World
 from manyhands.strategies.tensor.axis import Axis
 from manyhands.strategies.tensor.glue import glued
 

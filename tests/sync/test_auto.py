@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import StrategyError
 from manyhands.data import as_source
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.sync import Links, choose, forecasts, measure_links
 from manyhands.testing import Hosts
 from manyhands.training import Hand

@@ -9,7 +9,7 @@ from benchmarks import convergence, parameter_server, slow_link
 from benchmarks.lessons import CNN, GPT, LIKES
 from benchmarks.report import Report
 
-from manyhands.cluster import LocalEngine
+from manyhands.launcher import LocalEngine
 
 
 @pytest.mark.root

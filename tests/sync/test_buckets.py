@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.cluster import World
 from manyhands.core import StrategyError, TaskError
+from manyhands.distributed import World
 from manyhands.sync import AllReduce, Buckets, Policy, buckets, make_policy
 from manyhands.testing import run_threads
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import LocalEngine, NullWorld, World, resolve
 from manyhands.core import StrategyError, UsageError
+from manyhands.distributed import NullWorld, World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.sync import Course, make_policy
 from manyhands.testing import Hosts
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import LossNotFinite, StrategyError, TaskError
 from manyhands.data import as_source
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
 from manyhands.sync import Agreement, DiLoCo, LocalSteps, make_policy
 from manyhands.testing import Hosts, run_threads

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import World
+from manyhands.distributed import World
 from manyhands.strategies.mirrored import odd_ones
 from manyhands.sync import Agreement, DiLoCo, State
 from manyhands.testing import run_threads

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import World
 from manyhands.core import PeerLost, TaskError
 from manyhands.data import as_source
+from manyhands.distributed import World
 from manyhands.storage import CheckpointStore
 from manyhands.sync import Buckets, Coded, Int8, Policy, TopK, buckets, make_policy
 from manyhands.testing import Faults, run_threads

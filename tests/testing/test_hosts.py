@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.cluster import LocalEngine, World, resolve
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.testing import Hosts
 
 pytestmark = pytest.mark.root

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import World
 from manyhands.core import StrategyError
+from manyhands.distributed import World
 from manyhands.training import Hand
 
 

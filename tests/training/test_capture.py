@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import Device, DirectLine, Seat, TorchWorld
 from manyhands.core import read_events
 from manyhands.data import as_source
+from manyhands.distributed import Device, DirectLine, Seat, TorchWorld
 from manyhands.strategies import MirroredReplica
 from manyhands.training import Hand
 from manyhands.training.stepping import Stepper

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
+from manyhands.distributed import NullWorld, World
 from manyhands.training import Job, train
 
 from .problems import classify, generator, padded_tokens, problem, token_loss

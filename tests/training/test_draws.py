@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
+from manyhands.distributed import NullWorld, World
 from manyhands.training import Job, train
 
 from .test_equality import keep

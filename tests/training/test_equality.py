@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import Mean, mix, seed_all
 from manyhands.data import Cursor, Feed, as_source
+from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import Device, DirectLine, Seat, TorchWorld, World
+from manyhands.distributed import Device, DirectLine, Seat, TorchWorld, World
 from manyhands.testing import WorldContract
 from manyhands.training import Hand
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster import leases
+from manyhands.launcher import leases
 
 from .test_sinks import fit, notices
 
 OTHER = """
 import sys
-from manyhands.cluster import Device, leased, leases
+from manyhands.distributed import Device
+from manyhands.launcher import leased, leases
 leases.UNLEASED = frozenset()
 with leased([Device("cpu")], "the-other-run"):
     print("got", flush=True)
@@ -27,7 +28,7 @@ with leased([Device("cpu")], "the-other-run"):
 WAITING = """
 import sys
 import manyhands as mh
-from manyhands.cluster import leases
+from manyhands.launcher import leases
 leases.UNLEASED = frozenset()
 sys.path.insert(0, sys.argv[1])
 from tests.training.test_sinks import task

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import OutOfMemory, PeerLost, SettingsError, WorkerFailed
 from manyhands.data import Cursor, as_source
+from manyhands.distributed import NullWorld, World
 from manyhands.training import Account, Hand, Job, account, parse_bytes, train
 from manyhands.training.memory import is_out_of_memory, remedies
 

@@ -19,9 +19,9 @@ from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, Opaque, World
 from manyhands.core import StrategySpec, TaskError
 from manyhands.data import as_source
+from manyhands.distributed import NullWorld, Opaque, World
 from manyhands.testing import run_threads
 from manyhands.training import Hand, check_metrics, evaluate
 from manyhands.training.metrics import OwnMeter, Sums, compute, parted

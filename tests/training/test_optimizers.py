@@ -15,9 +15,9 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import EVENTS, CheckpointError, TaskError, UsageError, mix, read_events, seed_all
 from manyhands.data import Cursor, Feed, as_source
+from manyhands.distributed import NullWorld, World
 from manyhands.storage import CheckpointStore
 from manyhands.strategies import served
 from manyhands.training import Job, train

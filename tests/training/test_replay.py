@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import current_world
 from manyhands.core import SettingsError
+from manyhands.distributed import current_world
 
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import StrategyError
+from manyhands.distributed import NullWorld, World
 from manyhands.training import Hand
 
 from .problems import problem, token_loss

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import World
 from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
+from manyhands.distributed import World
 from manyhands.training import About, NumberSink, Outlets, make_sinks
 from manyhands.training.sinks import outlets
 from manyhands.training.sinks.names import numbers_of

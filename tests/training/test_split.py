@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import RunError
+from manyhands.distributed import NullWorld, World
 from manyhands.storage import Checkpoint, CheckpointStore
 from manyhands.training import Job, train
 from manyhands.training.loop import CHECKPOINTS

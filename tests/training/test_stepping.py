@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cluster import NullWorld, World
 from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
+from manyhands.distributed import NullWorld, World
 from manyhands.graph import CannotRecord
 from manyhands.training import Hand, recorder, stepping, ways
 from manyhands.training.recorder import Recorder

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cluster import current_world
 from manyhands.core import event, read_events
+from manyhands.distributed import current_world
 from manyhands.training import Stragglers
 from manyhands.training.stragglers import NUM_WINDOWS, WINDOW_STEPS
 

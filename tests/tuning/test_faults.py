@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import LocalEngine, World, resolve
 from manyhands.core import CheckpointError, RunError, WorkerFailed
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
 from manyhands.tuning import JOURNAL, work
 

@@ -10,7 +10,7 @@ import pytest
 
 import manyhands as mh
 
-from ..cluster.test_ray import nodes  # noqa: F401 - the cluster of two nodes
+from ..launcher.test_ray import nodes  # noqa: F401 - the cluster of two nodes
 from . import networks
 
 

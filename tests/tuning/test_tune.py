@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.cluster import resolve
 from manyhands.core import SettingsError
+from manyhands.distributed import resolve
 from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialsFailed, Workshop, as_objectives
 from manyhands.tuning.work import Work
 

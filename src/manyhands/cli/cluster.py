@@ -16,7 +16,8 @@ from .screen import only_json, print_json, stdout
 from .target import load_task, parse_params
 
 if TYPE_CHECKING:
-    from ..cluster import Cluster, Reach, Survey
+    from ..distributed import Reach, Survey
+    from ..launcher import Cluster
 
 Target = Annotated[
     str | None,
@@ -57,7 +58,8 @@ def cluster(
     compared and the interface that carries the traffic is found by measuring. The exit code is 1 where something
     is wrong.
     """
-    from ..cluster import described, launched, reach, this_host
+    from ..distributed import reach, this_host
+    from ..launcher import described, launched
 
     environ, nobody = _as_somebody(os.environ)
     found = described(on, environ)
@@ -95,7 +97,7 @@ def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[st
 
 def _joining(on: str | None, environ: Mapping[str, str], found: Cluster | None) -> tuple[dict[str, str], list[str]]:
     """By what the hosts of a scheduler would join, and what is wrong with it."""
-    from ..cluster import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
+    from ..launcher import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
 
     if found is None or found.standing is not None or found.host.role not in (CHIEF, WORKER):
         return {}, []
@@ -117,7 +119,8 @@ def _digest(target: str, params: list[str] | None) -> str:
 
 
 def _meet(on: str | None, data: str, timeout: float) -> Survey:
-    from ..cluster import join_launched, survey
+    from ..distributed import survey
+    from ..launcher import join_launched
 
     world = join_launched(on, timeout, per_host=True)
     assert world is not None

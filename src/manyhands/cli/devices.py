@@ -10,7 +10,7 @@ from .options import Json, add_verb
 from .screen import amount, print_json, stdout
 
 if TYPE_CHECKING:
-    from ..cluster import Device
+    from ..distributed import Device
 
 
 EXAMPLES = (
@@ -26,9 +26,9 @@ def add(app: typer.Typer) -> None:
 
 def devices(json: Json = False) -> None:
     """List the devices of this machine: what they are, their memory, and what keeps one from being used."""
-    from .. import cluster
+    from .. import distributed
 
-    found = cluster.devices()
+    found = distributed.devices()
     if json:
         print_json([as_dict(device) for device in found])
     else:

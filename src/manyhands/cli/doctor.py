@@ -11,7 +11,7 @@ from .options import Json, add_verb
 from .screen import print_json, stdout
 
 if TYPE_CHECKING:
-    from ..cluster import Finding
+    from ..diagnostics import Finding
 
 Folder = Annotated[str, typer.Option(help="Where runs are going to be kept.")]
 
@@ -32,9 +32,9 @@ def doctor(folder: Folder = "runs", json: Json = False) -> None:
 
     Drivers, shared memory, limits, threads, clock, network, disk. The exit code is 1 when something is broken.
     """
-    from .. import cluster
+    from .. import diagnostics
 
-    found = cluster.doctor(folder)
+    found = diagnostics.doctor(folder)
     if json:
         print_json([dataclasses.asdict(finding) for finding in found])
     else:

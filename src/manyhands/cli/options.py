@@ -16,7 +16,7 @@ from ..core import SettingsError
 from .failures import guarded
 
 if TYPE_CHECKING:
-    from ..cluster import Join
+    from ..launcher import Join
 
 Target = Annotated[
     str,
@@ -109,7 +109,7 @@ class HostsSettings(SplitSettings):
 
     def place(self, file: Path, *work: str) -> str | Join | None:
         """What the verb takes as `on`; `work` and the file must be the same on every host."""
-        from ..cluster import TLS_VARIABLE, TOKEN_VARIABLE, Join
+        from ..launcher import TLS_VARIABLE, TOKEN_VARIABLE, Join
 
         given = {"--hosts": self.hosts, "--join": self.join, "--token-file": self.token_file}
         missing = [name for name, value in given.items() if value is None]

@@ -26,7 +26,7 @@ def token(file: File, hours: Hours = None) -> None:
 
     Copy it to every host. Hosts prove to each other that they have it and never send it.
     """
-    from ..cluster import write_token
+    from ..launcher import write_token
 
     write_token(file, hours)
     note(f"wrote {file}; copy it to every host, readable by its owner alone")

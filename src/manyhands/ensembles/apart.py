@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..cluster import Device, Engine, Service, World
 from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec
+from ..distributed import Device, World
+from ..launcher import Engine, Service
 from .member import Member
 from .team import Rule
 

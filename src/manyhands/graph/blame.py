@@ -6,7 +6,7 @@ import linecache
 import traceback
 from pathlib import Path
 
-from ..cluster import innermost
+from ..distributed import innermost
 
 
 def culprit(error: BaseException) -> str:

@@ -10,8 +10,8 @@ from keras import tree
 from keras.callbacks import BackupAndRestore, CallbackList, ModelCheckpoint
 from keras.src.utils.python_utils import is_default
 
-from ..cluster import Opaque
 from ..core import RunError
+from ..distributed import Opaque
 from .boards import TensorBoard
 from .following import Changes, Look, plain_attributes
 from .inputs import brought_by_all

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ..cluster import Cluster, described
 from ..core import DeviceError, SettingsError
+from ..launcher import Cluster, described
 
 
 class ClusterResolver:

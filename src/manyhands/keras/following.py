@@ -24,8 +24,8 @@ from keras.metrics import Metric
 from keras.optimizers import Optimizer
 from torch import Tensor, nn
 
-from ..cluster import Opaque, is_plain, message
 from ..core import StrategyError
+from ..distributed import Opaque, is_plain, message
 from ..training import Hand
 
 Key = tuple[int, str, str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..cluster import NullWorld, resolve
 from ..core import StrategySpec
+from ..distributed import NullWorld, resolve
 from ..training import Hand
 from .cluster_resolver import TFConfigClusterResolver
 from .placing import hand_of_all, named, settled

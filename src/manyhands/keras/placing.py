@@ -9,8 +9,9 @@ from pathlib import Path
 
 from keras.src.backend.torch import core as keras_torch
 
-from ..cluster import current_world, resolve, whole_host
 from ..core import DeviceError
+from ..distributed import current_world, resolve
+from ..launcher import whole_host
 from ..training import Hand, hand, joined_world
 
 

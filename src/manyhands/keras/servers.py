@@ -13,8 +13,9 @@ import torch
 from keras.optimizers import LossScaleOptimizer
 from torch import Tensor
 
-from ..cluster import CHIEF, SERVER, TRAINERS, WORKER, Pending, described
 from ..core import SettingsError
+from ..distributed import Pending
+from ..launcher import CHIEF, SERVER, TRAINERS, WORKER, described
 from ..training import joined_world
 from .cluster_resolver import TFConfigClusterResolver
 from .placing import hand_of_all, named

@@ -18,8 +18,8 @@ from keras import tree
 from keras.src.backend.torch import core as keras_torch
 from torch import Tensor
 
-from ..cluster import NullWorld, caller_lines
 from ..core import SettingsError, StrategyError, StrategySpec
+from ..distributed import NullWorld, caller_lines
 from ..training import SCRIPT_END, Hand
 from .following import variables_of
 from .inputs import (

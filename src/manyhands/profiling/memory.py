@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..cluster import message
+from ..distributed import message
 from ..training import Hand, Spans
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")

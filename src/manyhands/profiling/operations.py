@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, record_function
 
-from ..cluster import message
+from ..distributed import message
 
 MODULE = "module "
 STEP = "manyhands step"

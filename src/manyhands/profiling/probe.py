@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from ..cluster import World, message
 from ..core import StrategySpec, Task
+from ..distributed import World, message
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .ceiling import ceiling
 from .memory import Memory, MemoryWatch

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..cluster import Device, World
 from ..core import ArchiveError, Predictor, RunError, Signature
+from ..distributed import Device, World
 from ..storage import Archive, OutputMismatch, load, require_outputs
 from .kinds import BY_TORCH, Array
 from .precision import in_precision

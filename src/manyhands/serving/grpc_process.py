@@ -23,8 +23,9 @@ from typing import Any
 import grpc
 import orjson
 
-from ..cluster import Device, Engine, Service, World
 from ..core import RequestRefused, RunError
+from ..distributed import Device, World
+from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
 from .meeting import Meeting

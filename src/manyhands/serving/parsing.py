@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..cluster import Device, Engine, Service, World
 from ..core import ManyhandsError, RequestRefused
+from ..distributed import Device, World
+from ..launcher import Engine, Service
 from .http import BadRequest
 from .scheduling import restore_slice, step_aside
 

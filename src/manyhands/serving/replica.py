@@ -15,8 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..cluster import Device, Engine, Job
 from ..core import ArchiveError, Event, ManyhandsError, RunError, Signature
+from ..distributed import Device
+from ..launcher import Engine, Job
 from ..storage import OutputMismatch
 from .batcher import Batch, Batcher
 from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source, Starved, require_rows

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cluster import Device, Engine, this_host
 from ..core import Predictor, SettingsError
+from ..distributed import Device, this_host
+from ..launcher import Engine
 from .app import App
 from .background import Background, ListenSettings, opened
 from .batcher import BatchSettings

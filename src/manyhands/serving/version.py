@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cluster import Device, Engine
 from ..core import ManyhandsError, RequestRefused, RunError, Signature
+from ..distributed import Device
+from ..launcher import Engine
 from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
 from .computing import Source
 from .meeting import Meeting

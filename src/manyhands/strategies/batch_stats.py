@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import World
 from ..core import StrategyError
+from ..distributed import World
 
 
 class BatchStats:

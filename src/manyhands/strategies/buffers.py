@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..cluster import World
 from ..core import LayoutFree, StrategyError, UsageError, random_state, remember_buffers, restore_random_state
+from ..distributed import World
 from .own_parts import own_part
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..cluster import World
 from ..core import StrategyError, UsageError, as_written, random_state, restore_random_state
+from ..distributed import World
 from ..graph import culprit
 from .double_backward import on_gradients
 from .recompute import blocks_of

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..cluster import World
 from ..core import StrategySpec
+from ..distributed import World
 from ..graph import Contexts, layer_of
 from .holding import Holding
 from .own_parts import own_part

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import NullWorld, World
 from ..core import StrategySpec
+from ..distributed import NullWorld, World
 from ..sync import Agreement, AllReduce, Buckets, Local, State, acting, average, make_policy
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica, comparable, odd_ones

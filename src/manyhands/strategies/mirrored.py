@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategySpec, TaskError
+from ..distributed import World
 from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategySpec
+from ..distributed import World
 from .own_parts import own_part
 from .replica import Replica
 

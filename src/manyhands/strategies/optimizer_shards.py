@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategySpec
+from ..distributed import World
 from .mirrored import MirroredReplica
 from .sharded import whole
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategyError, each_of, nested_in, random_state, restore_random_state
+from ..distributed import World
 from .own_parts import BY_ELEMENT, on_own_parts
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..cluster import Device, NullWorld, groups_along, place_of
 from ..core import StrategySpec, UsageError
+from ..distributed import Device, NullWorld, groups_along, place_of
 from .drawing import Outline, drawn
 from .homes import check_map, module_names, too_many_stages
 from .pipeline import StagedPlacement, homes_of_stages, named_devices

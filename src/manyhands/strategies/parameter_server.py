@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategySpec, TaskError
+from ..distributed import World
 from .embedding import Embedding
 from .replica import Replica
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import World, place_of
 from ..core import StrategyError, StrategySpec
+from ..distributed import World, place_of
 from ..graph import Call, Piece, Works, crossings, in_stages
 from .homes import able_ranks, balanced, parameters_of
 from .marks import marks_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import DATA_AXES, Mean, StrategySpec
+from ..distributed import World
 from ..graph import Call, Clock
 from ..sync import Buckets, State, acting, make_policy
 from .batch_stats import BatchStats

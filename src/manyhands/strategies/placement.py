@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..cluster import World
 from ..core import Mean, StrategyError, StrategySpec, TaskError, random_state, remember_buffers, restore_random_state
+from ..distributed import World
 from ..graph import (
     Call,
     Clock,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError, each_of, joined, nested_in, parameters_of
+from ..distributed import World
 from ..sync import Auto, Local, Policy, make_policy
 from .buffers import Buffers, Rules, find_rules
 from .deferred import Take

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cluster import Pending, World
+from ..distributed import Pending, World
 from ..graph import Clock, Crossing, Piece, Segment, Works
 
 MAX_CROSSINGS = 1 << 16

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..cluster import World
 from ..core import StrategySpec, each_of
+from ..distributed import World
 from ..graph import fuse_on_cpu
 from .buffers import Buffers
 from .gradient_hooks import GradientHooks

@@ -19,8 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..cluster import World
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
+from ..distributed import World
 from ..sync import Agreement, Course, Local, State, average, make_policy, tell
 from .batch_stats import BatchStats
 from .by_block import SameBlocks

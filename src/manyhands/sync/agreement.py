@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..cluster import World
 from ..core import TaskError, event
+from ..distributed import World
 from .buckets import pieces
 from .course import Course, State, is_look, sizes_told
 from .local import Local

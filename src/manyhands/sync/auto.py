@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cluster import NullWorld, Pending, World
+from ..distributed import NullWorld, Pending, World
 from .course import Course, State
 from .links import Links
 from .local import Local

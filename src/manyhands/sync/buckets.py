@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import World
 from ..core import TaskError
+from ..distributed import World
 from .course import Course, State, tell
 from .memory import lay_like
 from .policy import Policy

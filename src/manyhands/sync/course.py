@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..cluster import Pending, World
 from ..core import TaskError, event
+from ..distributed import Pending, World
 from .hosts import Hosts
 from .memory import Memory
 from .policy import Policy

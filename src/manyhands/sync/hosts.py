@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..cluster import Pending, World
+from ..distributed import Pending, World
 from .memory import Memory
 from .policy import AllReduce, Policy
 from .wire import Wire

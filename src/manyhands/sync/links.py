@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from ..cluster import World
+from ..distributed import World
 
 SMALL, LARGEST = 1 << 16, 1 << 24
 """Bytes of the smallest and the largest message that bandwidth is measured by."""

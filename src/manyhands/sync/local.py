@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..cluster import Pending
+from ..distributed import Pending
 from .memory import Memory
 from .policy import Policy, make_policy, require
 from .wire import Wire

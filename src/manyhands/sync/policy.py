@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..cluster import Pending
 from ..core import StrategyError, check_policies_by, split_settings
+from ..distributed import Pending
 from .memory import Memory
 from .wire import Wire
 

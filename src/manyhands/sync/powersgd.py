@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cluster import Pending
+from ..distributed import Pending
 from .memory import Memory, key_of
 from .policy import Policy, require
 from .wire import Wire

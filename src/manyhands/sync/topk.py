@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cluster import Pending
+from ..distributed import Pending
 from .memory import Memory
 from .policy import Policy, require
 from .wire import Wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cluster import Pending, World
+from ..distributed import Pending, World
 
 
 class Wire:

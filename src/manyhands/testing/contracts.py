@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cluster import Device, World
 from ..core import SendError
+from ..distributed import Device, World
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..cluster import World, meet
+from ..distributed import World
+from ..launcher import meet
 
 NAMESPACES = Path("/run/netns")
 _NAMES = Path("/etc/netns")

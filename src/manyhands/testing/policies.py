@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cluster import World
+from ..distributed import World
 from ..sync import Course, Policy, State, make_policy
 from .threads import run_threads
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..cluster import Device, Engine, Service, World
 from ..core import DeviceError, SendError, SettingsError, WorkerFailed, event
+from ..distributed import Device, World
+from ..launcher import Engine, Service
 
 
 class Counter:

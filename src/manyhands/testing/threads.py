@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import DirectLine, ObjectGather, Pending, RankKey, Seat, World
 from ..core import PeerLost, UsageError
+from ..distributed import DirectLine, ObjectGather, Pending, RankKey, Seat, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

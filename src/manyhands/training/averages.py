@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..cluster import World
+from ..distributed import World
 
 HALF = (torch.bfloat16, torch.float16)
 

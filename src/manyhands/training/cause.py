@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import innermost
 from ..core import Task
 from ..data import tensors
+from ..distributed import innermost
 
 TOLERANCE = 1e-7
 MOST_VALUES = 4096

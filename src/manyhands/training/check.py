@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import NullWorld, World
 from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from ..distributed import NullWorld, World
 from ..graph import culprit
 from .cause import Operations, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .draws import learn_draws

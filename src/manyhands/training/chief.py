@@ -19,9 +19,10 @@ import msgspec
 import torch
 import zmq
 
-from ..cluster import Device, Job, Judgement, Line, Loss, resolve_host, this_host
 from ..core import Event, NoProgress, PeerLost, RunError, WorkerFailed, event
 from ..data import Ids
+from ..distributed import Device, Line, resolve_host, this_host
+from ..launcher import Job, Judgement, Loss
 from ..strategies import MAIN, served
 from .agenda import Agenda, FirstCome, Free, InOrder, Ticket
 from .gathered import forget_tables, load_frames, take_state

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cluster import Device
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import Feed, as_source, check_source
+from ..distributed import Device
 from ..strategies import Outline, check_cut, in_double, outline
 from .explain import layout_of, slots_of, without_values
 

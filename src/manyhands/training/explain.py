@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..cluster import PretendedWorld, World, current_world
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import as_source, check_source, first_dim, map_leaves
+from ..distributed import PretendedWorld, World, current_world
 from ..strategies import Table, in_double, lay_out, optimizers_of, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes

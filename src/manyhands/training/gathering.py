@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cluster import World
+from ..distributed import World
 
 
 def gather_rows(world: World, rows: Tensor) -> Tensor:

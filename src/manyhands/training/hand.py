@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..cluster import DEFAULT_TIMEOUT, TRAINERS, DirectLine, NullWorld, World, current_world, join_launched, resolve
 from ..core import (
     DATA_AXES,
     LayoutFree,
@@ -32,6 +31,8 @@ from ..core import (
     seeded,
 )
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
+from ..distributed import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, resolve
+from ..launcher import TRAINERS, join_launched
 from ..storage import CheckpointStore
 from ..strategies import (
     MAIN,

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..cluster import World, regroup
 from ..core import LossNotFinite, ReplicasDiffer, RunError, StrategySpec, Task, TaskError, event
 from ..data import Batch, Feed, as_source, check_source, first_dim, tensors
+from ..distributed import World
+from ..launcher import regroup
 from ..storage import Weights
 from .callbacks import Callback
 from .check import Verdict

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..cluster import Device, World
 from ..core import ManyhandsError, Mean, OutOfMemory, SettingsError, StrategyError, Task
 from ..data import Batch, first_dim, split
+from ..distributed import Device, World
 from ..graph import Life, kept_bytes, largest_sum, lives
 from ..strategies import keep_all, recompute, size_text
 from .hand import Hand

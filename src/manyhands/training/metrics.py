@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cluster import Opaque, World, is_plain
 from ..core import Mean, Task, TaskError
 from ..data import map_leaves
+from ..distributed import Opaque, World, is_plain
 
 Arguments = Callable[[Any, Any], Any]
 Function = Callable[[Any, Any], "Tensor | Mean | float"]

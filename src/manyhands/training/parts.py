@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import World
 from ..core import MESH_ORDER, StrategySpec
 from ..data import Cursor
+from ..distributed import World
 from ..storage import Checkpoint, load_optimizer_state, optimizer_state
 from .snapshot import exchange, stand_where
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import World
 from ..core import PeerLost, StrategyError, StrategySpec, random_state
 from ..data import Batch, Cursor
+from ..distributed import World
 from ..storage import Checkpoint
 from ..strategies import with_own_feedback
 from .parts import complete, joined, part_snapshot, shape_of

@@ -13,9 +13,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..cluster import Device, NullWorld
 from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, read_events
 from ..data import Batch, Cursor, Feed, as_source, check_source, split
+from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
 from .draws import learn_draws
 from .evaluation import evaluating

@@ -8,20 +8,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..cluster import (
-    CHIEF,
-    EVALUATOR,
-    SERVER,
-    WORKER,
-    Cluster,
-    Device,
-    DirectLine,
-    Host,
-    NullWorld,
-    described,
-    resolve_host,
-)
 from ..core import Event, SettingsError, StrategySpec, Task
+from ..distributed import Device, DirectLine, NullWorld, resolve_host
+from ..launcher import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, described
 
 TOKEN = "MANYHANDS_TOKEN"
 SHORTEST = 16

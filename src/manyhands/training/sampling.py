@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..cluster import World, message
 from ..core import Event, event
 from ..data import Feed
+from ..distributed import World, message
 from .hand import Hand
 from .spans import IDLE, PHASES, Span, Spans, by_phase
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import Device, World
 from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
 from ..data import Batch, Cursor, Feed, IndexedSource, as_source
+from ..distributed import Device, World
 from ..strategies import MAIN, declaring, optimizers_of
 from .explain import without_values
 from .hand import Hand

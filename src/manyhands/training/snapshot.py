@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cluster import World, message
 from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state, restore_random_state, seed_all
 from ..data import Cursor
+from ..distributed import World, message
 from ..storage import Checkpoint, check_matches, load_optimizer_state, optimizer_state
 from .tables import require_no_rows
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..cluster import message
+from ..distributed import message
 
 IDLE = "idle"
 PHASES = ("input", "copy", "forward", "backward", "communication", "optimizer", IDLE)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cluster import Pending, World
 from ..core import Mean, TaskError
+from ..distributed import Pending, World
 
 
 @dataclass(frozen=True)

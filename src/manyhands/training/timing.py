@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..cluster import World
 from ..core import Mean, StrategySpec, Task
 from ..data import Batch, as_source, check_source, first_dim
+from ..distributed import World
 from .hand import Hand
 from .loop import own_stream
 from .sampling import Sample, Window

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..cluster import NullWorld, World
 from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
 from ..data import first_dim, split
+from ..distributed import NullWorld, World
 from .metrics import parted, try_meters
 from .mistakes import explain_mistake
 from .predictor import inputs_of, outputs_of

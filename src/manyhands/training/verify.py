@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..cluster import NullWorld
 from ..core import (
     DataError,
     Event,
@@ -26,6 +25,7 @@ from ..core import (
     restore_random_state,
 )
 from ..data import IndexedSource, as_source
+from ..distributed import NullWorld
 from .check import (
     MICRO,
     RANDOM,

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cluster import World
 from ..core import StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
+from ..distributed import World
 from ..strategies import MAIN, declaring, served
 from .hand import Hand
 from .recorder import compute

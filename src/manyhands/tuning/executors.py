@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from ..cluster import Device, Engine
 from ..core import WorkerFailed
+from ..distributed import Device
+from ..launcher import Engine
 from .pool import Pool
 from .work import Desk, Outcome, Work, Workshop, here
 

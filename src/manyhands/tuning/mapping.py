@@ -6,8 +6,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..cluster import Device, Engine, World
 from ..core import RunError
+from ..distributed import Device, World
+from ..launcher import Engine
 from .pool import Pool
 
 MAX_LOST = 2

@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Device, Engine, Service, World, num_cores
+from ..distributed import Device, World, num_cores
+from ..launcher import Engine, Service
 
 Key = TypeVar("Key")
 MAX_PER_DEVICE = 16

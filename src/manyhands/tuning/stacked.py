@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cluster import Device
 from ..core import SettingsError, Task
+from ..distributed import Device
 from ..storage import Checkpoint, CheckpointStore
 from ..training import CHECKPOINTS
 from ..vectorized import Gain, Population, gain, groups

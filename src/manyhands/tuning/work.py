@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..cluster import Device, DirectLine, NullWorld, World
 from ..core import (
     Event,
     EventLog,
@@ -26,6 +25,7 @@ from ..core import (
     restore_random_state,
     typed,
 )
+from ..distributed import Device, DirectLine, NullWorld, World
 from ..training import EVENTS, RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 

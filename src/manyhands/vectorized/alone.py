@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cluster import Device, DirectLine, NullWorld
 from ..core import StrategySpec, Task, UsageError, random_state, restore_random_state
 from ..data import Cursor, as_source, check_source
+from ..distributed import Device, DirectLine, NullWorld
 from ..storage import Checkpoint
 from ..training import (
     Hand,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..cluster import Device, NullWorld
 from ..core import Mean, Task
 from ..data import Cursor, Feed, as_source, check_source, map_leaves
+from ..distributed import Device, NullWorld
 from ..training import Meter, parted
 from .program import Program
 from .stack import Stack

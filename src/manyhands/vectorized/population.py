@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cluster import resolve
 from ..core import StrategySpec, Task, TaskError, UsageError, as_spec
+from ..distributed import resolve
 from .alone import OneByOne
 from .build import build_model
 from .member import DONE, FAILED, STOPPED, TRAINING, Member

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..cluster import Device
 from ..core import LayoutFree, OutOfMemory, StrategySpec, Task, TaskError, UsageError
+from ..distributed import Device
 from .build import Built, build, row_of
 from .chances import chances
 from .course import Block, Course

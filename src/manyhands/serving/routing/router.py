@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ...cluster import this_host
 from ...core import RequestRefused, SettingsError
+from ...distributed import this_host
 from ..app import App
 from ..background import Background, ListenSettings
 from ..http import BadRequest, Listener, Request

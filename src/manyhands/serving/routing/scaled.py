@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...cluster import Device, Engine, LocalEngine, Make, Service, World
 from ...core import Predictor, RequestRefused, SettingsError
+from ...distributed import Device, World
+from ...launcher import Engine, LocalEngine, Make, Service
 from ..server import Server, ServeSettings
 from .backend import Address
 from .fleet import Fleet

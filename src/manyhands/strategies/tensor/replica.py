@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ...cluster import World
 from ...core import StrategySpec
+from ...distributed import World
 from ..batch_stats import BatchStats
 from ..recompute import keep_all
 from ..sharded import ShardedReplica

@@ -1,0 +1,153 @@
+"""Looks at GPUs: the driver against torch's build, who else uses them, and what slows them down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..distributed import Device, devices
+from ..launcher import Holder, holders
+from .finding import Finding, broken, slow
+from .nvidia import Driver, Gpu, count_on_bus, read_driver
+
+MOSTLY = 0.1
+"""The part of a GPU's memory that others may hold before it matters."""
+
+
+def driver(found: Driver | None = None, num_on_bus: int | None = None, cuda: str | None = None) -> Finding:
+    """The NVIDIA driver: is it there, and new enough for the CUDA that torch was built with?"""
+    found, cuda = found or read_driver(), cuda or torch.version.cuda
+    num_on_bus = count_on_bus() if num_on_bus is None else num_on_bus
+    if found is None and num_on_bus:
+        return broken(
+            "driver",
+            f"{num_on_bus} NVIDIA GPU(s) on the bus, and no driver that answers",
+            "the GPU cannot be used",
+            "install the NVIDIA driver and see that nvidia-smi works; in a container start it with --gpus all",
+        )
+    if found is None:
+        return Finding("driver", "no NVIDIA GPU")
+    text = f"driver {found.version or '?'} for CUDA up to {_dotted(found.cuda)}, torch is built with {cuda or 'none'}"
+    if found.cuda is not None and cuda and found.cuda[0] < int(cuda.split(".")[0]):
+        return broken(
+            "driver",
+            text,
+            "torch cannot start CUDA on a driver older than its own CUDA's generation",
+            f"update the driver, or install a torch that was built with CUDA {found.cuda[0]}",
+        )
+    return Finding("driver", text)
+
+
+def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_available: bool | None = None) -> Finding:
+    """Torch: was it built for the GPUs that are there, and can it see them?"""
+    if num_gpus is None:
+        num_gpus = len(_gpus(None))
+        cuda, is_available = torch.version.cuda or torch.version.hip, torch.cuda.is_available()
+    build = f"torch {torch.__version__}"
+    if not num_gpus or is_available:
+        return Finding("torch build", f"{build}, {'uses CUDA' if is_available else 'no NVIDIA GPU to use'}")
+    if not cuda:
+        return broken(
+            "torch build",
+            f"{build} is built for the CPU alone, and there are {num_gpus} NVIDIA GPU(s)",
+            "everything runs on the CPU",
+            "install torch with CUDA: see pytorch.org/get-started for the command",
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not hidden.strip("-1 "):
+        return slow(
+            "torch build",
+            f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs",
+            "everything runs on the CPU",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
+    return broken(
+        "torch build",
+        f"{build} with CUDA {cuda} sees none of {num_gpus} NVIDIA GPU(s)",
+        "everything runs on the CPU",
+        "python -c 'import torch; torch.cuda.init()' says why; often the driver is too old or a container lacks it",
+    )
+
+
+def gpu_architecture(found: list[Device] | None = None) -> Finding:
+    """Whether torch has code for these GPUs."""
+    found = [device for device in (devices() if found is None else found) if device.kind != "cpu"]
+    for device in found:
+        if device.cure:
+            return broken("GPU architecture", f"{device.name}, {device.model}", "it cannot be used", device.cure)
+    return Finding("GPU architecture", ", ".join(f"{d.name} {d.model}" for d in found) or "no accelerator")
+
+
+def gpu_mode(found: Driver | None = None) -> Finding:
+    """Compute modes that keep processes off a GPU."""
+    odd = [gpu for gpu in _gpus(found) if gpu.mode != "Default"]
+    if not odd:
+        return Finding("GPU mode", "shared by processes" if _gpus(found) else "no NVIDIA GPU")
+    text = _each(odd, lambda gpu: gpu.mode)
+    cure = f"sudo nvidia-smi -i {odd[0].index} -c DEFAULT"
+    if any(gpu.mode == "Prohibited" for gpu in odd):
+        return broken("GPU mode", text, "no process may compute on it", cure)
+    return slow("GPU mode", text, "one process only may use it: no 'cuda:0*2', no second program", cure)
+
+
+def gpu_memory(found: Driver | None = None) -> Finding:
+    """Memory that other processes hold."""
+    taken = [gpu for gpu in _gpus(found) if gpu.total and gpu.used > MOSTLY * gpu.total]
+    if not taken:
+        return Finding("GPU memory", "free" if _gpus(found) else "no NVIDIA GPU")
+    text = _each(taken, lambda gpu: f"{gpu.used / gpu.total:.0%} taken by {', '.join(gpu.holders) or 'others'}")
+    return slow(
+        "GPU memory",
+        text,
+        "less room for batches, and steps wait for each other",
+        "end these processes, or name other devices with on=",
+    )
+
+
+def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
+    """Devices that other programs of manyhands hold, for which a run would wait."""
+    found = holders() if found is None else found
+    if not found:
+        return Finding("leases", "no device is held by another manyhands program")
+    return slow(
+        "leases",
+        "; ".join(f"{name} is held by {holder}" for name, holder in found.items()),
+        "a run on it waits until that program is done",
+        "name another device with on=, or set MANYHANDS_ON_BUSY=share",
+    )
+
+
+def gpu_clocks(found: Driver | None = None) -> Finding:
+    """Clocks held down by heat or power, and a driver that goes to sleep between programs."""
+    hot = [gpu for gpu in _gpus(found) if gpu.slowdowns]
+    if hot:
+        return slow(
+            "GPU clocks",
+            _each(hot, lambda gpu: ", ".join(gpu.slowdowns)),
+            "every step takes longer than this GPU needs",
+            "look at its cooling and power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
+        )
+    asleep = [gpu for gpu in _gpus(found) if not gpu.is_persistent]
+    if asleep:
+        return slow(
+            "GPU clocks",
+            _each(asleep, lambda gpu: "persistence mode is off"),
+            "the first program after a pause waits seconds for the driver",
+            "sudo nvidia-smi -pm 1",
+        )
+    return Finding("GPU clocks", "nothing holds them down" if _gpus(found) else "no NVIDIA GPU")
+
+
+def _gpus(found: Driver | None) -> tuple[Gpu, ...]:
+    known = found or read_driver()
+    return known.gpus if known is not None else ()
+
+
+def _each(gpus: list[Gpu], say: Callable[[Gpu], str]) -> str:
+    return "; ".join(f"cuda:{gpu.index} {say(gpu)}" for gpu in gpus)
+
+
+def _dotted(version: tuple[int, int] | None) -> str:
+    return "?" if version is None else f"{version[0]}.{version[1]}"

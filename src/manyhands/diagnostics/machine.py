@@ -1,0 +1,198 @@
+"""Looks at what the system allows: shared memory, limits, threads, memory, and the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+
+from ..distributed import num_cores
+from .finding import Finding, broken, slow
+
+_GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+_CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+_QUICK_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen", "timebase")
+_TIME_ERROR = 5
+_MEANINGFUL_JUMP = 0.02
+
+
+def shared_memory(total: int | None = None, free: int | None = None) -> Finding:
+    """/dev/shm, through which workers hand batches over; containers get 64 MB of it."""
+    if total is None or free is None:
+        try:
+            total, _, free = shutil.disk_usage("/dev/shm")
+        except OSError as error:
+            return broken("shared memory", str(error), "workers cannot hand batches over", "mount a tmpfs at /dev/shm")
+    text = f"{_amount(free)} free of {_amount(total)} in /dev/shm"
+    why = "workers hand batches over through it, and die with a bus error when it is full"
+    cure = "in a container --shm-size=8g or --ipc=host; else mount -o remount,size=8G /dev/shm, or remove old files"
+    if free < _GIB // 4:
+        return broken("shared memory", text, why, cure)
+    return slow("shared memory", text, why, cure) if free < _GIB else Finding("shared memory", text)
+
+
+def open_files(limit: int | None = None) -> Finding:
+    """How many files and sockets a process may have open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    why = "every rank, worker and shared tensor takes some; then 'too many open files' ends the run"
+    return _limit("open files", limit, 512, 4096, why, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
+
+
+def processes(limit: int | None = None, group: int | None = None) -> Finding:
+    """How many processes and threads this user, or this container, may have."""
+    if limit is None:
+        limit, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], _number(_CGROUP / "pids.max")
+    known = [value for value in (limit, group) if value is not None and value != resource.RLIM_INFINITY]
+    smallest = min(known, default=resource.RLIM_INFINITY)
+    why = "ranks, workers and their threads all count"
+    return _limit("processes", smallest, 256, 2048, why, "ulimit -u 65536; in a container --pids-limit=-1")
+
+
+def locked_memory(limit: int | None = None, has_infiniband: bool | None = None) -> Finding:
+    """Memory that may be locked, which InfiniBand needs."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    folder = Path("/sys/class/infiniband")
+    has_infiniband = (folder.is_dir() and any(folder.iterdir())) if has_infiniband is None else has_infiniband
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    if limit == resource.RLIM_INFINITY or not has_infiniband:
+        return Finding("locked memory", text if has_infiniband else f"{text}; no InfiniBand, so it does not matter")
+    cure = "ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container --ulimit memlock=-1"
+    return slow("locked memory", text, "nccl cannot register its buffers with InfiniBand and fails or falls back", cure)
+
+
+def threads(setting: str | None = None, cores: int | None = None) -> Finding:
+    """OMP_NUM_THREADS against the cores there are."""
+    setting = os.environ.get("OMP_NUM_THREADS", "") if setting is None else setting
+    cores = num_cores() if cores is None else cores
+    if not setting.isdigit():
+        return Finding("threads", f"{cores} cores, torch chooses")
+    text = f"OMP_NUM_THREADS={setting} on {cores} cores"
+    cure = f"unset OMP_NUM_THREADS, or set it to {cores}"
+    if int(setting) > cores:
+        return slow("threads", text, "threads fight for cores: often slower than one thread", cure)
+    if 2 * int(setting) <= cores:
+        return slow("threads", text, "a run in one process on the CPU leaves cores idle", cure)
+    return Finding("threads", text)
+
+
+def cpu_quota(quota: float | None = None, cores: int | None = None) -> Finding:
+    """A container's share of the CPU against the cores that it sees."""
+    quota, cores = read_quota() if quota is None else quota, num_cores() if cores is None else cores
+    if quota is None or quota >= cores:
+        return Finding("CPU quota", f"none below the {cores} cores")
+    whole = max(1, int(quota))
+    return slow(
+        "CPU quota",
+        f"{quota:g} of the {cores} cores that are seen",
+        "torch starts a thread per core, and the group is stopped for the rest of every 100 ms",
+        f"set OMP_NUM_THREADS={whole}, start with taskset -c 0-{whole - 1}, or raise the container's --cpus",
+    )
+
+
+def read_quota(folder: Path = _CGROUP) -> float | None:
+    """Cores that this process's group may use; None where nothing limits it."""
+    try:
+        limit, period = (folder / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        limit_us = _number(folder / "cpu" / "cpu.cfs_quota_us")
+        period_us = _number(folder / "cpu" / "cpu.cfs_period_us")
+    return limit_us / period_us if limit_us and period_us and limit_us > 0 else None
+
+
+def numa(nodes: int | None = None, touched: int | None = None) -> Finding:
+    """Nodes of memory: a process whose cores are spread over several waits for the far one."""
+    if nodes is None or touched is None:
+        nodes, touched = _nodes()
+    if nodes <= 1 or touched <= 1:
+        return Finding("NUMA", f"{touched} of {nodes} memory node(s) in use")
+    return slow(
+        "NUMA",
+        f"this process's cores lie on {touched} memory nodes",
+        "one process on the CPU reads half of its memory from the far node",
+        f"a rank per node keeps to its own cores: on='cpu*{touched}'; or start with numactl -N 0 -m 0",
+    )
+
+
+def memory(available: int | None = None, total: int | None = None, swapped: int | None = None) -> Finding:
+    """Memory that is left, and whether the system has begun to swap."""
+    if available is None or total is None or swapped is None:
+        now = psutil.virtual_memory()
+        available, total, swapped = now.available, now.total, psutil.swap_memory().used
+    text = f"{_amount(available)} of {_amount(total)} available, {_amount(swapped)} swapped out"
+    cure = "end what holds it; fewer ranks and workers need less"
+    if available < _GIB // 2:
+        return broken("memory", text, "the system ends processes that ask for more", cure)
+    if swapped > total // 20 and available < total // 4:
+        return slow("memory", text, "what is swapped out must come back from disk in the middle of a step", cure)
+    return Finding("memory", text)
+
+
+def clock(source: str | None = None, is_set: bool | None = None, jump: float | None = None) -> Finding:
+    """The clock: quick to read, set by a time server, and not jumping."""
+    source = (_CLOCK.read_text().strip() if _CLOCK.exists() else "") if source is None else source
+    jump = measure_jump() if jump is None else jump
+    is_set = _is_synchronised() if is_set is None else is_set
+    said = {True: "synchronised", False: "not synchronised", None: "synchronisation unknown"}[is_set]
+    text = f"{source or 'unknown source'}, {said}"
+    if abs(jump) > _MEANINGFUL_JUMP:
+        found = f"{text}, it jumped by {jump:+.3f} s just now"
+        return slow("clock", found, "events seem to come in another order than they did", "see what sets the clock")
+    if source and source not in _QUICK_CLOCKS:
+        cure = "boot with clocksource=tsc, or see in dmesg why the kernel does not trust it"
+        return slow("clock", text, "reading the time takes microseconds, and a step reads it often", cure)
+    if is_set is False:
+        return slow(
+            "clock", text, "logs of several machines do not fit together", "timedatectl set-ntp true, or chrony"
+        )
+    return Finding("clock", text)
+
+
+def measure_jump(seconds: float = 0.05) -> float:
+    """How far the wall clock moves away from the steady one in a short time."""
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(seconds)
+    return (time.time() - wall) - (time.monotonic() - steady)
+
+
+def _is_synchronised() -> bool | None:
+    """What the kernel says about a time server; None where it cannot be asked."""
+    try:
+        buffer = ctypes.create_string_buffer(512)  # a struct timex of zeros asks and changes nothing
+        state = ctypes.CDLL(None).adjtimex(buffer)
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def _nodes() -> tuple[int, int]:
+    """Memory nodes of the machine, and those on which this process may run."""
+    mine, touched = os.sched_getaffinity(0), 0
+    folders = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    for folder in folders:
+        cores = {int(path.name[3:]) for path in folder.glob("cpu[0-9]*")}
+        touched += bool(cores & mine)
+    return max(1, len(folders)), max(1, touched)
+
+
+def _limit(name: str, limit: int, least: int, enough: int, why: str, cure: str) -> Finding:
+    if limit == resource.RLIM_INFINITY or limit >= enough:
+        return Finding(name, "unlimited" if limit == resource.RLIM_INFINITY else f"at most {limit}")
+    return broken(name, f"at most {limit}", why, cure) if limit < least else slow(name, f"at most {limit}", why, cure)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,99 @@
+"""Looks at how ranks reach each other: loopback, the host's name, and a real all-reduce of two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from ..distributed import World, resolve, this_host
+from ..launcher import LocalEngine
+from .finding import Finding, broken, slow
+
+NUM_REDUCES = 200
+SLOW_SECONDS = 2e-3
+"""A small all-reduce takes a tenth of this on an idle machine."""
+_PATIENCE = 60.0
+
+
+def loopback(address: str = "127.0.0.1") -> Finding:
+    """Whether a process reaches another one of this machine."""
+    try:
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            listener.listen(1)
+            start = time.perf_counter()
+            with socket.create_connection(listener.getsockname(), timeout=5):
+                seconds = time.perf_counter() - start
+    except OSError as error:
+        return broken(
+            "loopback",
+            f"{address} cannot be reached: {error}",
+            "ranks meet there",
+            "ip link set lo up, and let a firewall pass what comes from lo",
+        )
+    return Finding("loopback", f"reached in {1e6 * seconds:.0f} µs")
+
+
+def host_name(name: str | None = None, resolved: str | None = None, ours: frozenset[str] | None = None) -> Finding:
+    """Whether the host's name leads back to this machine: torch's gloo picks its interface by it."""
+    name = this_host() if name is None else name
+    resolved = _address(name) if resolved is None else resolved
+    ours = _our_addresses() if ours is None else ours
+    why = "loops of your own with torch.distributed, and several machines, pick their interface by it"
+    cure = f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the right interface"
+    if not resolved:
+        return slow("host name", f"{name} resolves to nothing", why, cure)
+    if resolved not in ours and not resolved.startswith("127."):
+        return slow("host name", f"{name} resolves to {resolved}, which is not this machine", why, cure)
+    return Finding("host name", f"{name} is {resolved}")
+
+
+def all_reduce(seconds: float | None = None, start: Callable[[], LocalEngine] = LocalEngine) -> Finding:
+    """Two ranks, started as a run's are, that sum a number again and again."""
+    try:
+        seconds = _measure(start()) if seconds is None else seconds
+    except Exception as error:
+        return broken(
+            "all-reduce",
+            f"two ranks could not work together: {type(error).__name__}: {error}",
+            "no strategy with several processes can run",
+            "mend what is named above first; the message says which rank failed, and why",
+        )
+    text = f"{1e6 * seconds:.0f} µs between two processes"
+    if seconds <= SLOW_SECONDS:
+        return Finding("all-reduce", text)
+    return slow("all-reduce", text, "every step of several processes waits for some", "see whether other programs run")
+
+
+def _measure(engine: LocalEngine) -> float:
+    devices, _ = resolve("cpu*2")
+    with contextlib.closing(engine):
+        job = engine.start(_time_reduces, devices, timeout=_PATIENCE)
+        return float(max(job.wait(lambda rank, entry: None, lambda rank, text, stream: None)))
+
+
+def _time_reduces(world: World) -> float:
+    """The median time of a small all-reduce, after a few to warm up."""
+    tensor, times = torch.zeros(1), []
+    for _ in range(NUM_REDUCES):
+        start = time.perf_counter()
+        world.all_reduce(tensor)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[NUM_REDUCES // 10 :])
+
+
+def _address(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _our_addresses() -> frozenset[str]:
+    return frozenset(item.address for items in psutil.net_if_addrs().values() for item in items)

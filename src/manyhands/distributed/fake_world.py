@@ -1,0 +1,58 @@
+"""A world whose other ranks are not there: for looking at how a network would be split, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core import UsageError
+from .control_channel import DirectLine
+from .world import Pending, Seat, World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PretendedWorld(World):
+    """The first of so many ranks. Its collectives send nothing, so it is good for shapes and layouts alone."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Seat(size=size), DirectLine())
+        if dist.is_initialized():
+            raise UsageError(
+                "a process takes part in one world at a time", got="another that is open", remedy="close it first"
+            )
+        # torch's own name for it; importing registers the backend.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        return Pending()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).expand(self.size, *tensor.shape)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        pass
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def wait_for(self, *names: str) -> None:
+        pass
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        return dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def _part(self, groups: Sequence[Sequence[int]]) -> World:
+        return self
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,452 @@
+"""The world over torch.distributed: gloo, and nccl where every rank has a GPU of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core import Event, PeerLost, UsageError
+from .authentication import NotAuthentic, ObjectGather, RankKey, SignedStore, confirm
+from .control_channel import Line
+from .devices import Device
+from .hangs import STALL, STEP, HangReport, Watchman, answer
+from .world import Pending, Seat, World, caller_line
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+_PAIR = struct.Struct("@n")
+"""The number of a pair, as gloo's listeners read it."""
+CONFIRM_SECONDS = 20.0
+"""How long a peer may take to prove over a new connection that it is a rank of this job."""
+PART_BYTES, MAX_PARTS = 1 << 18, 8
+"""Sizes of the parts in which large messages are exchanged over gloo, and how many there are at the most."""
+
+
+def backend_for(devices: Sequence[Device]) -> str:
+    """Nccl beside gloo where each rank has its own GPU (nccl refuses two on one), else gloo alone."""
+    cuda = {(d.host, d.index) for d in devices if d.kind == "cuda"}
+    return "cpu:gloo,cuda:nccl" if len(cuda) == len(devices) else "gloo"
+
+
+class _GroupWorld(World):
+    """Collectives within a group of torch's."""
+
+    _group: dist.ProcessGroup
+    _aside: dist.ProcessGroup
+    """For what overlaps with backward: on gloo a layer's own collectives must not get between its sums."""
+    _is_nccl = False
+    _whole: World
+    """The world that owns the connections, and counts the time spent waiting."""
+    _objects: ObjectGather
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        with self._naming("all_reduce"):
+            work = dist.all_reduce(tensor, _OPS[op], group=self._aside, async_op=True)
+            return _TorchPending(self, work, "all_reduce")
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        with self._naming("all_reduce"):
+            dist.all_reduce(tensor, _OPS[op], group=self._group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._naming("all_gather"):
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.stack(parts)
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        flat, rows = tensor.contiguous().view(-1), into.view(len(into), -1)
+        with self._naming("all_gather"):
+            works = [
+                dist.all_gather([row[part] for row in rows], flat[part], group=self._aside, async_op=True)
+                for part in self._parts_of(tensor, flat.numel())
+            ]
+            return _Many([_TorchPending(self, work, "all_gather") for work in works])
+
+    def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
+        rows, found = tensor.view(len(tensor), -1), into.view(len(into), -1)
+        parts = list(self._parts_of(tensor[0], rows.shape[1]))
+        with self._naming("all_to_all"):
+            if len(parts) == 1:
+                work = dist.all_to_all_single(into, tensor.contiguous(), group=self._aside, async_op=True)
+                return _TorchPending(self, work, "all_to_all")
+            landed = [torch.empty_like(found[:, part]) for part in parts]
+            works = [
+                dist.all_to_all_single(to, rows[:, part].contiguous(), group=self._aside, async_op=True)
+                for to, part in zip(landed, parts, strict=True)
+            ]
+        pending = [_TorchPending(self, work, "all_to_all") for work in works]
+        return _Many(pending, lambda: torch._foreach_copy_([found[:, part] for part in parts], landed))
+
+    def _parts_of(self, tensor: Tensor, count: int) -> Iterator[slice]:
+        """A few parts of a large message on gloo: what makes the next one ready stands in line behind the last."""
+        num_parts = 1
+        if not self._is_nccl:
+            num_parts = max(1, min(MAX_PARTS, tensor.numel() * tensor.element_size() // PART_BYTES))
+        each = -(-count // num_parts)
+        for start in range(0, max(1, count), max(1, each)):
+            yield slice(start, min(count, start + each))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        with self._naming("broadcast"):
+            dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
+
+    def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        # Gloo sends from the host's memory and receives into it.
+        here = tensor if self.is_recordable or tensor.device.type == "cpu" else tensor.cpu()
+        with self._naming("send"):
+            work = dist.isend(here, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
+            return _TorchPending(self, work, "send", (here, here))
+
+    def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        with self._naming("receive"):
+            here = into if self.is_recordable or into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+            work = dist.irecv(here, dist.get_global_rank(self._group, source), group=self._group, tag=tag)
+            return _TorchPending(self, work, "receive", (into, here))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        with self._naming("gather"):
+            return self._objects(value, self._gather_bytes)
+
+    def _gather_bytes(self, data: Tensor) -> Tensor:
+        stacked = torch.empty(self.size, len(data), dtype=torch.uint8)
+        dist.all_gather(list(stacked), data, group=self._group)
+        return stacked
+
+    @contextlib.contextmanager
+    def _naming(self, operation: str) -> Iterator[None]:
+        """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
+        start, before = time.perf_counter(), self._whole.diary.begin(operation)
+        try:
+            if self.line.has_lost(self.seat.generation):
+                raise PeerLost(operation, caller_line(), self.line.lost)
+            yield
+            self._whole.waited += time.perf_counter() - start
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            if isinstance(error, NotAuthentic):
+                raise PeerLost(operation, caller_line(), str(error)) from error
+            who = self.line.wait_for_news(self.seat.generation, self.seat.patience)
+            if not who and not _is_connection_error(error):
+                raise
+            raise PeerLost(operation, caller_line(), who or "a peer closed its connection", _brief(error)) from error
+        finally:
+            self._whole.diary.end(before)
+
+
+class TorchWorld(_GroupWorld):
+    """Ranks in processes of their own, joined through a store under their generation's own prefix.
+
+    `key` is the secret of this generation; without one, what other processes write and send is not told apart.
+    """
+
+    def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str, key: RankKey | None = None) -> None:
+        super().__init__(seat, line)
+        self._key = key or RankKey.none()
+        self._objects = ObjectGather(self._key, "whole", seat.rank)
+        # A value that others wrote counts as none for as long as a rank may take to write the true one.
+        self._root = SignedStore(store, self._key, seat.timeout / 10)
+        self._store = dist.PrefixStore(f"ports{seat.generation}", self._root)
+        self._marks = dist.PrefixStore(f"marks{seat.generation}", self._root)
+        self._ports = _Ports({store.port} if isinstance(store, dist.TCPStore) else set())
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
+        self._is_nccl = "nccl" in backend and self.device.type == "cuda"
+        self._opening: set[int] | None = None
+        """While connections are made, the sockets that there were before."""
+        line.on_lost(seat.generation, self._abort)
+        line.asked = functools.partial(answer, self.diary)
+        self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
+        try:
+            self._connect(backend)
+        except RuntimeError as error:
+            self.close()
+            if not self.is_loss(error):
+                raise
+            if isinstance(error, NotAuthentic):
+                raise PeerLost("joining", caller_line(), line.lost or str(error)) from error
+            raise PeerLost("joining", caller_line(), line.lost or "a peer did not come", _brief(error)) from error
+
+    def _connect(self, backend: str) -> None:
+        seat = self.seat
+        with self._opening_groups() as groups:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"generation{seat.generation}", self._root),
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=timedelta(seconds=seat.timeout),
+                device_id=self.device if "nccl" in backend else None,
+            )
+            whole = dist.group.WORLD
+            assert whole is not None
+            self._whole, self._group = self, whole
+            self._aside = whole if "nccl" in backend else dist.new_group(timeout=timedelta(seconds=seat.timeout))
+            groups |= {"whole": whole} if self._aside is whole else {"whole": whole, "aside": self._aside}
+
+    def is_loss(self, error: BaseException) -> bool:
+        if isinstance(error, PeerLost | NotAuthentic):
+            return True
+        # What torch's own parts raise when their connections are shut is not wrapped by anybody.
+        is_broken = isinstance(error, RuntimeError) and _is_connection_error(error)
+        return is_broken and bool(self.line.wait_for_news(self.seat.generation, self.seat.patience))
+
+    @property
+    def is_recordable(self) -> bool:
+        return self._is_nccl
+
+    def mark(self, name: str) -> None:
+        self._marks.set(name, "1")
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + self.seat.timeout
+        with self.diary.waiting(f"waiting for {names[0]}"):
+            while not any(self._marks.check([name]) and self._marks.get(name) for name in names):
+                if self.line.has_lost(self.seat.generation) or time.monotonic() > deadline:
+                    lost = self.line.lost or f"nobody said within the time: {names[0]}"
+                    raise PeerLost("waiting", caller_line(), lost)
+                time.sleep(0.01)
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        key = tuple(axes.items())
+        if key not in self._meshes:
+            with self._naming("mesh"), self._opening_groups() as groups:
+                sizes, names = tuple(axes.values()), tuple(axes)
+                mesh = self._meshes[key] = dist.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+                groups |= {f"mesh {key} {name}": mesh.get_group(name) for name, size in key if size > 1}
+        return self._meshes[key]
+
+    def _part(self, groups: Sequence[Sequence[int]]) -> World:
+        key = tuple(map(tuple, groups))
+        if key not in self._parts:
+            timeout = timedelta(seconds=self.seat.timeout)
+            with self._naming("mesh"), self._opening_groups() as opened:
+                ours, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
+                aside = ours
+                if not self._is_nccl:
+                    aside, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)
+                opened |= {f"part {key}": ours} if aside is ours else {f"part {key}": ours, f"aside {key}": aside}
+            self._parts[key] = _Along(self, ours, aside, ObjectGather(self._key, f"part {key}", dist.get_rank(ours)))
+        return self._parts[key]
+
+    @contextlib.contextmanager
+    def _opening_groups(self) -> Iterator[dict[str, dist.ProcessGroup]]:
+        """Confirm the connections of new groups, which the caller puts into the dict by names that all ranks use.
+
+        Adds the ports that gloo listens on, of all ranks: both ends of a connection are known by them. All ranks make
+        their groups in one order, so they meet under one number.
+        """
+        before, self._opening = set(_listening_ports()), _inodes()
+        groups: dict[str, dist.ProcessGroup] = {}
+        try:
+            yield groups
+            nonces = self._ports.add(self._store, self.seat, set(_listening_ports()) - before)
+            for name, group in groups.items():
+                if torch.device("cpu") in group._device_types:
+                    confirm(self._key, group, name, nonces, min(CONFIRM_SECONDS, self.seat.timeout / 2))
+        finally:
+            self._opening = None
+
+    def _tell_stall(self, entry: Event) -> None:
+        """Where somebody can ask the others too, they are asked; else this rank says by itself where it stands."""
+        if self.line.is_watched:
+            self.line.report(entry)
+        else:
+            alone = HangReport(entry["number"], 1, answers={self.rank: entry})
+            print(alone.text({self.rank: self.seat.host}), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._watchman.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A group that failed while it was made has taken a number, by which ranks would miss each other the next time.
+        dist.distributed_c10d._world.group_count = 0
+
+    def _abort(self) -> None:
+        """Wakes whoever waits in a collective: gloo has no abort of its own, but its sockets can be shut."""
+        for sock in _sockets():
+            with sock, contextlib.suppress(OSError):
+                ends = {sock.getsockname()[1], sock.getpeername()[1]}
+                if ends & self._ports.known:
+                    sock.shutdown(socket.SHUT_RDWR)
+        if self._opening is not None:
+            _break_off(self._opening, self.seat.size)
+        if self.line.recovers:
+            # Now and then gloo goes on waiting to send, without a single connection, until its time limit.
+            diary = self.diary
+            late = threading.Timer(self.seat.patience, self._leave_gloo, [diary.number, diary.since, self._opening])
+            late.daemon = True
+            late.start()
+        group = dist.group.WORLD
+        if self.device.type == "cuda" and group is not None and hasattr(group, "abort"):
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _leave_gloo(self, number: int, since: float, opening: set[int] | None) -> None:
+        """Ends the process if it still waits where it was left alone; another takes its place."""
+        diary = self.diary
+        waits = diary.operation not in ("", STEP) and (diary.number, diary.since) == (number, since)
+        if waits or (opening is not None and self._opening is opening):
+            told = f"waits in {diary.operation or 'gloo'} though its connections are gone: it is ended, and replaced"
+            print(told, file=sys.stderr, flush=True)
+            os._exit(os.EX_TEMPFAIL)
+
+
+class _Along(_GroupWorld):
+    """Some ranks of a world, which goes on to own the connections."""
+
+    def __init__(
+        self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup, objects: ObjectGather
+    ) -> None:
+        seat = dataclasses.replace(whole.seat, rank=dist.get_rank(group), size=dist.get_world_size(group))
+        super().__init__(seat, whole.line)
+        self._whole, self._group, self._aside, self._is_nccl = whole, group, aside, whole._is_nccl
+        self._objects = objects
+
+    @property
+    def is_recordable(self) -> bool:
+        return self._whole.is_recordable
+
+    def mark(self, name: str) -> None:
+        self._whole.mark(name)
+
+    def wait_for(self, *names: str) -> None:
+        self._whole.wait_for(*names)
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")
+
+    def close(self) -> None:
+        """The whole world closes its groups."""
+
+
+class _Many(Pending):
+    """Several collectives as one, and what to do when all are complete."""
+
+    def __init__(self, pending: Sequence[Pending], then: Callable[[], object] = lambda: None) -> None:
+        self._pending, self._then = pending, then
+
+    def wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._then()
+
+
+class _TorchPending(Pending):
+    def __init__(
+        self, world: _GroupWorld, work: Any, operation: str, landing: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """`landing` is where a tensor belongs, and where it is while it travels, which must stay until then."""
+        self._world, self._work, self._operation, self._landing = world, work, operation, landing
+
+    def wait(self) -> None:
+        with self._world._naming(self._operation):
+            self._work.wait()
+        if self._landing is not None:
+            into, here = self._landing
+            if into is not here:
+                into.copy_(here)
+
+
+def _brief(error: RuntimeError) -> str:
+    """What the transport said, without its source file and its advice.
+
+    >>> _brief(RuntimeError("[/gloo/pair.cc:537] Connection closed by peer. This is typically caused by a crash."))
+    'Connection closed by peer'
+    """
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is")[0].splitlines()[0]
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "socket", "broken pipe", "timed out", "timeout", "nccl", "peer"))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Copies of this process's TCP sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            yield sock
+        else:
+            sock.close()
+
+
+def _listening_ports() -> Iterator[int]:
+    for sock in _sockets():
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield sock.getsockname()[1]
+
+
+def _inodes() -> set[int]:
+    """What this process's TCP sockets are known by."""
+    found = set()
+    for sock in _sockets():
+        with sock:
+            found.add(os.fstat(sock.fileno()).st_ino)
+    return found
+
+
+def _break_off(before: set[int], size: int) -> None:
+    """Wakes whoever waits in gloo for a connection that nobody will make: it knows no way to give up before its time.
+
+    Who connects tells gloo's listener the number of the pair that it belongs to; here every pair gets a peer that
+    is gone at once. Connections on their way to somebody who does not answer are given up.
+    """
+    for sock in _sockets():
+        with sock, contextlib.suppress(OSError):
+            if os.fstat(sock.fileno()).st_ino in before:
+                continue
+            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.shutdown(socket.SHUT_RDWR)
+                continue
+            for number in range(2 * size):
+                with socket.create_connection(sock.getsockname()[:2], timeout=1.0) as peer:
+                    peer.sendall(_PAIR.pack(number))
+
+
+class _Ports:
+    """The ports that gloo listens on, of all ranks, and the store's: one is at an end of every connection."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.known = known
+        self._num_rounds = 0
+
+    def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> dict[int, bytes]:
+        """Take in what every rank has opened since the last time; return a fresh random number of each rank."""
+        prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
+        store.set(f"{prefix}/{seat.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
+        texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(seat.size)]
+        self.known |= {int(port) for _, ports in texts for port in ports.split(",")} - {0}
+        return {rank: bytes.fromhex(nonce) for rank, (nonce, _) in enumerate(texts)}

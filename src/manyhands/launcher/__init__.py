@@ -1,0 +1,57 @@
+"""Starting and supervising ranks: engines, the coordinator, joining hosts, resolvers and leases."""
+
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
+from .engines import engine_for
+from .existing_cluster import TRAINERS, described, join_launched, launched, meet, whole_host
+from .joining.join import Join, Team
+from .joining.tls import TLS_VARIABLE, tls_here
+from .joining.token import TOKEN_VARIABLE, write_token
+from .leases import Holder, holders, leased
+from .local import LocalEngine
+from .rendezvous import regroup
+from .resolvers import Resolver, Standing
+from .resolvers.hosts_file import HostsFile
+from .resolvers.registry import understood
+from .resolvers.resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host
+from .restart_policy import Judgement, Loss
+from .service import Make, Service
+
+__all__ = [
+    "AfterLoss",
+    "CHIEF",
+    "Cluster",
+    "EVALUATOR",
+    "Engine",
+    "Holder",
+    "Host",
+    "HostsFile",
+    "Job",
+    "Join",
+    "Judgement",
+    "LocalEngine",
+    "Loss",
+    "Make",
+    "OnEvent",
+    "OnOutput",
+    "Resolver",
+    "SERVER",
+    "Service",
+    "Standing",
+    "TLS_VARIABLE",
+    "TOKEN_VARIABLE",
+    "TRAINERS",
+    "Team",
+    "WORKER",
+    "described",
+    "engine_for",
+    "holders",
+    "join_launched",
+    "launched",
+    "leased",
+    "meet",
+    "regroup",
+    "tls_here",
+    "understood",
+    "whole_host",
+    "write_token",
+]

@@ -1,0 +1,261 @@
+"""Ranks that somebody else has launched: torchrun, a scheduler, or a shell on every host."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from ..core import DeviceError, SettingsError
+from ..distributed import (
+    DEFAULT_TIMEOUT,
+    Device,
+    DirectLine,
+    Line,
+    NotAuthentic,
+    NullWorld,
+    RankKey,
+    Seat,
+    SignedStore,
+    TorchWorld,
+    World,
+    address_towards,
+    current_world,
+    enter_world,
+    interface_of,
+    is_ours,
+    is_this_host,
+    listen,
+    reach_store,
+    require_alike,
+    resolve,
+    resolve_host,
+    serve_store,
+    this_host,
+)
+from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, token_here
+from .resolvers import CHIEF, WORKER, Cluster, Host, HostsFile, Standing, is_hosts_file, understood
+
+TRAINERS = (CHIEF, WORKER)
+"""The parts of a cluster that take samples."""
+_kept: list[dist.Store] = []
+"""The store that this process serves, for as long as it lives."""
+
+
+def described(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
+    """The cluster by a hosts file, where `on` names one, else by the environment; None where neither knows of any."""
+    given = os.environ if environ is None else environ
+    return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
+
+
+def launched(
+    on: object = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    per_host: bool = False,
+    roles: Sequence[str] = TRAINERS,
+) -> Cluster | None:
+    """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
+
+    With `per_host` a process that speaks for a host with several devices is a rank too. `roles` have ranks.
+
+    >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
+    2
+    """
+    cluster = described(on, environ)
+    if cluster is None or (cluster.standing is None and cluster.num_hosts == 1):
+        return None
+    return cluster if cluster.standing is not None else _with_standing(cluster, per_host, roles)
+
+
+def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
+    """How this process's host joins the others with a rank per device, where a scheduler started one process per host.
+
+    None where a process is one rank, or was started by hand. With MANYHANDS_TOKEN set hosts always join like this; it
+    must be where one of them has several devices.
+    """
+    given = os.environ if environ is None else environ
+    cluster = described(on, given)
+    if cluster is None or cluster.standing is not None or cluster.num_hosts == 1:
+        return None
+    trainers = _hosts_of(cluster, TRAINERS)
+    own = None if is_hosts_file(on) else on
+    num_devices = cluster.host.num_devices or 1
+    found, _ = resolve(own)  # type: ignore[arg-type]
+    if own is None and found[0].kind == "cpu" and num_devices > 1:
+        own = f"cpu*{num_devices}"
+    several = own is not None and len(resolve(own)[0]) > 1  # type: ignore[arg-type]
+    several = several or len(found) > 1 or any((host.num_devices or 1) > 1 for host in trainers)
+    if not several and not given.get(TOKEN_VARIABLE):
+        return None
+    tls = given.get(TLS_VARIABLE, "")
+    return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), tls=tls, on=own)  # type: ignore[arg-type]
+
+
+def _hosts_of(cluster: Cluster, roles: Sequence[str]) -> list[Host]:
+    """The hosts that take part, of which this must be one."""
+    found = [host for host in cluster.hosts if host.role in roles]
+    if cluster.host not in found:
+        raise SettingsError(
+            f"{' and '.join(roles)} train; {cluster.source} gives this process another part",
+            got=f"{cluster.host.role} at {cluster.host}",
+            remedy="start no training there",
+        )
+    return found
+
+
+def _with_standing(cluster: Cluster, per_host: bool, roles: Sequence[str]) -> Cluster:
+    """A process that speaks for its whole host is one rank, where the host has one device or that does not matter."""
+    members = _hosts_of(cluster, roles)
+    many = [host for host in members if (host.num_devices or 1) > 1]
+    if many and not per_host:
+        raise SettingsError(
+            f"a process that {cluster.source} started is one rank, on one device; fit and launch start one per device",
+            got=f"one process for the {many[0].num_devices} devices of {many[0]}",
+            remedy="use these, or start a process per device (torchrun --nproc-per-node, srun --ntasks-per-node)",
+        )
+    standing = Standing(members.index(cluster.host), len(members))
+    hosts = tuple(replace(host, num_devices=1) for host in cluster.hosts) if many else cluster.hosts
+    return replace(cluster, hosts=hosts, standing=standing)
+
+
+def join_launched(
+    on: object = None, timeout: float = DEFAULT_TIMEOUT, *, per_host: bool = False, roles: Sequence[str] = TRAINERS
+) -> World | None:
+    """The world of this rank, joined at the first call; None in a program that was started by hand."""
+    world = current_world()
+    if world is not None:
+        return world
+    cluster = launched(on, per_host=per_host, roles=roles)
+    if cluster is None:
+        return None
+    standing = cluster.standing
+    assert standing is not None
+    seat = Seat(
+        rank=standing.rank,
+        size=standing.size,
+        device=_device(standing, None if is_hosts_file(on) else on),
+        generation=cluster.generation,
+        timeout=timeout,
+    )
+    if standing.size == 1:
+        world = NullWorld(seat.device, DirectLine())
+    else:
+        world = meet(
+            cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served, names=_host_by_rank(cluster)
+        )
+        require_alike(world)
+    enter_world(world)
+    return world
+
+
+def _host_by_rank(cluster: Cluster) -> list[str]:
+    """Where every rank is, as far as the source tells."""
+    if cluster.size == cluster.num_hosts:
+        return [host.name for host in cluster.hosts]
+    counts = [host.num_devices or 1 for host in cluster.hosts]
+    found = [host.name for host, count in zip(cluster.hosts, counts, strict=True) for _ in range(count)]
+    return found if len(found) == cluster.size else []
+
+
+def meet(
+    host: str, port: int, seat: Seat, line: Line, *, is_served: bool = False, names: Sequence[str] = ()
+) -> TorchWorld:
+    """Joins ranks on one or many hosts at an address of the first one, which serves the store unless somebody does.
+
+    `names` are the hosts of all ranks, where they are known, to name those that do not come.
+    """
+    address = resolve_host(host)
+    if seat.rank == 0 and not is_served:
+        if not is_ours(address):
+            raise SettingsError(
+                "rank 0 runs on the host whose address the others are given",
+                got=f"{host} on {this_host()}",
+                remedy="set MASTER_ADDR to an address of this host",
+            )
+        _kept[:] = [serve_store(listen(address, port))]
+    try:
+        store = reach_store(address, port, seat.timeout)
+    except RuntimeError:
+        raise SettingsError(
+            f"the first rank must answer {this_host()} within {seat.timeout:.0f} s",
+            got=f"nobody at {host}:{port}",
+            remedy="start it there, and look at the address, the network and the firewall",
+        ) from None
+    # Gloo would take the interface of the host's name, which may lead nowhere.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
+    backend, key = _introduced(store, seat, names)
+    world = TorchWorld(seat, line, store, backend, key)
+    if not is_served:
+        atexit.register(_end_together, store, seat)
+    return world
+
+
+def _end_together(store: dist.Store, seat: Seat) -> None:
+    """Lets the process that serves the store end last, for a moment: others may still ask what it said in the end."""
+    if hasattr(sys, "last_value"):
+        return  # It has failed, and the others hear of that by its end.
+    name, deadline = f"ended{seat.generation}", time.monotonic() + seat.patience
+    with contextlib.suppress(RuntimeError):
+        store.add(name, 1)
+        while seat.rank == 0 and store.add(name, 0) < seat.size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _introduced(store: dist.Store, seat: Seat, names: Sequence[str]) -> tuple[str, RankKey]:
+    """Return the backend and the key of ranks that somebody else has launched; they tell each other what they have.
+
+    The backend is NCCL beside gloo where every rank has a GPU of its own. The key comes from the token in
+    MANYHANDS_TOKEN and from a random number of every rank. Without a token there is none: ranks then decode nothing but
+    plain data, but cannot tell the messages of other processes on their network from their own.
+    """
+    token = token_here("") if os.environ.get(TOKEN_VARIABLE) else None
+    signing = (
+        RankKey.none() if token is None else RankKey(bytes.fromhex(token.rank_key("introduction", seat.generation)))
+    )
+    signed = SignedStore(store, signing, seat.patience)
+    keys = [f"devices{seat.generation}/{rank}" for rank in range(seat.size)]
+    signed.set(keys[seat.rank], f"{secrets.token_hex(16)} {seat.host}/{seat.device.torch}")
+    try:
+        every = [signed.get(key).decode().partition(" ")[::2] for key in keys]
+    except NotAuthentic as error:
+        raise SettingsError(
+            f"all ranks must have the same {TOKEN_VARIABLE}, or none",
+            got=str(error),
+            remedy="set the same value for every rank",
+        ) from None
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        said = ", ".join(f"{rank} on {names[rank]}" if names else str(rank) for rank in missing[:8])
+        raise SettingsError(
+            f"all {seat.size} ranks must come within {seat.timeout:.0f} s",
+            got=f"{seat.size - len(missing)}, without rank {said}",
+            remedy="start the missing ones with the same command, or ask for fewer",
+        ) from None
+    is_alone = len({text for _, text in every if "/cuda" in text}) == seat.size
+    backend = "cpu:gloo,cuda:nccl" if is_alone else "gloo"
+    if token is None:
+        return backend, RankKey.none()
+    return backend, RankKey(bytes.fromhex(token.rank_key(" ".join(nonce for nonce, _ in every), seat.generation)))
+
+
+def _device(standing: Standing, on: object) -> Device:
+    """The device of this rank's number on its host; a CPU is shared by all of them."""
+    found, _ = resolve(on)  # type: ignore[arg-type]
+    if standing.local_rank < len(found):
+        return found[standing.local_rank]
+    if found[0].kind != "cpu":
+        raise DeviceError(
+            f"every rank of a host needs a device; {this_host()} has {', '.join(map(str, found))}",
+            got=f"local rank {standing.local_rank}",
+            remedy="launch fewer ranks there",
+        )
+    return Device("cpu", share=1 / max(1, standing.local_size), slot=standing.local_rank)

@@ -1,0 +1,158 @@
+"""The agent: starts and watches the ranks of a host for the conductor of another, and holds them when it is gone."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...core import Event, RunError
+from ...distributed import address_towards, interface_of, this_host
+from ..engine import Job, OnEvent, OnOutput
+from ..processes import Crew, Hearer, Process, turn
+from ..rendezvous import Summons
+from ..zygote_handle import ZygoteHandle
+from .channel import Channel, Limits, Message, Nonsense
+from .handshake import Refused
+from .probing import answer
+from .token import Token
+
+RETRY_SECONDS = 0.5
+
+
+class Agent(Hearer, Job):
+    """The ranks of this host. While nobody conducts they keep what they know in memory, and wait to be called."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        join_again: Callable[[list[int], int], Channel],
+        zygote: ZygoteHandle,
+        parcel: int,
+        *,
+        token: Token,
+        timeout: float,
+    ) -> None:
+        self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
+        self._selector = selectors.DefaultSelector()
+        self._crew = Crew(zygote, parcel, self, self._selector)
+        self._patience = Limits(timeout).silence
+        self._generation = -1
+        self._running: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._reason: str | None = None
+        self._listen()
+
+    # -- for those who started it ---------------------------------------------------------------------------------
+
+    def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
+        """Returns the results of this host's ranks; events and output go to the host that conducts."""
+        try:
+            while self._reason is None or (not self._reason and not self._crew.is_over):
+                turn(self._selector, 0.5)
+                self._crew.look()
+                if self._reason is None and time.monotonic() - self._channel.heard_at > self._patience:
+                    self._lose_conductor(f"was not heard for {self._patience:.0f} s")
+        except BaseException as error:
+            self._channel.send("leave", reason=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._channel.close()
+            self._crew.finish()
+            self._selector.close()
+        if self._reason:
+            raise RunError(f"the first host has ended the job: {self._reason}")
+        return [self._results[slot] for slot in sorted(self._results)]
+
+    def stop(self) -> None:
+        self._channel.send("stop")
+
+    def kill(self) -> None:
+        self._crew.kill()
+
+    # -- from its ranks -------------------------------------------------------------------------------------------
+
+    def heard_event(self, slot: int, entry: Event) -> None:
+        self._channel.send("event", slot=slot, entry=entry)
+
+    def heard_output(self, slot: int, text: str, stream: str) -> None:
+        self._channel.send("output", slot=slot, text=text, stream=stream)
+
+    def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
+        self._channel.send("lost_world", slot=slot, told=told)
+
+    def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
+        said = {name: failure[name] for name in ("reason", "traceback", "echo", "is_ours")}
+        self._channel.send("failure", slot=slot, **said)
+
+    def heard_end(self, slot: int, process: Process) -> None:
+        self._running.discard(slot)
+        done = process.done and process.exit_code == 0
+        if done:
+            self._results[slot] = process.result
+        self._channel.send("end", slot=slot, done=done, text=process.end)
+
+    # -- from the conductor ---------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
+
+    def _hear(self) -> None:
+        try:
+            for message in self._channel.receive():
+                self._take(message)
+        except (OSError, Nonsense) as error:
+            if self._reason is None:
+                self._lose_conductor(f"is gone ({error})")
+            else:
+                self._selector.unregister(self._channel)
+
+    def _take(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "start":
+            summons = self._mine(message["summons"])
+            self._running.add(message["slot"])
+            self._crew.start(message["slot"], Summons(**summons))
+        elif kind == "tell":
+            told = message["message"]
+            if "summons" in told:
+                told["summons"] = self._mine(told["summons"])
+            self._crew.tell(message["slot"], told)
+        elif kind == "kill":
+            self._crew.kill(message["slot"])
+        elif kind == "probe":
+            answer(self._channel, message, this_host())
+        elif kind == "over":
+            self._reason = message["reason"]
+        elif kind not in ("beat", "begin", "agreed"):
+            raise Nonsense(f"{kind} from the host that conducts")
+
+    def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
+        """A summons as this host's ranks need it: over the interface that leads there from here, with their key."""
+        generation = int(summons["generation"])
+        self._generation = max(self._generation, generation)
+        key = self._token.rank_key(summons["salt"], generation)
+        return {**summons, "interface": interface_of(address_towards(summons["address"])), "key": key}
+
+    def _lose_conductor(self, why: str) -> None:
+        """Nobody may go on here; ranks leave their collectives, keep their state, and wait for the conductor."""
+        self._selector.unregister(self._channel)
+        self._channel.close()
+        for slot in list(self._running):
+            self._crew.tell(slot, {"lost": f"the first host {why}", "generation": self._generation})
+        end = time.monotonic() + self._timeout
+        while True:
+            turn(self._selector, RETRY_SECONDS)
+            self._crew.look()
+            try:
+                self._channel = self._join_again(sorted(self._running), self._generation)
+                break
+            except (OSError, RunError) as error:
+                if time.monotonic() > end:
+                    raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
+            except Refused as error:
+                # The connection that was lost may still be thought to stand; that passes within seconds.
+                if error.code != "present" or time.monotonic() > end:
+                    raise
+        self._listen()

@@ -1,0 +1,277 @@
+"""The desk: where hosts come to join, before a job begins and while it runs; and the conductor of many hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core import SettingsError, event
+from ...distributed import Device, Unproved
+from ..coordinator import Conductor, End, Here, Meeting, Place
+from ..engine import AfterLoss
+from ..processes import turn
+from ..rendezvous import Summons
+from .channel import Channel, Limits, Message, Nonsense
+from .handshake import Challenge, Facts
+from .tls import NotTls, Plain
+from .token import Token
+
+TELL_SECONDS = 1.0
+"""After how long a wait is told."""
+
+
+class There(Place):
+    """Another host, at the end of a channel."""
+
+    def __init__(self, channel: Channel, facts: Facts) -> None:
+        self.channel, self.facts = channel, facts
+        self.host, self.devices = facts.host, facts.placed()
+
+    @property
+    def running(self) -> Sequence[int]:
+        return self.facts.running
+
+    def start(self, slot: int, summons: Summons) -> None:
+        self.channel.send("start", slot=slot, summons=_without_key(summons.to_dict()))
+
+    def tell(self, slot: int, message: dict[str, Any]) -> None:
+        if "summons" in message:
+            message = {**message, "summons": _without_key(message["summons"])}
+        self.channel.send("tell", slot=slot, message=message)
+
+    def kill(self, slot: int | None = None) -> None:
+        self.channel.send("kill", slot=slot)
+
+
+class Desk:
+    """Takes hosts in, up to the number that the job is for."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: Token,
+        mine: Callable[[], Facts],
+        num_hosts: int,
+        say: Callable[[str], None],
+        timeout: float,
+        tls: Plain | None = None,
+    ) -> None:
+        self._limits, self._tls = Limits(timeout), tls or Plain()
+        self.selector = selectors.DefaultSelector()
+        self._listener, self.token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
+        self.present: list[There] = []
+        self.greetings: list[tuple[str, dict[str, Any]]] = []
+        self._is_closed = False
+        self._passes: dict[str, Token] = {}
+        """Of hosts that were taken in once: they come again by these, also when the token has expired."""
+        self.on_arrival: Callable[[There], None] = lambda place: None
+        self._proved: queue.SimpleQueue[Challenge] = queue.SimpleQueue()
+        self._woken, self._wakes = socket.socketpair()
+        self._unproved = Unproved()
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
+
+    def gather(self) -> None:
+        """Waits until all hosts are here, and says so."""
+        began, told, seconds = time.monotonic(), False, self._limits.timeout
+        while len(self.present) < self._num_hosts - 1:
+            turn(self.selector, min(0.5, seconds))
+            waited = time.monotonic() - began
+            here = ", ".join([self._mine().host, *(place.host for place in self.present)])
+            if waited > seconds:
+                raise SettingsError(
+                    f"{self._num_hosts} hosts must join within {seconds:.0f} s",
+                    got=f"{len(self.present) + 1} ({here})",
+                    remedy="start the same command on the others, or ask for fewer with --hosts",
+                )
+            if waited > TELL_SECONDS and not told:
+                told = True
+                where = ":".join(map(str, self._listener.getsockname()))
+                missing = self._num_hosts - 1 - len(self.present)
+                self._say(
+                    f"waiting at {where} for {missing} more of {self._num_hosts} hosts, for {seconds:.0f} s; "
+                    f"here is {here}: start the same command on the others"
+                )
+
+    def greet(self, kind: str, **values: Any) -> None:
+        """Tells something to every host that is here, and to those that come later."""
+        self.greetings.append((kind, values))
+        for place in self.present:
+            place.channel.send(kind, **values)
+
+    def close(self, reason: str) -> None:
+        """Tells every host that the job is over, and why if it failed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for place in self.present:
+            place.channel.send("over", reason=reason)
+            place.channel.close()
+        self._unproved.close()
+        for sock in (self._listener, self._woken, self._wakes):
+            sock.close()
+        self.selector.close()
+
+    def forget(self, place: There) -> None:
+        """A host is gone; it may come again."""
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(place.channel)
+        place.channel.close()
+        self.present.remove(place)
+
+    def _accept(self) -> None:
+        try:
+            sock, (address, _) = self._listener.accept()
+        except OSError:
+            # It hung up before we looked.
+            return
+        self._unproved.add(sock, address)
+        threading.Thread(target=self._prove, args=(sock,), name="manyhands-handshake", daemon=True).start()
+
+    def _prove(self, sock: socket.socket) -> None:
+        """In a thread of its own, so that a stranger who says nothing holds nobody up."""
+        try:
+            challenge = Challenge(self._channel(sock), self.token, self._passes, self._mine)
+            if self._unproved.remove(sock):
+                self._proved.put(challenge)
+                self._wakes.send(b"!")
+            else:
+                challenge.channel.close()
+        except Exception as error:
+            # Whatever a stranger says ends its own connection alone. Those that made way for others are not reported:
+            # there may be any number of them.
+            if self._unproved.remove(sock):
+                self._say(str(error) or type(error).__name__)
+            sock.close()
+
+    def _channel(self, sock: socket.socket) -> Channel:
+        try:
+            return Channel(sock, self._limits, self._tls.cover(sock, self._limits, is_first=True))
+        except NotTls:
+            told = "this job is joined with TLS: give this host its certificate too, by --tls"
+            Channel(sock, self._limits).send("refused", code="tls", reason=told)
+            raise
+
+    def _take_in(self) -> None:
+        self._woken.recv(4096)
+        while not self._proved.empty():
+            self._decide(self._proved.get())
+
+    def _decide(self, challenge: Challenge) -> None:
+        facts = challenge.facts
+        names = [self._mine().host, *(place.host for place in self.present)]
+        if facts.host in names:
+            refused = challenge.refuse(
+                "present",
+                f"a host called {facts.host} is in already: start one command per host, and give hosts different names",
+            )
+        elif len(names) >= self._num_hosts:
+            told = f"all {self._num_hosts} hosts are in: start it with a larger --hosts everywhere"
+            refused = challenge.refuse("full", told)
+        else:
+            self._passes[facts.host] = challenge.accept()
+            place = There(challenge.channel, facts)
+            self.present.append(place)
+            self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are here")
+            for kind, values in self.greetings:
+                place.channel.send(kind, **values)
+            self.on_arrival(place)
+            return
+        self._say(str(refused))
+        challenge.channel.close()
+
+
+def _without_key(summons: dict[str, Any]) -> dict[str, Any]:
+    """A summons as it crosses the network, where it may be overheard: the other host makes the key from the token."""
+    return {**summons, "key": ""}
+
+
+class HostsConductor(Conductor):
+    """Conducts ranks on this host and on those that have joined."""
+
+    def __init__(
+        self, here: Here, desk: Desk, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
+    ) -> None:
+        meeting = Meeting(address)
+        super().__init__(here, meeting, after_loss=after_loss, timeout=timeout, unit=unit, selector=desk.selector)
+        self._desk = desk
+        self._patience = Limits(timeout).silence
+        for place in desk.present:
+            self._attend(place)
+        desk.on_arrival = self._arrive
+
+    def tick(self) -> None:
+        super().tick()
+        now = time.monotonic()
+        for place in list(self._desk.present):
+            if now - place.channel.heard_at > self._patience:
+                self._lose_host(place, f"has not been heard for {self._patience:.0f} s")
+
+    def _new_key(self) -> tuple[str, str]:
+        salt = secrets.token_hex(16)
+        return self._desk.token.rank_key(salt, self._generation), salt
+
+    def finish(self) -> None:
+        failed = self._failed
+        self.kill()
+        self._here.crew.finish()
+        reason = "" if failed is None and self.is_complete else str(failed or "the first host has ended the job")
+        self._desk.close(reason.splitlines()[0] if reason else "")
+        self._meeting.close()
+
+    def _arrive(self, place: There) -> None:
+        self._say(event("notice", text=f"{place.host} is here: it is taken in"))
+        self._attend(place)
+
+    def _attend(self, place: There) -> None:
+        self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
+        # Nobody has listened since it came.
+        place.channel.heard_at = time.monotonic()
+        # Ranks that outlived a connection have heard of generations that must not come again.
+        self._generation = max(self._generation, place.facts.generation)
+        self.admit(place)
+
+    def _hear(self, place: There) -> None:
+        try:
+            for message in place.channel.receive():
+                self._take(place, message)
+        except Nonsense as error:
+            self._lose_host(place, f"said {error}")
+        except OSError as error:
+            self._lose_host(place, f"is gone ({error.strerror or error})")
+
+    def _take(self, place: There, message: Message) -> None:
+        kind = message.pop("kind")
+        if kind == "event":
+            self.heard_event(place, message["slot"], message["entry"])
+        elif kind == "output":
+            self.heard_output(place, message["slot"], message["text"], message["stream"])
+        elif kind == "lost_world":
+            self.heard_lost_world(place, message["slot"], message["told"])
+        elif kind == "failure":
+            self.heard_failure(place, message.pop("slot"), message)
+        elif kind == "end":
+            self.heard_end(place, message["slot"], End(message["done"], message["text"]))
+        elif kind == "stop":
+            self.stop()
+        elif kind == "leave":
+            self._lose_host(place, f"has left: {message['reason']}")
+        elif kind != "beat":
+            raise Nonsense(f"{kind} to the host that conducts")
+
+    def _lose_host(self, place: There, reason: str) -> None:
+        if place in self._desk.present:
+            self._desk.forget(place)
+            self.dismiss(place, reason)
+
+
+def all_devices(here: Sequence[Device], desk: Desk) -> list[Device]:
+    """Those of all hosts, in the order of ranks."""
+    return [*here, *(device for place in desk.present for device in place.devices)]

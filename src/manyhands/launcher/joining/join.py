@@ -1,0 +1,273 @@
+"""Join: many hosts, each started with the same command, become one job. The first is the one whose address it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...core import RunError, SettingsError
+from ...distributed import (
+    Device,
+    PortTaken,
+    World,
+    is_loopback,
+    is_ours,
+    listen,
+    parse_endpoint,
+    resolve,
+    resolve_host,
+    this_host,
+)
+from ..coordinator import Here
+from ..engine import AfterLoss, Job
+from ..local import LocalEngine
+from ..pickles import pack
+from ..rank import Assignment
+from .agent import Agent
+from .channel import Channel, Limits, Message, Nonsense
+from .desk import TELL_SECONDS, Desk, HostsConductor, all_devices
+from .handshake import Facts, Refused, introduce
+from .probing import answer, candidates, chosen, probe, said
+from .tls import Plain, tls_here
+from .token import Token, token_here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Where many hosts meet, for `on=`: the same on every one of them, except for its own devices.
+
+    >>> Join(address="host1:7777", hosts=4, token_file="token").hosts
+    4
+    """
+
+    address: str
+    """HOST:PORT of the first host, which conducts."""
+    hosts: int
+    token_file: str = ""
+    """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one. Without one the
+    token is in MANYHANDS_TOKEN."""
+    tls: str = ""
+    """A folder with tls.crt, tls.key and ca.crt: hosts join under TLS, and show each other their certificates."""
+    on: str | None = None
+    """This host's devices, such as "cuda:0,1" or "cpu*2"; by default what it has."""
+    work: str = ""
+    """What is to be done, in a word that must be the same everywhere."""
+
+    def __post_init__(self) -> None:
+        parse_endpoint(self.address)
+        if not isinstance(self.hosts, int) or self.hosts < 1:
+            raise SettingsError("hosts is a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more")
+
+    def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> Team:
+        """Waits until all hosts are here, and says who this one is among them."""
+        name, port = parse_endpoint(self.address)
+        token, tls = token_here(self.token_file), tls_here(self.tls)
+        tls.check()
+        address = resolve_host(name)
+        wanted = None if num_wanted is None else max(1, num_wanted // self.hosts)
+        devices, notices = resolve(self.on, wanted)
+        for text in notices:
+            say(text)
+        facts = _FactsOf(this_host(), devices, hashlib.sha256(self.work.encode()).hexdigest())
+        if not is_ours(address):
+            return Other(_First(address, port, token, tls), facts, timeout, say)
+        try:
+            listener = listen(address, port)
+        except PortTaken as taken:
+            if not is_loopback(address):
+                raise SettingsError(
+                    taken.rule,
+                    got=taken.got,
+                    remedy="start one command per host; several on one machine can be tried with --join 127.0.0.1:PORT",
+                ) from None
+            # Everybody is on this machine then, and whoever came first conducts.
+            beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
+            say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
+            return Other(_First(address, port, token, tls, taken), beside, timeout, say)
+        return First(Desk(listener, token, facts, self.hosts, say, timeout, tls), devices, address)
+
+
+@dataclass(frozen=True)
+class _FactsOf:
+    host: str
+    devices: Sequence[Device]
+    work: str
+
+    def __call__(self, running: Sequence[int] = (), generation: int = -1) -> Facts:
+        return Facts.here(self.devices, self.work, running, generation, self.host)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The host that conducts, as others look for it."""
+
+    address: str
+    port: int
+    token: Token
+    tls: Plain
+    taken: PortTaken | None = None
+    """Where it is a program on this machine that holds the port, whoever that may be."""
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+class Team(ABC):
+    """The hosts of a job, as one of them sees it."""
+
+    is_first = True
+    here: Sequence[Device]
+    """This host's devices."""
+    devices: Sequence[Device]
+    """Those of all hosts."""
+    notices: Sequence[str] = ()
+    """What was measured between the hosts, and what was chosen."""
+
+    @abstractmethod
+    def agree(self, value: Callable[[], str]) -> str:
+        """What the first host makes, on all of them."""
+
+    @abstractmethod
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
+        """Starts this host's ranks, which become one world with those of the others, in groups of `unit`."""
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """Leaves; nothing is left to do where a job has ended."""
+
+
+class First(Team):
+    """The host that conducts."""
+
+    def __init__(self, desk: Desk, devices: Sequence[Device], address: str) -> None:
+        self._desk, self._address = desk, address
+        self.here = [replace(device, host=this_host()) for device in devices]
+        try:
+            desk.gather()
+        except BaseException as error:
+            desk.close(str(error))
+            raise
+        self.devices = all_devices(self.here, desk)
+        links = probe([place.channel for place in desk.present], candidates(address))
+        self._address = chosen(links, address)
+        self.notices = said(links, self._address)
+        desk.greet("begin", devices=[[d.kind, d.index, d.host, d.share, d.slot] for d in self.devices])
+
+    def agree(self, value: Callable[[], str]) -> str:
+        agreed = value()
+        self._desk.greet("agreed", value=agreed)
+        return agreed
+
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
+        try:
+            here = Here(this_host(), self.here, engine.warm_up(), parcel)
+            job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout, unit=unit)
+            job.call()
+            return job
+        finally:
+            os.close(parcel)
+
+    def close(self, reason: str) -> None:
+        self._desk.close(reason)
+
+
+class Other(Team):
+    """A host that joins."""
+
+    is_first = False
+
+    def __init__(self, first: _First, facts: _FactsOf, timeout: float, say: Callable[[str], None]) -> None:
+        self._first, self._facts, self._timeout, self._say = first, facts, timeout, say
+        self.here = [replace(device, host=facts.host) for device in facts.devices]
+        self._known: Token | None = None
+        self._channel = self._connect()
+        try:
+            while (message := self._wait_for("begin", "probe"))["kind"] == "probe":
+                answer(self._channel, message, facts.host)
+            told = message["devices"]
+        except BaseException:
+            self._channel.close()
+            raise
+        self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in told]
+
+    def _connect(self) -> Channel:
+        """The first host may be started later than this one."""
+        end, told = time.monotonic() + self._timeout, False
+        while True:
+            try:
+                return self._join([], -1)
+            except Refused as error:
+                if self._first.taken is not None and error.code == "token":
+                    raise SettingsError(
+                        self._first.taken.rule,
+                        got="one that a job with another token holds",
+                        remedy="give both commands the same --token-file, or choose another port",
+                    ) from None
+                raise
+            except (OSError, RunError) as error:
+                if self._first.taken is not None and isinstance(error, TimeoutError | Nonsense):
+                    # It does not speak as our first hosts do.
+                    raise self._first.taken from None
+                if time.monotonic() > end:
+                    raise SettingsError(
+                        "the first host must be reachable",
+                        got=f"{self._first} ({error})",
+                        remedy="start the same command there, and look at the address and the network",
+                    ) from None
+                if not told:
+                    self._say(f"{self._first} does not answer yet; trying for {self._timeout:.0f} s")
+                told = True
+                time.sleep(0.3)
+
+    def _join(self, running: list[int], generation: int) -> Channel:
+        limits = Limits(self._timeout)
+        sock = socket.create_connection((self._first.address, self._first.port), timeout=limits.connection)
+        try:
+            channel = Channel(sock, limits, self._first.tls.cover(sock, limits, is_first=False))
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            self._known = introduce(channel, self._first.token, self._facts(running, generation), self._known)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def agree(self, value: Callable[[], str]) -> str:
+        return str(self._wait_for("agreed")["value"])
+
+    def _wait_for(self, *kinds: str) -> Message:
+        try:
+            message = self._channel.wait_for(*kinds, "over", seconds=min(TELL_SECONDS, self._timeout))
+        except TimeoutError:
+            self._say(f"{self._facts.host} has joined, and waits until {self._first} begins")
+            message = self._channel.wait_for(*kinds, "over", seconds=self._timeout)
+        if message["kind"] == "over":
+            raise RunError(f"the first host has ended the job: {message['reason']}")
+        return message
+
+    def start(
+        self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
+    ) -> Job:
+        parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
+        try:
+            token = self._first.token
+            return Agent(self._channel, self._join, engine.warm_up(), parcel, token=token, timeout=timeout)
+        finally:
+            os.close(parcel)
+
+    def close(self, reason: str) -> None:
+        self._channel.send("leave", reason=reason)
+        self._channel.close()

@@ -1,0 +1,208 @@
+"""TLS for joining: a folder with a certificate, its key and its signer. Both sides show theirs; the token stays on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import ssl
+import stat
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core import SettingsError
+from ...distributed import FIRST_SECONDS
+from .channel import Bare, Limits, Nonsense
+from .handshake import Refused
+
+CERTIFICATE, KEY, SIGNER = "tls.crt", "tls.key", "ca.crt"
+"""The names that secrets of Kubernetes have."""
+TLS_VARIABLE = "MANYHANDS_TLS"
+"""Names the folder where a scheduler starts the hosts' programs."""
+FOLDER = f"a folder with {CERTIFICATE}, {KEY} and {SIGNER}"
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_RECORDS = range(20, 24)
+"""First bytes of what TLS sends."""
+
+
+class NotTls(Nonsense):
+    """The other side does not speak TLS."""
+
+
+class Plain:
+    """Joining without TLS: messages are sealed by the token, and can be read on the way."""
+
+    def check(self) -> None:
+        """Whether what it needs is there."""
+
+    def cover(self, sock: socket.socket, limits: Limits, *, is_first: bool) -> Bare:
+        """What lies over a connection; `is_first` on the side of the host that others join."""
+        return Bare()
+
+
+@dataclass(frozen=True)
+class Tls(Plain):
+    """The files are read for every connection, so that certificates may be renewed while a job runs."""
+
+    folder: Path
+
+    def check(self) -> None:
+        """Reads the folder, and tries the certificate on itself: it must serve both sides, today."""
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self._context(is_first=False).wrap_bio(to_client, to_server)
+        server = self._context(is_first=True).wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for side in (client, server, client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        except ssl.SSLError as error:
+            raise SettingsError(
+                f"{self.folder / CERTIFICATE} must be valid now, for both sides, and signed as {SIGNER} says",
+                got=_reason(error),
+                remedy="make or renew it, with the same signer on every host",
+            ) from None
+
+    def cover(self, sock: socket.socket, limits: Limits, *, is_first: bool) -> Bare:
+        return Tunnel(sock, self._context(is_first=is_first), limits, self._mark() if is_first else "")
+
+    def _context(self, *, is_first: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_first else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # A host may be joined at any of its names. What the token's proof covers is the certificate itself.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            if (self.folder / KEY).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise SettingsError(
+                    "a private key is its owner's alone",
+                    got=f"{self.folder / KEY}, which others can read",
+                    remedy=f"run chmod 600 {self.folder / KEY}, or make a new one if somebody may have read it",
+                )
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")
+            context.load_verify_locations(self.folder / SIGNER)
+        except OSError as error:
+            said = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
+            raise SettingsError(
+                f"TLS needs {FOLDER}, in PEM",
+                got=f"{self.folder} ({said})",
+                remedy="make them as docs/clusters.md shows",
+            ) from None
+        if is_first:
+            context.num_tickets = 0
+        return context
+
+    def _mark(self) -> str:
+        text = (self.folder / CERTIFICATE).read_text()
+        pem = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+
+
+class Tunnel(Bare):
+    """TLS over a socket that somebody else reads and writes, one thread each."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: Limits, mark: str) -> None:
+        """`mark` is that of the first host's own certificate; empty on the other side, which is shown it."""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=bool(mark))
+        self._lock = threading.Lock()
+        self._peer = str(sock.getpeername()[0])
+        self._is_proved = False
+        try:
+            self._shake_hands(sock, limits, speaks_first=not mark)
+        except ssl.SSLError as error:
+            raise self._refused(error) from None
+        shown = self._tls.getpeercert(binary_form=True) or b""
+        self.binding = (mark or hashlib.sha256(shown).hexdigest(),)
+
+    def _shake_hands(self, sock: socket.socket, limits: Limits, *, speaks_first: bool) -> None:
+        end = time.monotonic() + limits.answer
+        # Somebody without TLS waits for our first word, and shall hear of it while he does.
+        patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
+        has_heard = False
+        while not self._is_done(sock):
+            sock.settimeout(max(0.01, min(patience, end - time.monotonic())))
+            try:
+                chunk = sock.recv(65536)
+            except TimeoutError:
+                if has_heard or speaks_first:
+                    raise TimeoutError(f"no TLS from {self._peer} in time") from None
+                chunk = b"\0"
+            if not chunk:
+                raise ConnectionError("the connection was closed")
+            if not has_heard and chunk[0] not in _RECORDS:
+                raise self._not_tls(speaks_first)
+            has_heard, patience = True, limits.answer
+            self._incoming.write(chunk)
+
+    def _is_done(self, sock: socket.socket) -> bool:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                sock.sendall(self._outgoing.read())
+        return True
+
+    def wrapped(self, data: bytes) -> bytes:
+        view = memoryview(data)
+        with self._lock:
+            while view:
+                view = view[self._tls.write(view) :]
+            return self._outgoing.read()
+
+    def opened(self, data: bytes) -> bytes:
+        found = b""
+        with self._lock:
+            self._incoming.write(data)
+            try:
+                while chunk := self._tls.read(65536):
+                    found += chunk
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                raise Nonsense(f"no TLS ({_reason(error)})") if self._is_proved else self._refused(error) from None
+        self._is_proved = self._is_proved or bool(found)
+        return found
+
+    def _not_tls(self, speaks_first: bool) -> Exception:
+        if not speaks_first:
+            return NotTls(f"{self._peer} was not taken in: it does not use TLS")
+        return _refusal(
+            "all hosts of a job join with TLS, or none does",
+            got=f"{self._peer} without it",
+            remedy="start the first host with tls= too, or leave it away here",
+        )
+
+    def _refused(self, error: ssl.SSLError) -> Refused:
+        """Whose certificate it is about: this side found fault with the other's, or was told so."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return _refusal(
+                f"the certificate of {self._peer} must be valid now, and signed as {SIGNER} says",
+                got=_reason(error),
+                remedy="give every host certificates of one signer, and renew them in time",
+            )
+        return _refusal(
+            f"{self._peer} must accept this host's certificate",
+            got=f"{_reason(error)!r} from there",
+            remedy="give every host certificates of one signer, and renew them in time",
+        )
+
+
+def _refusal(rule: str, *, got: str, remedy: str) -> Refused:
+    refused = Refused(rule, got=got, remedy=remedy)
+    refused.code = "tls"
+    return refused
+
+
+def _reason(error: OSError) -> str:
+    """What TLS complains about, in words."""
+    words = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
+    return str(words).lower().replace("_", " ")
+
+
+def tls_here(folder: str) -> Plain:
+    """What lies over connections between hosts; nothing where no folder is named."""
+    return Tls(Path(folder)) if folder else Plain()

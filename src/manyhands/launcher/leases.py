@@ -1,0 +1,244 @@
+"""Leases: two programs on one machine do not train on the same accelerator without knowing of each other.
+
+A lease is a lock on a file of this user, so it ends with the program that holds it, however that ends. The CPU is never
+leased: it is made to be shared. MANYHANDS_ON_BUSY says what happens to a program that comes second: it may `wait`,
+`refuse` or `share`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ..core import DeviceError, SettingsError, resolve_settings
+from ..distributed import Device
+from .process_identity import gpu_identity
+
+WAIT, REFUSE, SHARE = "wait", "refuse", "share"
+UNLEASED = frozenset({"cpu"})
+"""Kinds of devices that any number of programs use at once."""
+POLL_SECONDS = 0.25
+_MAX_COMMAND = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseSettings:
+    """What to do where another program holds a device."""
+
+    on_busy: str = WAIT
+
+    def __post_init__(self) -> None:
+        if self.on_busy not in (WAIT, REFUSE, SHARE):
+            raise SettingsError(
+                f"MANYHANDS_ON_BUSY is {WAIT}, {REFUSE} or {SHARE}", got=repr(self.on_busy), remedy="correct it"
+            )
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The program that holds a device."""
+
+    pid: int = 0
+    command: str = ""
+    run: str = ""
+    since: float = 0.0
+
+    @classmethod
+    def me(cls, run: str) -> Holder:
+        """This program."""
+        command = " ".join(shlex.join(sys.orig_argv).split())
+        return cls(os.getpid(), command[:_MAX_COMMAND], run, time.time())
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another program"
+        since = time.strftime("%H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} ({self.command}) since {since}" + (f" for the run {self.run}" if self.run else "")
+
+
+class Busy(Exception):
+    """Somebody else holds a device; caught in this file."""
+
+    def __init__(self, device: str, holder: Holder) -> None:
+        super().__init__(device)
+        self.device, self.holder = device, holder
+
+
+@contextlib.contextmanager
+def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Holds the devices for a while; waits, and says for whom, where another program of this user has them.
+
+    Several jobs of one program share what it holds, and so do the virtual devices cut from a real one.
+
+    >>> with leased([Device("cpu")]):
+    ...     pass
+    """
+    shown = {lease_name(one): f"{one.kind}:{one.index}" for one in devices if one.kind not in UNLEASED}
+    names = sorted(shown)
+    choice = resolve_settings(LeaseSettings, {}).values.on_busy
+    if not names or choice == SHARE or not _take(shown, run, choice, say):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _table.give_back(names)
+
+
+def lease_name(device: Device) -> str:
+    """What a real device is called by every program, whichever devices that program was allowed to see.
+
+    >>> lease_name(Device("xpu", 1, share=0.5, slot=1))
+    'xpu:1'
+    """
+    return f"{device.kind}:{gpu_identity(device.index) if device.kind == 'cuda' else device.index}"
+
+
+def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], None]) -> bool:
+    """Returns once the devices are held; False where nothing can be locked on this machine."""
+    started, told, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
+    while True:
+        try:
+            _table.take(names, run)
+        except Busy as busy:
+            if choice == REFUSE:
+                raise DeviceError(
+                    "a device belongs to one program at a time",
+                    got=f"{shown[busy.device]}, held by {busy.holder}",
+                    remedy="wait for it, name another device, or set MANYHANDS_ON_BUSY to wait or share",
+                ) from None
+            text = f"{shown[busy.device]} is held by {busy.holder}: waiting for it (MANYHANDS_ON_BUSY=share would not)"
+            if text != told:
+                say(text)
+            told = text
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            say(f"whether other programs use {listed} could not be found out: {error}")
+            return False
+        else:
+            if told:
+                say(f"{listed} came free after {time.monotonic() - started:.0f} s")
+            return True
+
+
+class _Table:
+    """What this process holds, and for how many jobs."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._files: dict[str, int] = {}
+        self._jobs: dict[str, int] = {}
+        os.register_at_fork(after_in_child=self.forget)
+
+    def take(self, names: Sequence[str], run: str) -> None:
+        """Takes all or none, so that nobody holds one device while it waits for another."""
+        with self._guard:
+            taken: list[str] = []
+            try:
+                for name in names:
+                    if name not in self._files:
+                        self._open(name, run)
+                    self._jobs[name] = self._jobs.get(name, 0) + 1
+                    taken.append(name)
+            except BaseException:
+                self._release(taken)
+                raise
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Ends one job's part; the last one's frees a device."""
+        with self._guard:
+            self._release(names)
+
+    def forget(self) -> None:
+        """A forked child has copies of the locks: it drops them, so that they end with the program itself."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._guard, self._files, self._jobs = threading.Lock(), {}, {}
+
+    def _open(self, name: str, run: str) -> None:
+        file = os.open(lease_folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_holder(file)
+            if not _is_above(holder.pid):
+                os.close(file)
+                raise Busy(name, holder) from None
+            # It waits for us, perhaps: whoever was started from a job works on that job's devices.
+        else:
+            _write_holder(file, Holder.me(run))
+        self._files[name] = file
+
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._files:
+                continue  # taken before a fork, and left by the child
+            self._jobs[name] -= 1
+            if self._jobs[name] == 0:
+                del self._jobs[name]
+                file = self._files.pop(name)
+                if _read_holder(file).pid == os.getpid():
+                    os.ftruncate(file, 0)
+                # Unlocked by name: closing would leave it locked as long as any copy of the file is open.
+                fcntl.flock(file, fcntl.LOCK_UN)
+                os.close(file)
+
+
+def holders() -> dict[str, Holder]:
+    """Who holds which device at the moment, this program left out; only looks, so it gets in nobody's way."""
+    found: dict[str, Holder] = {}
+    for path in sorted(lease_folder().glob("*.lock")):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            holder = _read_holder(file)
+        finally:
+            os.close(file)
+        if holder.pid and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
+            found[path.stem] = holder
+    return found
+
+
+def lease_folder() -> Path:
+    """Where this user's leases are; nobody else may write there."""
+    user = os.getuid()
+    # Programs of one user meet here whether they were started from a desktop, a shell or a timer.
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
+    folder = base / "manyhands" if os.access(base, os.W_OK) else Path(tempfile.gettempdir()) / f"manyhands-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != user:
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def _write_holder(file: int, holder: Holder) -> None:
+    data = json.dumps(asdict(holder)).encode()
+    os.pwrite(file, data, 0)
+    os.ftruncate(file, len(data))
+
+
+def _read_holder(file: int) -> Holder:
+    try:
+        return Holder(**json.loads(os.pread(file, 4096, 0)))
+    except (ValueError, TypeError):
+        return Holder()
+
+
+def _is_above(pid: int) -> bool:
+    """Whether that process started this one, itself or through others."""
+    return any(parent.pid == pid for parent in psutil.Process().parents())
+
+
+_table = _Table()

@@ -1,0 +1,81 @@
+"""The local engine: a process per device on this machine, forked from one zygote."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core import DeviceError
+from ..distributed import DEFAULT_TIMEOUT, Device, World, this_host
+from .coordinator import Conductor, Here, Meeting
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
+from .local_service import LocalService
+from .pickles import pack, require_unpacked
+from .rank import Assignment
+from .service import Make, Service
+from .zygote_handle import ZygoteHandle
+
+_PRELOAD = ["manyhands.launcher", "cloudpickle", "numpy"]
+
+
+class LocalEngine(Engine):
+    """Forks ranks from a zygote that it starts once and keeps for the life of the program."""
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = [*_PRELOAD, *preload]
+        self._zygote: ZygoteHandle | None = None
+        self._starting = threading.Lock()
+
+    def warm_up(self) -> ZygoteHandle:
+        """Starts the zygote, which takes as long as importing torch, without waiting for it."""
+        with self._starting:
+            if self._zygote is None or not self._zygote.alive:
+                self._zygote = ZygoteHandle(self._preload)
+            return self._zygote
+
+    def start(
+        self,
+        fn: Callable[[World], Any],
+        devices: Sequence[Device],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        after_loss: AfterLoss = "end",
+        unit: int = 1,
+    ) -> Job:
+        _require_linux()
+        require_unpacked()
+        parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
+        try:
+            here = Here(this_host(), devices, self.warm_up(), parcel)
+            job = Conductor(here, Meeting(), after_loss=after_loss, timeout=timeout, unit=unit)
+            job.call()
+            return job
+        finally:
+            os.close(parcel)
+
+    def start_service(
+        self,
+        make: Make,
+        device: Device,
+        *,
+        on_event: OnEvent = ignore,
+        on_output: OnOutput = ignore,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Service:
+        _require_linux()
+        require_unpacked()
+        return LocalService(make, device, self.warm_up(), on_event=on_event, on_output=on_output, timeout=timeout)
+
+    def close(self) -> None:
+        """Ends the zygote and whatever still runs under it."""
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+
+def _require_linux() -> None:
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        raise DeviceError("several processes need Linux", got=sys.platform, remedy="use one device here: mh.Single()")

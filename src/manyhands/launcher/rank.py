@@ -1,0 +1,202 @@
+"""What a forked process does as a rank: settle on its device, join the world, run the function, report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core import ManyhandsError, PeerLost
+from ..distributed import FAILURE, RESULT, Device, Seat, SocketLine, World, current_world, this_host
+from .pickles import pack, unpack
+from .rendezvous import Summons, join
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """What a program may have set for the whole process, and expects in its ranks too."""
+
+    default_dtype: torch.dtype
+    deterministic: int
+    matmul_precision: str
+    cudnn: tuple[bool, bool, bool]
+    anomaly: bool
+
+    @classmethod
+    def now(cls) -> TorchSettings:
+        """Those of this process."""
+        cudnn = torch.backends.cudnn
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_deterministic_debug_mode(),
+            torch.get_float32_matmul_precision(),
+            (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+            torch.is_anomaly_enabled(),
+        )
+
+    def apply(self) -> None:
+        """Makes them those of this process."""
+        cudnn: Any = torch.backends.cudnn
+        torch.set_default_dtype(self.default_dtype)
+        torch.set_deterministic_debug_mode(self.deterministic)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = self.cudnn
+        torch.autograd.set_detect_anomaly(self.anomaly)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a job's ranks have in common, sent to them once as a parcel."""
+
+    fn: Callable[[World], Any]
+    devices: Sequence[Device]
+    """Of this host, one per slot."""
+    timeout: float
+    recovers: bool
+    host: str
+    cores: Sequence[int]
+    cwd: str
+    environ: dict[str, str]
+    argv: Sequence[str]
+    torch: TorchSettings
+    confines: bool = False
+    """Whether the function confines its process itself: it is given no environment, and settles on its own device."""
+
+    @classmethod
+    def here(cls, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, recovers: bool) -> Assignment:
+        """Of this program, as it stands now."""
+        confines = bool(getattr(fn, "confines", False))
+        return cls(
+            fn=fn,
+            devices=list(devices),
+            timeout=timeout,
+            recovers=recovers,
+            host=this_host(),
+            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            cwd=_folder(),
+            environ={} if confines else dict(os.environ),
+            argv=[] if confines else list(sys.argv),
+            torch=TorchSettings.now(),
+            confines=confines,
+        )
+
+
+_kept: list[object] = []
+"""Never torn down: what a person's objects hold may wait for a process group that is gone."""
+
+
+def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
+    """Runs one rank and returns its exit code; the outcome travels up the line."""
+    line = SocketLine(sock)
+    slot = int(request["slot"])
+    try:
+        _settle_signals()
+        sys.path[:] = request["path"]
+        assignment: Assignment = unpack(parcel)
+        _kept.append(assignment)
+        os.close(parcel)
+        _settle(assignment, slot)
+        line.recovers = assignment.recovers
+        device = assignment.devices[slot]
+        # Two hosts of a job may be one machine, and are called by different names.
+        host = device.host or assignment.host
+        if assignment.confines:
+            # A world tries its device, which starts the driver's threads: too early for a process to be confined.
+            device = Device("cpu")
+        seat = Seat(device=device, host=host, timeout=assignment.timeout)
+        world = join(Summons(**request["summons"]), seat, line)
+        _pin(assignment, slot)
+        fd = pack(assignment.fn(world), "the result")
+        (current_world() or world).close()
+    except BaseException as error:
+        _send_failure(line, error)
+        return 1
+    line.send(RESULT, b"", (fd,))
+    os.close(fd)
+    return 0
+
+
+def _settle_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _settle(assignment: Assignment, slot: int) -> None:
+    """Takes over the program's folder, environment and its share of the cores."""
+    assignment.torch.apply()
+    with contextlib.suppress(OSError):
+        os.chdir(assignment.cwd)
+    if assignment.confines:
+        # Threads and contexts that were made now would be outside of what confines the process later.
+        return
+    os.environ.clear()
+    os.environ.update(assignment.environ)
+    sys.argv[:] = assignment.argv
+    torch.set_num_threads(len(core_share(assignment.cores, slot, len(assignment.devices))))
+    device = assignment.devices[slot]
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.index)
+        if device.share < 1.0:
+            torch.cuda.set_per_process_memory_fraction(device.share, device.index)
+
+
+def _pin(assignment: Assignment, slot: int) -> None:
+    """Keeps the computing thread on its own cores; the threads that carry messages, made before, stay free to move."""
+    if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
+        os.sched_setaffinity(0, core_share(assignment.cores, slot, len(assignment.devices)))
+
+
+def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
+    """The cores of one rank, so that two ranks on two cores do not fight.
+
+    >>> core_share([0, 1, 2, 3], 1, 2)
+    [2, 3]
+    >>> core_share([0, 1], 2, 4)
+    [0]
+    """
+    each = len(cores) // num_ranks
+    if each == 0:
+        return [cores[rank % len(cores)]]
+    return list(cores[rank * each : (rank + 1) * each])
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """The error itself where it can travel, else its text; and whether it is only an echo of another's."""
+    return {
+        "error": error if isinstance(error, ManyhandsError) else None,
+        "reason": f"{type(error).__name__}: {error}",
+        "traceback": _trimmed(error),
+        "echo": isinstance(error, PeerLost),
+        "is_ours": isinstance(error, ManyhandsError),
+    }
+
+
+def _send_failure(line: SocketLine, error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        fd = pack(failure_of(error), "the failure")
+        line.send(FAILURE, b"", (fd,))
+        os.close(fd)
+
+
+def _trimmed(error: BaseException) -> str:
+    """The traceback from the person's own first line on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    start = next((i for i, frame in enumerate(frames) if os.sep + "manyhands" + os.sep not in frame.filename), 0)
+    text = "".join(traceback.format_list(frames[start:]))
+    return f"Traceback (most recent call last):\n{text}{type(error).__name__}: {error}"
+
+
+def _folder() -> str:
+    """The current folder, or the root of the machine when it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep

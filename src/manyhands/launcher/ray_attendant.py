@@ -1,0 +1,99 @@
+"""What runs as a service in a Ray cluster: an actor that holds the object, answers calls, and keeps a mailbox."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import ray
+
+from ..core import Event
+from ..distributed import Device, Line, NullWorld, Seat
+from .rank import failure_of
+from .ray_host import Mailbox, News, facts_here, settle_here
+from .service import Attendant
+
+
+class RayAttendant:
+    """Calls are taken in their order; beside them there is room to be asked to end, and to be asked for news."""
+
+    def __init__(self, path: Sequence[str], folder: str) -> None:
+        settle_here(path, folder)
+        self._mail = Mailbox()
+        self._line = _MailLine(lambda entry: self._mail.put(("event", 0, entry)))
+        for stream in ("stdout", "stderr"):
+            setattr(sys, stream, _Lines(stream, lambda text, stream: self._mail.put(("output", 0, (text, stream)))))
+        self._attendant = Attendant(None)
+        self._failure: dict[str, Any] | None = None
+
+    @ray.method(concurrency_group="commands")
+    def facts(self) -> dict[str, Any]:
+        """Who this is, and what it runs."""
+        return facts_here()
+
+    def begin(self, make: bytes, device: Device, timeout: float) -> dict[str, Any] | None:
+        """Makes the object; what kept it from that, if something did."""
+        try:
+            address = facts_here()["address"]
+            seat = Seat(device=device, host=device.host, address=address, timeout=timeout)
+            world = NullWorld(line=self._line, seat=seat)
+            self._attendant = Attendant(cloudpickle.loads(make)(world))
+        except Exception as error:
+            self._failure = failure_of(error)
+        return self._failure
+
+    def call(self, asked: bytes) -> bytes:
+        """Answers a call; both are pickled."""
+        told = self._attendant.answer(*cloudpickle.loads(asked)) if self._failure is None else (False, self._failure)
+        try:
+            return bytes(cloudpickle.dumps(told))
+        except Exception as error:
+            return bytes(cloudpickle.dumps((False, failure_of(error))))
+
+    @ray.method(concurrency_group="commands")
+    def end(self) -> None:
+        """Whatever is computing hears that it should come to an end."""
+        self._line.hear({"stop": True})
+
+    def close(self) -> dict[str, Any] | None:
+        """The last call; how it failed, if it did."""
+        try:
+            self._attendant.close()
+        except Exception as error:
+            return failure_of(error)
+        return None
+
+    @ray.method(concurrency_group="news")
+    def news(self, seconds: float) -> list[News]:
+        """What was reported and printed since the last time; waits a little where that is nothing."""
+        return self._mail.take(seconds)
+
+
+class _MailLine(Line):
+    """Reports go into the mailbox."""
+
+    def __init__(self, put: Callable[[Event], None]) -> None:
+        super().__init__()
+        self._put = put
+
+    def send_up(self, entry: Event) -> None:
+        self._put(entry)
+
+
+class _Lines(io.TextIOBase):
+    """Passes on what is printed, line by line."""
+
+    def __init__(self, stream: str, put: Callable[[str, str], None]) -> None:
+        self._stream, self._put, self._rest = stream, put, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._put(line, self._stream)
+        return len(text)
+
+    def fileno(self) -> int:
+        return 1 if self._stream == "stdout" else 2

@@ -1,0 +1,463 @@
+"""The Ray engine: an actor per host of a Ray cluster, each with a rank per device; conducted from the caller's program.
+
+Ray places the hosts (a placement group, one bundle each) and says when one is gone. Everything else is as on one
+machine: ranks are forked from a zygote, lost ones are replaced, and the run goes on from a peer's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core import DeviceError, SettingsError, WorkerFailed
+from ..distributed import DEFAULT_TIMEOUT, LOOPBACK, Device, World
+from .coordinator import Conductor, End, Here, Place
+from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
+from .ray_service import READY_SECONDS, RayService, brief, pickled
+from .rendezvous import Summons
+from .service import Make, Service
+
+if TYPE_CHECKING:
+    from .ray_host import News
+
+NEWS_SECONDS = 1.0
+PRELOAD = ("manyhands.verbs", "cloudpickle", "numpy", "torch._dynamo")
+
+
+class RayEngine(Engine):
+    """Ranks on the hosts of a Ray cluster: "ray://head:10001", or "ray" for the one that this machine belongs to."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
+        """All GPUs of the cluster; where it has none a CPU of every host, or of as many hosts as are wanted."""
+        hosts = _hosts(self._connected())
+        found = [
+            Device("cuda", index, host=host) for host, has in hosts.items() for index in range(int(has.get("GPU", 0)))
+        ]
+        if not found:
+            found = _cpus(hosts, num_wanted)
+        if num_wanted is not None and num_wanted > len(found):
+            raise DeviceError(
+                f"the strategy needs {num_wanted} devices{arithmetic}",
+                got=f"{len(found)} in the Ray cluster at {self._address} ({', '.join(map(str, found)) or 'none'})",
+                remedy="ask for fewer replicas, or add hosts with ray start",
+            )
+        return found[:num_wanted], []
+
+    def start(
+        self,
+        fn: Callable[[World], Any],
+        devices: Sequence[Device],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        after_loss: AfterLoss = "end",
+        unit: int = 1,
+    ) -> Job:
+        return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
+
+    def start_service(
+        self,
+        make: Make,
+        device: Device,
+        *,
+        on_event: OnEvent = ignore,
+        on_output: OnOutput = ignore,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Service:
+        ray = self._connected()
+        return RayService(
+            ray,
+            pickled(make),
+            device,
+            _nodes(ray)[device.host]["NodeID"] if device.host else None,
+            _require_alike,
+            on_event=on_event,
+            on_output=on_output,
+            timeout=timeout,
+        )
+
+    def _connected(self) -> Any:
+        """Ray, connected to this engine's cluster; a program that is connected already stays so."""
+        try:
+            import ray
+        except ImportError:
+            raise SettingsError(
+                f"on={self._address!r} needs Ray", got="none", remedy="pip install 'manyhands[ray]'"
+            ) from None
+        if ray.is_initialized():
+            return ray
+        address = self._address if "://" in self._address else os.environ.get("RAY_ADDRESS", "auto")
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="manyhands")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise SettingsError(
+                f"on={self._address!r} needs a Ray cluster that answers",
+                got=brief(error),
+                remedy="start one with ray start --head, or correct the address",
+            ) from None
+        if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+            # Ray would end the program with its own exit code, whatever the program had meant to do.
+            signal.signal(signal.SIGTERM, on_sigterm)
+        return ray
+
+
+class RayJob(Conductor):
+    """Ranks on hosts that Ray has placed; all results come to the caller."""
+
+    def __init__(
+        self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss, unit: int
+    ) -> None:
+        self._ray, self._alone_since, self._is_ending = ray, 0.0, False
+        self._work = ray.put(work)
+        self._group: Any = None
+        meeting = _RayMeeting(self)
+        super().__init__(_Nowhere(), meeting, after_loss=after_loss, timeout=timeout, unit=unit)  # type: ignore[arg-type]
+        counts = Counter(device.host for device in devices)
+        kind = devices[0].kind
+        try:
+            self._group = _placed(ray, list(counts.values()), kind)
+            self.places = [
+                _RayPlace(self, bundle, [Device(kind, index, host=host) for index in range(count)], after_loss != "end")
+                for bundle, (host, count) in enumerate(counts.items())
+            ]
+            for place in self.places:
+                place.open()
+            for place in self.places:
+                place.wait_until_ready()
+                self.admit(place)
+            self.call()
+        except BaseException:
+            self.finish()
+            raise
+
+    @property
+    def ray(self) -> Any:
+        return self._ray
+
+    def is_mine(self, place: Place) -> bool:
+        return True
+
+    def dismiss(self, place: Place, reason: str) -> None:
+        gone = [member for member in self._members if member.place is place and member.is_running]
+        if gone and self._after_loss == "end":
+            for member in gone:
+                member.is_running = False
+            self._lose(gone[0], reason)
+        else:
+            super().dismiss(place, reason)
+
+    def tick(self) -> None:
+        super().tick()
+        if self._members or self._newcomers or self._failed is not None:
+            self._alone_since = 0.0
+        elif not self._alone_since:
+            self._alone_since = time.monotonic()
+        elif time.monotonic() > self._alone_since + READY_SECONDS or self._after_loss == "end":
+            self._failed = WorkerFailed(0, self.places[0].host, "every host of the job is gone")
+
+    def finish(self) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        for place in getattr(self, "places", ()):
+            place.close()
+        super().finish()
+        if self._group is not None:
+            from ray.util import remove_placement_group
+
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+
+    def _is_over(self) -> bool:
+        return super()._is_over() and (bool(self._members) or self._failed is not None)
+
+    def start_actor(self, bundle: int, num_devices: int, kind: str) -> Any:
+        """An actor in a bundle, which Ray starts when there is room for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from .ray_host import RayHost
+
+        made = self._ray.remote(concurrency_groups={"commands": 1, "news": 1})(RayHost)
+        placed = made.options(
+            num_cpus=num_devices if kind == "cpu" else 1,
+            num_gpus=0 if kind == "cpu" else num_devices,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+        )
+        return placed.remote(list(sys.path), os.getcwd(), PRELOAD)
+
+    def prepare(self, actor: Any, devices: Sequence[Device]) -> Any:
+        """Tells an actor what its ranks are to do."""
+        return actor.prepare.remote(self._work, devices, self._timeout, self._after_loss == "regroup")
+
+
+class _RayPlace(Place):
+    """A host of the Ray cluster; when it is gone, Ray is asked for another one in its bundle."""
+
+    def __init__(self, job: RayJob, bundle: int, devices: Sequence[Device], returns: bool) -> None:
+        self.host, self.devices = devices[0].host, devices
+        self._job, self._bundle, self._returns = job, bundle, returns
+        self._ready = threading.Event()
+        self._problem: BaseException | None = None
+        self.actor: Any = None
+        self._is_closed = False
+        self._heard: deque[Callable[[], None]] = deque()
+        self._awake, self._wake = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name=f"ray-{self.host}", daemon=True)
+
+    def open(self) -> None:
+        """Begins to listen."""
+        self._job.selector.register(self._awake, selectors.EVENT_READ, self._drain)
+        self._thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Returns when the host can start ranks."""
+        if not self._ready.wait(READY_SECONDS) or self._problem is not None:
+            reason = str(self._problem).splitlines()[0] if self._problem else f"no answer within {READY_SECONDS:.0f} s"
+            if isinstance(self._problem, SettingsError):
+                raise self._problem
+            raise WorkerFailed(0, self.host, f"a host of the Ray cluster could not be used: {reason}")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has an actor that answers."""
+        return self._ready.is_set() and self._problem is None
+
+    def meet(self) -> tuple[str, int]:
+        """Opens a store there; where it listens."""
+        address = LOOPBACK if len(self._job.places) == 1 else self._address
+        return address, int(self._job.ray.get(self.actor.meet.remote(address), timeout=READY_SECONDS))
+
+    def start(self, slot: int, summons: Summons) -> None:
+        self._do("start", slot, summons.to_dict())
+
+    def tell(self, slot: int, message: dict[str, Any]) -> None:
+        self._do("tell", slot, message)
+
+    def kill(self, slot: int | None = None) -> None:
+        self._do("kill", slot)
+
+    def close(self) -> None:
+        """Ends the actor, and with it the ranks."""
+        self._is_closed = True
+        ray = self._job.ray
+        if self.actor is not None:
+            with contextlib.suppress(Exception):
+                if self.is_ready:
+                    ray.get(self.actor.finish.remote(), timeout=10)
+                ray.kill(self.actor)
+        if self._thread.ident is not None:
+            self._thread.join()
+            self._job.selector.unregister(self._awake)
+        self._awake.close()
+        self._wake.close()
+
+    def _do(self, *values: Any) -> None:
+        if self.actor is not None:
+            with contextlib.suppress(Exception):
+                self.actor.do.remote(*values)
+
+    # -- on the thread that listens -------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        is_first = True
+        while not self._is_closed:
+            try:
+                self._begin()
+            except Exception as error:
+                self._problem = error
+                self._ready.set()
+                if is_first or self._is_closed:
+                    return
+                time.sleep(1.0)
+                continue
+            self._ready.set()
+            if not is_first:
+                self._push(functools.partial(self._job.admit, self))
+            is_first = False
+            reason = self._hear_until_gone()
+            self._ready.clear()
+            self._push(functools.partial(self._job.dismiss, self, reason))
+            if not self._returns:
+                return
+
+    def _begin(self) -> None:
+        """Waits for an actor of ours to answer, however long Ray takes to find room for it."""
+        ray = self._job.ray
+        self.actor = self._job.start_actor(self._bundle, len(self.devices), self.devices[0].kind)
+        asked = self.actor.facts.remote()
+        while not ray.wait([asked], timeout=1.0)[0]:
+            if self._is_closed:
+                raise RuntimeError("the job has ended")
+        facts = ray.get(asked)
+        _require_alike(self.host, facts)
+        self._address = facts["address"]
+        ray.get(self._job.prepare(self.actor, self.devices))
+        self._problem = None
+
+    def _hear_until_gone(self) -> str:
+        ray = self._job.ray
+        while True:
+            try:
+                news = ray.get(self.actor.news.remote(NEWS_SECONDS))
+            except Exception as error:
+                return f"is gone: {brief(error)}"
+            for one in news:
+                self._push(functools.partial(self._pass_on, one))
+            if self._is_closed:
+                return "was left"
+
+    def _push(self, act: Callable[[], None]) -> None:
+        self._heard.append(act)
+        with contextlib.suppress(OSError):
+            self._wake.send(b".")
+
+    # -- on the conductor's thread --------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self._awake.recv(4096)
+        while self._heard:
+            self._heard.popleft()()
+
+    def _pass_on(self, one: News) -> None:
+        kind, slot, rest = one
+        job = self._job
+        if kind == "event":
+            job.heard_event(self, slot, rest)
+        elif kind == "output":
+            job.heard_output(self, slot, *rest)
+        elif kind == "lost_world":
+            job.heard_lost_world(self, slot, rest)
+        elif kind == "failure":
+            job.heard_failure(self, slot, rest)
+        else:
+            job.heard_end(self, slot, End(*rest))
+
+
+class _RayMeeting:
+    """Where the ranks meet: a store on one of the hosts, another one when that is gone."""
+
+    def __init__(self, job: RayJob) -> None:
+        self._job = job
+        self._at: _RayPlace | None = None
+        self._server: Any = None
+        self._where = LOOPBACK, 0
+        self.interface = ""
+        """Every host finds its own."""
+
+    @property
+    def address(self) -> str:
+        return self._open()[0]
+
+    @property
+    def port(self) -> int:
+        return self._open()[1]
+
+    def _open(self) -> tuple[str, int]:
+        if self._at is None or not self._at.is_ready or self._server is not self._at.actor:
+            self._at = next(place for place in self._job.places if place.is_ready)
+            self._server = self._at.actor
+            self._where = self._at.meet()
+        return self._where
+
+    def close(self) -> None:
+        self._at = None
+
+
+class _NoCrew:
+    """The crew of a program that has no ranks of its own."""
+
+    is_over = True
+
+    def look(self) -> None:
+        """There is nobody to look at."""
+
+    def finish(self) -> None:
+        """There is nothing to leave behind."""
+
+
+class _Nowhere(Here):
+    """The caller's own host, on which no rank runs."""
+
+    def __init__(self) -> None:
+        self.host, self.devices = "", ()
+
+    def open(self, conductor: Conductor) -> None:
+        self.crew = _NoCrew()  # type: ignore[assignment]
+
+
+def _hosts(ray: Any) -> dict[str, dict[str, float]]:
+    """Resources by host."""
+    return {host: node["Resources"] for host, node in _nodes(ray).items()}
+
+
+def _nodes(ray: Any) -> dict[str, dict[str, Any]]:
+    """What Ray says of its nodes, by host; two nodes of one machine have names of their own."""
+    found: dict[str, dict[str, Any]] = {}
+    for node in sorted(ray.nodes(), key=lambda node: node["NodeID"]):
+        if node["Alive"]:
+            name = node["NodeManagerHostname"]
+            found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node
+    return found
+
+
+def _cpus(hosts: dict[str, dict[str, float]], num_wanted: int | None) -> list[Device]:
+    """CPUs dealt out evenly over the hosts, in the order of the hosts."""
+    room = {host: int(has.get("CPU", 0)) for host, has in hosts.items()}
+    counts = dict.fromkeys(room, 0)
+    wanted = sum(count > 0 for count in room.values()) if num_wanted is None else num_wanted
+    for _ in range(wanted):
+        free = [host for host in room if counts[host] < room[host]]
+        if not free:
+            break
+        counts[min(free, key=lambda host: counts[host])] += 1
+    return [Device("cpu", slot, host=host) for host, count in counts.items() for slot in range(count)]
+
+
+def _placed(ray: Any, counts: Sequence[int], kind: str) -> Any:
+    """A bundle for every host, on hosts of their own."""
+    from ray.util import placement_group, remove_placement_group
+
+    bundles = [{"CPU": count} if kind == "cpu" else {"GPU": count, "CPU": 1} for count in counts]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
+    if not ray.wait([group.ready()], timeout=READY_SECONDS)[0]:
+        remove_placement_group(group)
+        raise DeviceError(
+            f"the Ray cluster must have room for {sum(counts)} ranks",
+            got=f"none within {READY_SECONDS:.0f} s: {_room(ray)}",
+            remedy="end other jobs there, or ask for fewer replicas",
+        )
+    return group
+
+
+def _room(ray: Any) -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+
+
+def _require_alike(host: str, facts: dict[str, Any]) -> None:
+    mine = {"manyhands": version("manyhands"), "torch": torch.__version__,
+            "python": ".".join(map(str, sys.version_info[:2]))}  # fmt: skip
+    for what, value in mine.items():
+        if facts[what] != value:
+            raise SettingsError(
+                f"{what} must be the same here and on the hosts of the Ray cluster",
+                got=f"{value} here, {facts[what]} on {host}",
+                remedy="install the same version there",
+            )

@@ -1,0 +1,131 @@
+"""A service in a Ray cluster: an actor on a device that Ray has placed, watched from the caller's program."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+
+from ..core import DeviceError, SendError, WorkerFailed
+from ..distributed import Device
+from .engine import OnEvent, OnOutput
+from .service import Service
+
+NEWS_SECONDS = 0.5
+READY_SECONDS = 60.0
+"""How long Ray may take to find room, and to start a process there."""
+
+
+class RayService(Service):
+    """A thread asks the actor for news; that the actor is gone is news too."""
+
+    def __init__(
+        self,
+        ray: Any,
+        make: bytes,
+        device: Device,
+        node: str | None,
+        check: Callable[[str, dict[str, Any]], None],
+        *,
+        on_event: OnEvent,
+        on_output: OnOutput,
+        timeout: float,
+    ) -> None:
+        super().__init__(device)
+        self._ray, self._check, self._on_event, self._on_output = ray, check, on_event, on_output
+        self._actor = _actor(ray, device, node)
+        inside = Device(device.kind, 0, host=device.host)  # Ray shows a process the devices that it was given
+        self._begun = self._actor.begin.remote(make, inside, timeout)
+        self._closed: Any = None
+        threading.Thread(target=self._watch, name="manyhands-service", daemon=True).start()
+
+    def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked = pickled((method, args, kwargs))
+        self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._hear, number))
+
+    def _hear(self, number: int, answer: Future[bytes]) -> None:
+        """That there is no answer, because the actor is gone, is for the thread that watches."""
+        if answer.exception() is None:
+            self._answered(number, *cloudpickle.loads(answer.result()))
+
+    def _ask_to_end(self) -> None:
+        self._actor.end.remote()
+        self._closed = self._actor.close.remote()
+
+    def _end_now(self) -> None:
+        self._ray.kill(self._actor)
+
+    # -- on the thread that watches -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            failure = self._until_gone()
+        except Exception as error:
+            failure = WorkerFailed(0, self.host, f"the service is gone: {brief(error)}")
+        self._ray.kill(self._actor)
+        self._over(failure)
+
+    def _until_gone(self) -> BaseException | None:
+        """How it failed; None where it ended as it was told. Raises what Ray says of an actor that is gone."""
+        ray = self._ray
+        asked = self._actor.facts.remote()
+        if not ray.wait([asked], timeout=READY_SECONDS)[0]:
+            return DeviceError(
+                f"the Ray cluster must have room for a service on {self.device}",
+                got=f"none within {READY_SECONDS:.0f} s",
+                remedy="end other jobs there, or start fewer services",
+            )
+        self._check(self.host, ray.get(asked))
+        has_begun = False
+        while True:
+            for kind, _, rest in ray.get(self._actor.news.remote(NEWS_SECONDS)):
+                self._on_event(0, rest) if kind == "event" else self._on_output(0, *rest)
+            if not has_begun and ray.wait([self._begun], timeout=0)[0]:
+                if (told := ray.get(self._begun)) is not None:
+                    return self._failure(told)
+                has_begun = True
+            if self._closed is not None and ray.wait([self._closed], timeout=0)[0]:
+                told = ray.get(self._closed)
+                return None if told is None else self._failure(told)
+
+    def _failure(self, told: dict[str, Any]) -> BaseException:
+        return told["error"] or WorkerFailed(0, self.host, told["reason"], told["traceback"])
+
+
+def pickled(what: Any) -> bytes:
+    """As it goes to another host of a Ray cluster."""
+    try:
+        return bytes(cloudpickle.dumps(what))
+    except Exception as error:
+        raise SendError(
+            "what a worker process needs must be picklable",
+            got=f"{type(error).__name__}: {error}",
+            remedy="make it inside the function that uses it, or pass plain data",
+        ) from error
+
+
+def _actor(ray: Any, device: Device, node: str | None) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from .ray_attendant import RayAttendant
+
+    made = ray.remote(concurrency_groups={"commands": 1, "news": 1})(RayAttendant)
+    placed = made.options(
+        num_cpus=1 if device.kind == "cpu" else 0,
+        num_gpus=0 if device.kind == "cpu" else device.share,
+        # Whoever names no host wants the work spread.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD",
+    )
+    return placed.remote(list(sys.path), os.getcwd())
+
+
+def brief(error: BaseException) -> str:
+    """The first and the last line of what Ray says: what failed, and why."""
+    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(dict.fromkeys([type(error).__name__ + ":", *lines[:1], *lines[-1:]]))

@@ -1,0 +1,145 @@
+"""Services: an object in a process of its own on a device, whose methods are called by message."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from ..core import SettingsError, WorkerFailed
+from ..distributed import Device, World, this_host
+from .rank import failure_of
+
+Make = Callable[[World], Any]
+"""Makes a service's object in its process: a class, or a function, of the world of its one rank."""
+STOP_SECONDS = 5.0
+
+
+class Service(ABC):
+    """A process that answers calls, one after the other.
+
+    A method that raises fails its own call, and the service goes on. When the process ends, every call that is still
+    unanswered fails with the reason.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.host = device, device.host or this_host()
+        self.ended: Future[None] = Future()
+        """Done when the process is gone: with the failure that ended it, without one where it was told to end."""
+        self._calls: dict[int, Future[Any]] = {}
+        self._num_calls = 0
+        self._booking = threading.Lock()
+        self._is_wished = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers, or will when it has begun."""
+        return not self.ended.done()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it, where nobody had asked for that."""
+        return self.ended.exception() if self.ended.done() else None
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls a method of the object; calls that are made before it has begun wait for it."""
+        if method.startswith("_"):
+            raise SettingsError("a service's methods are called by their public names", got=method, remedy="name one")
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # whoever no longer waits for it cannot take it back
+        with self._booking:
+            self._num_calls += 1
+            number = self._num_calls
+            if self.ended.done():
+                answer.set_exception(self._gone("has ended"))
+                return answer
+            self._calls[number] = answer
+        try:
+            self._send(number, method, args, kwargs)
+        except BaseException:
+            self._calls.pop(number, None)
+            raise
+        return answer
+
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Lets it answer what it was asked and close its object; ends it where that takes longer than this."""
+        self._is_wished = True
+        self._ask_to_end()
+        try:
+            self.ended.exception(seconds)
+        except TimeoutError:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once, and returns when it is gone."""
+        self._is_wished = True
+        self._end_now()
+        self.ended.exception()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @abstractmethod
+    def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Takes a call to the process."""
+
+    @abstractmethod
+    def _ask_to_end(self) -> None:
+        """Tells the process that this was the last call."""
+
+    @abstractmethod
+    def _end_now(self) -> None:
+        """Ends the process, without waiting for it."""
+
+    def _answered(self, number: int, good: bool, outcome: Any) -> None:
+        answer = self._calls.pop(number, None)
+        if answer is None:
+            return
+        if good:
+            answer.set_result(outcome)
+        else:
+            failed = WorkerFailed(0, self.host, outcome["reason"], outcome["traceback"])
+            answer.set_exception(outcome["error"] or failed)
+
+    def _over(self, failure: BaseException | None) -> None:
+        """The process is gone; whoever waits for an answer hears of it."""
+        with self._booking:
+            self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
+        while self._calls:
+            _, answer = self._calls.popitem()
+            answer.set_exception(failure or self._gone("was ended before it answered"))
+
+    def _gone(self, what: str) -> WorkerFailed:
+        failure = self.failure
+        return failure if isinstance(failure, WorkerFailed) else WorkerFailed(0, self.host, f"the service {what}")
+
+
+class Attendant:
+    """A service's own side: the object, and what becomes of a call."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Whether it went well, and the result or the failure."""
+        try:
+            act = getattr(self._made, method, None)
+            if not callable(act):
+                raise SettingsError(f"a method of {type(self._made).__name__} is called", got=method, remedy="name one")
+            return True, act(*args, **kwargs)
+        except Exception as error:
+            return False, failure_of(error)
+
+    def close(self) -> None:
+        """Lets the object leave nothing behind, where it has a `close`."""
+        close = getattr(self._made, "close", None)
+        if callable(close):
+            close()

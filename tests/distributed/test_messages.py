@@ -1,0 +1,156 @@
+"""Messages between ranks keep values and types, and bytes of strangers run no code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import random
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.core import SendError, SettingsError
+from manyhands.distributed.authentication import FRAME_BYTES, NotAuthentic, ObjectGather, RankKey
+from manyhands.distributed.messages import InvalidMessage, Opaque, decode, encode, is_plain
+from manyhands.testing import run_threads
+from manyhands.testing.contracts import any_value, same
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+keys = st.integers() | st.text() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+        | st.lists(st.floats(width=32)).map(torch.tensor)
+        | st.lists(st.integers(0, 255)).map(lambda numbers: np.array(numbers, dtype=np.uint8))
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+@settings(max_examples=80, deadline=None)
+def test_any_plain_value_comes_back_as_it_was(value: Any) -> None:
+    assert identical(decode(encode(value)), value)
+
+
+def identical(one: Any, other: Any) -> bool:
+    """As `same`, with NaN inside of tensors and complex numbers equal to itself."""
+    return bool(repr(one) == repr(other)) or same(one, other)
+
+
+@given(values, st.integers(0, 10_000))
+@settings(max_examples=15, deadline=None)
+def test_ranks_exchange_any_plain_value_of_any_length(value: Any, length: int) -> None:
+    sent = [value, "x" * length]
+    for found in run_threads(lambda world: world.gather_objects(sent if world.rank else None), 2):
+        assert found[0] is None
+        assert identical(found[1], sent)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=150, deadline=None)
+def test_bytes_of_a_stranger_are_a_value_or_are_refused(data: bytes) -> None:
+    with contextlib.suppress(InvalidMessage):
+        decode(data, is_authentic=False)
+
+
+def test_damaged_messages_are_a_value_or_are_refused() -> None:
+    draw = random.Random(0)
+    for _ in range(1000):
+        data = bytearray(encode(any_value(draw)))
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        with contextlib.suppress(InvalidMessage):
+            decode(bytes(data))
+
+
+def test_texts_that_numpy_would_evaluate_are_no_dtypes() -> None:
+    for name in ("(9**9**9)f4", "O", "i4,i4", "V8", "|O8", "<f8,"):
+        content = msgspec.msgpack.encode([name, [1], 0])
+        body = msgspec.msgpack.encode(msgspec.msgpack.Ext(10, content))
+        data = len(body).to_bytes(8, "little") + body
+        with pytest.raises(InvalidMessage, match="dtype"):
+            decode(data + bytes(64))
+
+
+def test_depth_and_lengths_that_lie_are_refused() -> None:
+    deep = b"\x91" * 200_000
+    with pytest.raises(InvalidMessage):
+        decode(len(deep).to_bytes(8, "little") + deep)
+    for shape in ([1 << 40], [-1], [1 << 62, 1 << 62], [True]):
+        body = msgspec.msgpack.encode(msgspec.msgpack.Ext(9, msgspec.msgpack.encode(["float32", shape, 0])))
+        with pytest.raises(InvalidMessage):
+            decode(len(body).to_bytes(8, "little") + body + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "value", [print, object(), Counter("ab"), OrderedDict(a=1), torch.nn.Parameter(torch.ones(1)), [range(3)]]
+)
+def test_what_is_not_plain_is_refused_before_it_is_sent(value: Any) -> None:
+    assert not is_plain(value)
+    with pytest.raises(SendError, match="plain data"):
+        encode(value)
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(SendError, match="contain themselves"):
+        encode(value)
+
+
+class Marker:
+    """Sets an environment variable where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.putenv, ("MANYHANDS_UNPICKLED", "1")
+
+
+def test_a_pickle_is_opened_only_where_the_ranks_have_a_key() -> None:
+    data = encode([Opaque.of({"a": Counter("aab")})])
+    assert decode(data)[0].open() == {"a": Counter("aab")}
+    forged = decode(encode(Opaque(pickle.dumps(Marker()))), is_authentic=False)
+    with pytest.raises(SettingsError, match="set MANYHANDS_TOKEN"):
+        forged.open()
+
+    def exchange(world: Any) -> str:
+        without_key = ObjectGather(RankKey.none(), "whole", world.rank)
+        try:
+            return str(without_key(Opaque.of(Counter()), world.all_gather)[0].open())
+        except SettingsError as error:
+            return str(error)
+
+    assert all("without one" in text for text in run_threads(exchange, 2))
+
+
+@pytest.mark.parametrize("size", [1, FRAME_BYTES, 3 * FRAME_BYTES])
+def test_a_rank_with_another_key_is_not_believed(size: int) -> None:
+    def exchange(world: Any) -> str:
+        objects = ObjectGather(RankKey(bytes([world.rank]) * 32), "whole", world.rank)
+        try:
+            return str(objects("x" * size, world.all_gather))
+        except NotAuthentic as error:
+            return str(error)
+
+    first, second = run_threads(exchange, 2)
+    assert "message 0 of rank 1 in group whole has no valid authentication code" in first
+    assert "message 0 of rank 0" in second
+
+
+def test_numbers_at_the_ends_of_their_ranges() -> None:
+    edges = [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, -math.inf, 5e-324]
+    assert decode(encode(edges)) == edges
+    assert decode(encode(tuple(edges))) == tuple(edges)

@@ -1,0 +1,434 @@
+"""Joining: tokens and their files, the handshake against those who should not get in, messages that make no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.core import RunError, SettingsError
+from manyhands.distributed import resolve, this_host
+from manyhands.distributed.network import MAX_UNPROVED, listen
+from manyhands.launcher import Join, Team, write_token
+from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, Limits, Nonsense, checked
+from manyhands.launcher.joining.desk import Desk
+from manyhands.launcher.joining.handshake import Facts, Refused, introduce
+from manyhands.launcher.joining.token import Token, read_token
+from manyhands.launcher.processes import turn
+
+SECRET = Token(b"a" * 40)
+
+
+def facts(host: str = "host2", **changes: Any) -> Facts:
+    return replace(Facts.here(resolve("cpu")[0], "work"), host=host, **changes)
+
+
+class Waiting:
+    """A desk that somebody attends, in a thread."""
+
+    def __init__(self, token: Token = SECRET, num_hosts: int = 2, seconds: float = 20.0) -> None:
+        self.said: list[str] = []
+        listener = listen("127.0.0.1")
+        self.port = listener.getsockname()[1]
+        self.desk = Desk(listener, token, lambda: facts("host1"), num_hosts, self.said.append, seconds)
+        self._thread = threading.Thread(target=self._attend)
+        self._thread.start()
+
+    def _attend(self) -> None:
+        with contextlib.suppress(SettingsError):
+            self.desk.gather()
+
+    def connect(self) -> Channel:
+        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5), Limits(20))
+
+    def join(self, mine: Facts, token: Token = SECRET) -> Channel:
+        channel = self.connect()
+        try:
+            introduce(channel, token, mine)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def close(self) -> None:
+        channels = []
+        self._thread.join(0.5)  # it may be about to end, and nobody would answer
+        while self._thread.is_alive():
+            channels.append(self.join(facts(f"last{len(channels)}")))
+            self._thread.join(0.2)
+        self.desk.close("")
+        for channel in channels:
+            channel.close()
+
+
+@pytest.fixture
+def waiting() -> Iterator[Callable[..., Waiting]]:
+    made: list[Waiting] = []
+
+    def make(**options: Any) -> Waiting:
+        made.append(Waiting(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_token_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    write_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_token(path).secret) == 64
+    assert "a" * 10 not in repr(read_token(path))
+    with pytest.raises(SettingsError, match="new file"):
+        write_token(path)
+    path.chmod(0o640)
+    with pytest.raises(SettingsError, match="mode 640; run chmod 600"):
+        read_token(path)
+    with pytest.raises(SettingsError, match="manyhands token"):
+        read_token(tmp_path / "missing")
+    short = tmp_path / "short"
+    short.write_text("1234\n")
+    short.chmod(0o600)
+    with pytest.raises(SettingsError, match="at least 32 characters"):
+        read_token(short)
+    old = tmp_path / "old"
+    write_token(old, hours=-1)
+    with pytest.raises(SettingsError, match="must not be expired"):
+        read_token(old)
+
+
+def test_a_host_with_the_token_gets_in_and_messages_are_sealed(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.join(facts())
+    while not desk.desk.present:
+        time.sleep(0.01)
+    there = desk.desk.present[0]
+    there.channel.send("begin", devices=[])
+    assert channel.wait_for("begin", seconds=5)["devices"] == []
+    # Somebody in between who sends something of his own, or the same again, is not believed.
+    channel._socket.sendall(channel._socket.getsockname()[0].encode() * 20)
+    with pytest.raises(Nonsense, match="bytes"):
+        _read(there.channel)
+    channel.close()
+
+
+def _read(channel: Channel) -> None:
+    for _ in range(20):
+        list(channel.receive())
+
+
+@pytest.mark.parametrize("kind", ["wrong", "none", "expired"])
+def test_without_the_token_nobody_gets_in(waiting: Callable[..., Waiting], kind: str) -> None:
+    token = Token(SECRET.secret, time.time() - 1) if kind == "expired" else SECRET
+    desk = Waiting(token=token, seconds=1.0) if kind == "expired" else waiting()
+    try:
+        given = {"wrong": Token(b"b" * 40), "none": Token(b""), "expired": SECRET}[kind]
+        with pytest.raises(SettingsError, match="its token is not that of this job, or is expired"):
+            desk.join(facts(), given)
+        assert not desk.desk.present
+    finally:
+        if kind == "expired":
+            desk._thread.join()
+            desk.desk.close("")
+
+
+def test_what_was_overheard_lets_nobody_in(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(num_hosts=3)
+    first = desk.connect()
+    nonce = first.wait_for("hello", seconds=5)["nonce"]
+    said = asdict(facts())
+    proof = SECRET.prove("join", nonce, "ab", json.dumps(said, sort_keys=True))
+    first.send("join", nonce="ab", facts=said, proof=proof, again="")
+    assert first.wait_for("welcome", "refused", seconds=5)["kind"] == "welcome"
+    again = desk.connect()
+    assert again.wait_for("hello", seconds=5)["nonce"] != nonce
+    again.send("join", nonce="ab", facts=said, proof=proof, again=proof)
+    assert again.wait_for("welcome", "refused", seconds=5)["kind"] == "refused"
+    first.close()
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch": "1.0"}, "host2 has torch 1.0 and host1 has .*: install the same on both"),
+        ({"manyhands": "9.9"}, "host2 has manyhands 9.9"),
+        ({"python": "3.9.1"}, "host2 has python 3.9"),
+        ({"time": time.time() + 36_000}, "the clock of host2 is 3.... s ahead of that of host1: set it by NTP"),
+        ({"work": "another"}, "host2 was started to do something else"),
+        ({"host": "host1"}, "a host called host1 is in already"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_told_why(waiting: Callable[..., Waiting], changes: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        waiting().join(replace(facts(), **changes))
+
+
+def test_more_hosts_than_asked_for_are_refused(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.join(facts())
+    desk._thread.join()
+    # Nobody attends the desk any more, so look at its answer by hand.
+    taker = threading.Thread(target=lambda: [desk.desk.selector.select(5), desk.desk._accept(), desk.desk._take_in()])
+    taker.start()
+    with pytest.raises(SettingsError, match="all 2 hosts are in"):
+        desk.join(facts("host3"))
+    taker.join()
+    channel.close()
+
+
+def test_strangers_do_not_hold_the_desk_up(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    silent = desk.connect()
+    rude = socket.create_connection(("127.0.0.1", desk.port))
+    rude.sendall(b"\xff" * 100)
+    channel = desk.join(facts())
+    channel.close()
+    silent.close()
+    rude.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]", b"{", b'{"kind": "unknown"}', b'{"kind": "start"}', b'{"kind": "beat", "more": 1}', b"[" * 100_000,
+        b'{"kind": "start", "slot": true, "summons": {}}', b'{"kind": "end", "slot": 0, "done": 1, "text": ""}',
+    ],
+)  # fmt: skip
+def test_a_message_of_no_known_shape_is_nonsense(body: bytes) -> None:
+    with pytest.raises(Nonsense):
+        checked(body)
+
+
+def test_a_host_that_proved_itself_and_hangs_up_ends_nothing() -> None:
+    with listen("127.0.0.1") as listener:
+        said: list[str] = []
+        desk = Desk(listener, SECRET, lambda: facts("host1"), 2, said.append, 20)
+        channel = Channel(socket.create_connection(listener.getsockname()), Limits(20))
+        turn(desk.selector, 5)
+        threading.Thread(target=_try, args=(channel, facts("host1"))).start()
+        while desk._proved.empty():
+            time.sleep(0.01)
+        # It is killed, so that the system resets its connection, before the desk gets to say that its name is taken.
+        channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        channel.close()
+        time.sleep(0.1)
+        turn(desk.selector, 5)
+        assert "127.0.0.1 was not taken in: a host called host1 is in already" in said[-1]
+        desk.close("")
+
+
+def _try(channel: Channel, mine: Facts) -> None:
+    with contextlib.suppress(OSError, RunError, SettingsError):
+        introduce(channel, SECRET, mine)
+
+
+def test_a_byte_now_and_then_does_not_keep_others_out(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(seconds=4)
+    slow = [socket.create_connection(("127.0.0.1", desk.port)) for _ in range(MAX_UNPROVED)]
+    for one in slow:
+        one.sendall(struct.pack("!I", MAX_MESSAGE))
+    is_enough = threading.Event()
+
+    def trickle() -> None:
+        while not is_enough.wait(0.001):
+            for one in slow:
+                with contextlib.suppress(OSError):
+                    one.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        channel = None
+        while channel is None and desk._thread.is_alive():
+            with contextlib.suppress(OSError):
+                channel = desk.join(facts())
+        assert channel is not None, "nobody got in while they were talking"
+        channel.close()
+    finally:
+        is_enough.set()
+        thread.join()
+        for one in slow:
+            one.close()
+
+
+def test_a_message_that_never_ends_is_given_up_at_a_deadline(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(seconds=4)
+    where = "127.0.0.1", desk.port
+    with socket.create_connection(where) as idle, socket.create_connection(where) as slow:
+        slow.sendall(struct.pack("!I", MAX_MESSAGE))
+        is_closed = False
+        while not is_closed:
+            time.sleep(0.05)
+            try:
+                slow.send(b"x")
+            except OSError:
+                is_closed = True
+        assert idle.recv(4096), "it was greeted"
+    assert desk.said.count("no join within 1 s") == 2
+
+
+def test_a_number_that_is_none_is_nonsense(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting()
+    channel = desk.connect()
+    channel.wait_for("hello", seconds=5)
+    channel.send("join", nonce="\ud800", facts=asdict(facts()), proof="00", again="")
+    with pytest.raises(OSError):  # noqa: PT011
+        channel.wait_for("refused", seconds=5)
+    assert "join with a nonce that is no number" in desk.said[-1]
+    channel.close()
+
+
+def test_whoever_sends_does_not_wait_for_a_host_that_is_frozen() -> None:
+    ours, theirs = _pair()
+    here = Channel(ours, Limits(2))
+
+    def print_much() -> None:
+        while here.send("output", slot=0, text="x" * 10_000, stream="stdout"):
+            pass
+
+    printing = threading.Thread(target=print_much, daemon=True)
+    printing.start()
+    printing.join(30)
+    assert not printing.is_alive()
+    with pytest.raises(ConnectionError):
+        list(here.receive())
+    here.close()
+    theirs.close()
+
+
+def test_long_texts_lose_their_middle_and_arrive() -> None:
+    ours, theirs = _pair()
+    here, there = Channel(ours, Limits(20)), Channel(theirs, Limits(20))
+    text = "first " + "x" * 2 * MAX_MESSAGE + " last"
+    assert here.send("failure", slot=1, reason="it broke", traceback=text, echo=False, is_ours=False)
+    assert here.send("event", slot=1, entry={"kind": "notice", "lines": [text]})
+    told = there.wait_for("failure", seconds=5)["traceback"]
+    assert told.startswith("first x")
+    assert told.endswith("x last")
+    assert len(told) < 2 * MAX_TEXT
+    assert there.wait_for("event", seconds=5)["entry"]["lines"][0] == told
+    with pytest.raises(RunError, match="begin.*are allowed"):
+        here.send("begin", devices=list(range(MAX_MESSAGE)))
+    here.close()
+    there.close()
+
+
+def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(waiting: Callable[..., Waiting]) -> None:
+    desk = waiting(num_hosts=4)
+    first = desk.connect()
+    known = introduce(first, SECRET, facts())
+    desk.desk.token = Token(SECRET.secret, time.time() - 1)
+    again = desk.connect()
+    with pytest.raises(Refused, match="is in already") as refused:
+        introduce(again, SECRET, facts(), known)
+    assert refused.value.code == "present"
+    first.close()
+    desk.desk.forget(desk.desk.present[0])
+    back = desk.connect()
+    assert introduce(back, SECRET, facts(), known) == known
+    for name, token in (("host3", known), ("host2", SECRET), ("host3", None)):
+        stranger = desk.connect()
+        with pytest.raises(Refused, match="or is expired") as refused:
+            introduce(stranger, SECRET, facts(name), token)
+        assert refused.value.code == "token"
+        stranger.close()
+    desk.desk.token = SECRET
+    # A first host that was started again knows nobody, and asks for the token.
+    desk.desk._passes.clear()
+    other = desk.connect()
+    assert introduce(other, SECRET, facts("host5"), known) != known
+    for channel in (again, back, other):
+        channel.close()
+
+
+def test_hosts_on_one_machine_find_each_other_on_loopback(tmp_path: Path) -> None:
+    write_token(tmp_path / "token")
+    write_token(tmp_path / "another")
+    with listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    join = Join(address=f"127.0.0.1:{port}", hosts=3, token_file=str(tmp_path / "token"), on="cpu")
+    said: list[str] = []
+    teams: list[Team] = []
+
+    def gather() -> None:
+        teams.append(join.gather(None, 20.0, said.append))
+
+    def until_said(what: str) -> None:
+        while not any(what in text for text in said):
+            assert any(thread.is_alive() for thread in threads), said
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=gather) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    me, beside = this_host(), f"{this_host()}-{os.getpid()}"
+    until_said(f"waiting at 127.0.0.1:{port} for ")
+    until_said(f"port {port} of 127.0.0.1 is taken: joining the job there, as host {beside}")
+    until_said(f"{beside} has joined, and waits until 127.0.0.1:{port} begins")
+    with pytest.raises(SettingsError, match=f"port {port} of .* a job with another token holds; .*same --token-file"):
+        replace(join, token_file=str(tmp_path / "another")).gather(None, 20.0, print)
+    # The two share a name here, because both are threads of one program: a third one is of another.
+    code = (
+        f"from manyhands.launcher import Join; Join(address={join.address!r}, hosts=3, token_file={join.token_file!r},"
+    )
+    code += "on='cpu').gather(None, 20.0, print).close('')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    for thread in threads:
+        thread.join()
+    names = [[device.host for device in team.devices] for team in teams]
+    assert names[0] == names[1]
+    assert names[0][:2] == [me, beside]
+    assert names[0][2].startswith(f"{me}-")
+    for team in teams:
+        team.close("")
+
+
+def test_a_message_has_a_size() -> None:
+    ours, theirs = _pair()
+    there = Channel(theirs, Limits(20))
+    ours.sendall((MAX_MESSAGE + 1).to_bytes(4, "big") + bytes(64))
+    with pytest.raises(Nonsense, match="are allowed"):
+        list(there.receive())
+    ours.close()
+    there.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    with listen("127.0.0.1") as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    write_token(tmp_path / "token")
+    for address in ("host1", "host1:x", ":7777", "host1:99999"):
+        with pytest.raises(SettingsError, match="HOST:PORT"):
+            Join(address=address, hosts=2, token_file="token")
+    with pytest.raises(SettingsError, match="at least 1"):
+        Join(address="host1:7777", hosts=0, token_file="token")
+    nowhere = Join(address="no-such-host.invalid:7777", hosts=2, token_file=str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="must have an address"):
+        nowhere.gather(None, 1.0, print)
+    with listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        held = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"))
+        with pytest.raises(SettingsError, match=f"port {port} of 127.0.0.1 must be free"):
+            held.gather(None, 1.0, print)
+    alone = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="2 hosts must join within 0 s, but got 1"):
+        alone.gather(None, 0.1, print)
+    assert os.environ.get("MANYHANDS_TOKEN") is None

@@ -1,0 +1,360 @@
+"""The local engine: forked ranks, what crosses to them, how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from manyhands.core import DeviceError, Event, SendError, WorkerFailed, event
+from manyhands.distributed import World, resolve
+from manyhands.launcher import LocalEngine
+from manyhands.launcher import coordinator as conductor
+
+Ranks = Callable[[Callable[[World], Any], int], list[Any]]
+
+
+def quiet(*_: Any) -> None:
+    """Hears an event or a line and does nothing."""
+
+
+def test_closures_arrays_and_tensors_cross(run_ranks: Ranks) -> None:
+    array, tensor = np.arange(100_000, dtype=np.int16), torch.linspace(0, 1, 50_000, dtype=torch.bfloat16)
+    small = {"a": torch.tensor(3), "b": [np.float32(2)]}
+
+    def look(world: World) -> tuple[Any, ...]:
+        array[0] = world.rank  # private: nobody else sees it
+        return int(array.sum()), tensor.clone(), small["a"].item()
+
+    base = int(array.sum())
+    for rank, (total, copy, three) in enumerate(run_ranks(look, 2)):
+        assert (total, three) == (base + rank, 3)
+        assert copy.dtype == torch.bfloat16
+        assert torch.equal(copy, tensor)
+    assert array[0] == 0
+
+
+def test_arrays_cross_once_through_shared_memory(run_ranks: Ranks) -> None:
+    big = torch.zeros(50_000_000)
+
+    def private_megabytes(world: World) -> float:
+        touched = float(big.sum())
+        return psutil.Process().memory_full_info().uss / 1e6 + touched
+
+    assert max(run_ranks(private_megabytes, 3)) < 180, "each rank holds its own 200 MB"
+
+
+def test_results_come_back_in_rank_order_however_big(run_ranks: Ranks) -> None:
+    results = run_ranks(lambda world: torch.full((300_000,), world.rank), 3)
+    assert [(len(r), r[0].item(), r[-1].item()) for r in results] == [(300_000, i, i) for i in range(3)]
+
+
+def test_cores_and_threads_are_shared_out(run_ranks: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    seen = run_ranks(lambda world: (torch.get_num_threads(), sorted(os.sched_getaffinity(0))), 2)
+    assert [threads for threads, _ in seen] == [max(1, cores // 2)] * 2
+    if cores >= 2:
+        assert not set(seen[0][1]) & set(seen[1][1])
+
+
+def test_output_comes_line_by_line_with_its_rank(engine: LocalEngine) -> None:
+    def talk(world: World) -> None:
+        print(f"hello {world.rank}\nwithout end", end="")
+        print("trouble", file=sys.stderr)
+
+    heard: list[tuple[int, str, str]] = []
+    engine.start(talk, resolve("cpu*2")[0]).wait(quiet, lambda *line: heard.append(line))
+    said = [("hello {}", "stdout"), ("trouble", "stderr"), ("without end", "stdout")]
+    assert sorted(heard) == [(rank, text.format(rank), stream) for rank in range(2) for text, stream in said]
+
+
+def test_the_first_failure_is_reported_and_not_its_echo(engine: LocalEngine) -> None:
+    def fail(world: World) -> None:
+        if world.rank == 1:
+            raise KeyError("the real reason")
+        world.barrier()
+
+    with pytest.raises(WorkerFailed, match="rank 1 .*the real reason") as caught:
+        engine.start(fail, resolve("cpu*3")[0]).wait(quiet, quiet)
+    assert "test_local_engine.py" in caught.value.traceback
+    assert "raise KeyError" in caught.value.traceback
+    assert "manyhands/launcher" not in caught.value.traceback
+
+
+def test_our_own_errors_come_back_as_they_are(engine: LocalEngine) -> None:
+    def refuse(world: World) -> None:
+        raise DeviceError("a rule", got=world.rank, remedy="a remedy")
+
+    with pytest.raises(DeviceError, match="a rule, but got .; a remedy") as caught:
+        engine.start(refuse, resolve("cpu*2")[0]).wait(quiet, quiet)
+    assert caught.value.remedy == "a remedy"
+
+
+def test_what_cannot_be_sent_is_named_before_anything_starts(engine: LocalEngine) -> None:
+    lock = threading.Lock()
+    settings = {"deep": [lock]}
+    with pytest.raises(SendError, match=r"captured variable 'settings' → \['deep'\] → \[0\], a lock"):
+        engine.start(lambda world: settings, resolve("cpu*2")[0])
+
+
+def test_a_result_that_cannot_be_sent_is_named(engine: LocalEngine) -> None:
+    with pytest.raises(SendError, match="the result, a lock"):
+        engine.start(lambda world: threading.Lock(), resolve("cpu*2")[0]).wait(quiet, quiet)
+
+
+def test_a_rank_that_leaves_early_is_a_failure(engine: LocalEngine) -> None:
+    with pytest.raises(WorkerFailed, match="exit code 3 before it was done|SystemExit"):
+        engine.start(lambda world: os._exit(3), resolve("cpu*2")[0]).wait(quiet, quiet)
+
+
+def test_a_rank_that_ignores_the_end_is_killed(engine: LocalEngine) -> None:
+    def stubborn(world: World) -> None:
+        if world.rank == 0:
+            raise RuntimeError("over")
+        time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="over"):
+        engine.start(stubborn, resolve("cpu*2")[0], timeout=5).wait(quiet, quiet)
+    assert time.monotonic() - start < 60
+
+
+def test_a_rank_that_is_killed_before_it_is_forked_does_not_live(engine: LocalEngine) -> None:
+    job = engine.start(lambda world: time.sleep(20), resolve("cpu")[0])
+    # Nobody has heard its number yet.
+    job.kill()
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        job.wait(quiet, quiet)
+
+
+def test_stop_is_heard_by_every_rank(engine: LocalEngine) -> None:
+    def until_stopped(world: World) -> bool:
+        world.line.report({"kind": "ready"})
+        while not world.line.stopping:
+            time.sleep(0.01)
+        return True
+
+    job = engine.start(until_stopped, resolve("cpu*2")[0])
+    ready: set[int] = set()
+
+    def heard(rank: int, entry: dict[str, Any]) -> None:
+        ready.add(rank)
+        if len(ready) == 2:
+            job.stop()
+
+    assert job.wait(heard, quiet) == [True, True]
+
+
+def _standing(world: World) -> None:
+    """Both listen, and each waits for what the other never sends."""
+    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    world.start_receive(torch.empty(1), 1 - world.rank, 0).wait()
+
+
+def _deaf(world: World) -> None:
+    world.line.report({"kind": "ready"})
+    time.sleep(100)
+
+
+def _slow(world: World) -> bool:
+    """Takes its time for a step, after which it looks."""
+    world.line.report({"kind": "listens", "is": not world.line.stopping})
+    time.sleep(3 * HEED)
+    while not world.line.stopping:
+        time.sleep(0.01)
+    return True
+
+
+HEED = 0.5
+
+
+def test_a_script_that_is_asked_to_stop_and_cannot_is_ended(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conductor, "HEED_SECONDS", HEED)
+
+    def stopped(fn: Callable[[World], Any]) -> list[Any]:
+        job = engine.start(fn, resolve("cpu*2")[0], after_loss="restart", timeout=60)
+        return job.wait(lambda rank, entry: job.stop() if rank == 0 else None, quiet)
+
+    for fn in (_standing, _deaf):
+        with pytest.raises(KeyboardInterrupt):
+            stopped(fn)
+    assert stopped(_slow) == [True, True]
+
+
+def test_who_waits_for_ranks_that_have_ended_is_told_so(engine: LocalEngine) -> None:
+    begun: list[int] = []
+
+    def work(world: World) -> None:
+        world.line.report({"kind": "begun"})
+        world.barrier()
+        if world.rank == 0:
+            world.all_reduce(torch.ones(1))
+
+    job = engine.start(work, resolve("cpu*2")[0], after_loss="restart", timeout=20)
+    with pytest.raises(WorkerFailed, match="rank 0 on .* waits for ranks that have ended: PeerLost: all_reduce at .*"):
+        job.wait(lambda rank, entry: begun.append(rank) if entry["kind"] == "begun" else None, quiet)
+    assert sorted(begun) == [0, 1], "it was begun anew"
+
+
+def test_two_jobs_at_once_do_not_hear_of_each_other(engine: LocalEngine) -> None:
+    def work(world: World, number: int) -> tuple[int, float]:
+        total = torch.tensor([float(number)])
+        for _ in range(20):
+            world.all_reduce(total, "max")
+            time.sleep(0.005)
+        if number == 2 and world.rank == 1:
+            raise RuntimeError("only this job fails")
+        return number, total.item()
+
+    outcomes: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = engine.start(partial(work, number=number), resolve("cpu*2")[0]).wait(quiet, quiet)
+        except WorkerFailed as failed:
+            outcomes[number] = failed
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "only this job fails" in str(outcomes.pop(2))
+    assert outcomes == {number: [(number, float(number))] * 2 for number in (0, 1, 3)}
+
+
+def test_ranks_die_with_their_program(tmp_path: Any) -> None:
+    """A program that is killed leaves no rank and no zygote behind."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import time\nimport manyhands as mh\n"
+        "def work(hand):\n    print('pid', __import__('os').getpid(), flush=True)\n    time.sleep(600)\n"
+        "mh.launch(work, mh.Mirrored(2), on='cpu*2', progress=None)\n"
+    )
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        line = program.stdout.readline()
+        assert line, "the program ended early"
+        if " pid " in line:
+            pids.append(int(line.split()[-1]))
+    family = [psutil.Process(pid) for pid in pids] + psutil.Process(program.pid).children()
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_the_environment_and_folder_of_the_program_reach_the_ranks(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("MANYHANDS_TEST_VALUE", "seen")
+    monkeypatch.chdir(tmp_path)
+    job = engine.start(lambda world: (os.environ["MANYHANDS_TEST_VALUE"], os.getcwd()), resolve("cpu*2")[0])
+    assert job.wait(quiet, quiet) == [("seen", str(tmp_path))] * 2
+    monkeypatch.undo()
+
+
+def test_listeners_are_on_loopback_only(run_ranks: Ranks) -> None:
+    def listening(world: World) -> list[str]:
+        world.barrier()
+        return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+    addresses = {address for rank in run_ranks(listening, 2) for address in rank}
+    assert addresses == {"127.0.0.1"}
+
+
+def test_ranks_that_were_replaced_leave_no_descriptor(engine: LocalEngine) -> None:
+    def die_a_few_times(world: World) -> int:
+        if world.rank == 1 and world.seat.generation < 4:
+            world.line.report(event("step", step=world.seat.generation + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return world.seat.generation
+
+    open_at: list[int] = []
+
+    def look(rank: int, entry: Event) -> None:
+        if entry["kind"] == "lost":
+            open_at.append(len(os.listdir("/proc/self/fd")))
+
+    job = engine.start(die_a_few_times, resolve("cpu*2")[0], after_loss="restart")
+    assert job.wait(look, quiet) == [4, 4]
+    assert len(open_at) >= 4
+    # Each of two ranks has four, which may not have been heard of to the end; kept ones would be 24.
+    assert open_at[-1] - open_at[0] <= 8, open_at
+
+
+def test_much_output_at_the_end_is_not_taken_for_a_failure(engine: LocalEngine) -> None:
+    def talk(world: World) -> int:
+        print("\n".join(f"line {i}" for i in range(3000)))
+        return world.rank
+
+    for _ in range(5):
+        heard: list[tuple[int, str, str]] = []
+        job = engine.start(talk, resolve("cpu*2")[0])
+        assert job.wait(quiet, lambda *line, into=heard: into.append(line)) == [0, 1]
+        assert len(heard) == 6000
+
+
+def test_a_result_may_look_like_a_failure(run_ranks: Ranks) -> None:
+    looks = {"error": None, "reason": "", "traceback": "", "echo": False}
+    assert run_ranks(lambda world: looks, 2) == [looks] * 2
+
+
+def test_a_module_that_starts_ranks_when_it_is_imported_is_told_so(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from manyhands.distributed import resolve\n"
+        "from manyhands.launcher import LocalEngine\n"
+        "def work(world): return world.rank\n"
+        "LocalEngine().start(work, resolve('cpu*2')[0]).wait(print, print)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "import mine"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "must not start ranks while it is imported" in ended.stderr
+    assert f"{tmp_path / 'mine.py'}, line 3" in ended.stderr
+    assert 'under if __name__ == "__main__":' in ended.stderr
+
+
+def test_a_file_named_like_a_module_of_python_does_no_harm(tmp_path: Any) -> None:
+    (tmp_path / "calendar.py").write_text("raise RuntimeError('imported by mistake')\n")
+    program = "import manyhands as mh; print(mh.launch(lambda hand: hand.rank, 'dp=2', on='cpu*2', progress=False))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[0, 1]", done.stderr
+
+
+def test_a_frozen_zygote_does_not_hold_the_program(engine: LocalEngine) -> None:
+    own = LocalEngine()
+    job = own.start(lambda world: time.sleep(600), resolve("cpu*2")[0], timeout=5)
+    zygote = own.warm_up()._process
+    time.sleep(0.5)
+    zygote.send_signal(signal.SIGSTOP)
+
+    def interrupt(rank: int, entry: Any) -> None:
+        raise KeyboardInterrupt
+
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        job.wait(interrupt, quiet)
+    timer.join()
+    own.close()
+    assert zygote.poll() is not None
