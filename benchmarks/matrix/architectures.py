@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 def tiny(model_type: str, **given: Any) -> Any:
-    """Return a small configuration of an architecture, without dropout; `given` overrules the common sizes."""
+    """Return a small configuration of an architecture without dropout and noise; `given` overrules common sizes."""
     from transformers import CONFIG_MAPPING
 
     return _tiny_of(CONFIG_MAPPING[model_type], given)
@@ -56,7 +56,7 @@ def _tiny_of(kind: Any, given: dict[str, Any]) -> Any:
     for field in dataclasses.fields(kind):
         if field.name in SIZES and SIZES[field.name] is not None:
             values[field.name] = SIZES[field.name]
-        elif "drop" in field.name and isinstance(field.default, float):
+        elif ("drop" in field.name or "jitter" in field.name) and isinstance(field.default, float):
             values[field.name] = 0.0
     for name, part in getattr(kind, "sub_configs", {}).items():
         if hasattr(part, "sub_configs") and dataclasses.is_dataclass(part) and part.__name__ != "AutoConfig":

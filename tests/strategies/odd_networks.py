@@ -317,8 +317,22 @@ def optimizer_task(make: Callable[[Any], torch.optim.Optimizer]) -> mh.Task:
     return task(plain, optimizer=lambda model: make(model.parameters()))
 
 
+class Router(nn.Module):
+    """A mixture whose gate converts its weights to float32 in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = self.gate.to(torch.float32)
+        chances = self.gate(x.to(torch.float32)).softmax(-1).to(x.dtype)
+        return sum(chances[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
 TASKS = {
     "experts": task(Experts),
+    "router": task(Router),
     "penalty": task(plain, loss=penalised),
     "in_place": task(InPlace),
     "complex": task(Complex),

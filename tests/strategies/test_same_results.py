@@ -140,3 +140,12 @@ def test_parts_of_a_batch_are_micro_batches_too(alone: Any, tmp_path: Path) -> N
         np.testing.assert_allclose(losses, alone(name, False)[0], rtol=1e-9, err_msg=name)
         for key, value in alone(name, False)[1].items():
             torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("spec", [mh.Mirrored(2, **FP64), mh.TensorParallel(2, **FP64)], ids=["mirrored", "tensor"])
+def test_a_forward_may_convert_parameters(spec: mh.StrategySpec, alone: Any, run_ranks: Any, tmp_path: Path) -> None:
+    losses, weights = run_ranks(partial(trained, names=["router"], spec=spec, folder=tmp_path), 2)[0]["router"]
+    expected_losses, expected = alone("router", False)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6, msg=key)

@@ -6,14 +6,26 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, complex128, float64, nn
 from torch.optim import Optimizer
 
-from ..core import DATA_AXES, StrategyError, StrategySpec, TaskError, each_of, joined, nested_in, parameters_of
+from ..core import (
+    DATA_AXES,
+    StrategyError,
+    StrategySpec,
+    TaskError,
+    each_of,
+    joined,
+    nested_in,
+    parameters_of,
+    random_state,
+    remember_buffers,
+    restore_random_state,
+)
 from ..distributed import World
 from ..sync import Auto, Local, Policy, make_policy
 from .buffers import Buffers, Rules, find_rules
@@ -70,6 +82,7 @@ def realise(
         if world.size > 1:
             _require_sums(model)
             mirror(model, world)
+            _convert_parameters(model, probe)
     rules: Rules | None = None
     if spec.stages != 1:
         # What is cut is tried while it is whole.
@@ -80,6 +93,25 @@ def realise(
         rules = find_rules(model, probe, replica.scope()) if _splits(spec, world) else {}
     _follow_buffers(replica, rules)
     return replica
+
+
+def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
+    """Run a first forward of a network that is not in float32, which may convert parameters.
+
+    Routers of mixtures of experts do so, and buckets and shards are made for the dtypes that training has.
+    """
+    parameters = list(model.parameters())
+    if probe is None or all(parameter.dtype == torch.float32 for parameter in parameters):
+        return
+    device = parameters[0].device
+    states, put_back = random_state(device), remember_buffers(model)
+    try:
+        # A mistake of the user comes again in the first step.
+        with torch.no_grad(), suppress(Exception):
+            probe(model, lambda batch: batch)
+    finally:
+        put_back()
+        restore_random_state(states, device)
 
 
 def _splits(spec: StrategySpec, world: World) -> bool:

@@ -238,7 +238,8 @@ class _Bucket:
         parts = zip(self.names, self.parameters, self._views, self.is_used, strict=True)
         for name, parameter, view, is_used in parts:
             if is_used:
-                parameter.grad = view
+                # A forward may have converted the parameter, as routers of mixtures of experts do.
+                parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
             else:
                 self.course.give_back(name, view)
 
