@@ -286,7 +286,7 @@ class Pair:
 
     def __init__(self, engine: LocalEngine, serve: Callable[..., Any], may_share: bool) -> None:
         self._token, self._context = served.new_token(), served.new_context()
-        self._chief = served.Listener(self._context, self._token, 60.0)
+        self._chief = served.MessageListener(self._context, self._token, 60.0)
         work = functools.partial(serve, chief=self._chief.address, token=self._token)
         self._job = engine.start(work, [Device("cpu")])
         while (got := self._chief.receive()) is None:
@@ -299,9 +299,9 @@ class Pair:
         self._chief.send(self._peer, served.Load(1, 0, slots, []), frames)
         while (got := self._chief.receive()) is None:
             self._chief.socket.poll(100)
-        self._client = served.Client(self.model, [self.share], 0, None, self._token, 60.0)
+        self._client = served.ParameterClient(self.model, [self.share], 0, None, self._token, 60.0)
         self._client.may_share = may_share
-        self._client.connect(served.Crew(1, [join.address]))
+        self._client.connect(served.ServerList(1, [join.address]))
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
         self._flat = [torch.zeros(slab.length) for slab in self.share]
@@ -331,7 +331,7 @@ class Pair:
     def close(self) -> None:
         """Ends both."""
         self._client.close()
-        self._chief.send(self._peer, served.End())
+        self._chief.send(self._peer, served.EndOfWork())
         self._job.wait(lambda rank, entry: None, lambda rank, text, stream: print(text))
         self._chief.close()
         self._context.term()
@@ -342,8 +342,8 @@ def serve_network(world: World, chief: str, token: bytes) -> None:
     torch.set_num_threads(1)
     model = big_network()
     share = served.cut(model, 1, whole=False)[0]
-    shard = served.Shard(0, share, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    served.Server(shard, mh.ParameterServer(staleness=None, workers=1), chief, token, 60.0).run()
+    shard = served.ServerShard(0, share, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    served.ParameterShardServer(shard, mh.ParameterServer(staleness=None, workers=1), chief, token, 60.0).run()
 
 
 def serve_bare(world: World, chief: str, token: bytes) -> None:
@@ -351,9 +351,9 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
     torch.set_num_threads(1)
     share = served.cut(big_network(), 1, whole=False)[0]
     context = served.new_context()
-    listener = served.Listener(context, token, 60.0)
+    listener = served.MessageListener(context, token, 60.0)
     caller = served.Caller(context, token, chief, 60.0)
-    caller.send(served.Join("server", 0, listener.address))
+    caller.send(served.JoinRequest("server", 0, listener.address))
     held = [torch.zeros(slab.length) for slab in share]
     slots: dict[bytes, SharedSlots | None] = {}
     poller = zmq.Poller()
@@ -363,7 +363,7 @@ def serve_bare(world: World, chief: str, token: bytes) -> None:
         ready = dict(poller.poll())
         if caller.socket in ready:
             message, _ = caller.expect(1.0)
-            if isinstance(message, served.End):
+            if isinstance(message, served.EndOfWork):
                 break
             caller.send(served.Loaded(1))
         while (got := listener.receive()) is not None:

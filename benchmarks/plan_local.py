@@ -29,7 +29,7 @@ from manyhands.core import StrategySpec
 from manyhands.costs import Chip, link
 from manyhands.distributed import Device, NullWorld, World, resolve
 from manyhands.planning import Cluster, estimate
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from .plan_vtrain import Block
 
@@ -146,7 +146,7 @@ class _Ready:
         """The same for two replicas on hosts of their own, as fast as devices are here while both work."""
         chip, network = self.cluster.chip_for(2), link("Ethernet", bytes_per_second)
         apart = replace(self.cluster, hosts=2, per_host=1, chip=chip, shared=False, part=None, network=network)
-        with Hosts(2, rate=rate) as hosts:
+        with NamespaceHosts(2, rate=rate) as hosts:
             return self._pair(StrategySpec(replicas=2), apart, resolve("cpu*2")[0], hosts.joined)
 
     def _pair(

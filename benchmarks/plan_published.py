@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from manyhands.core import DeviceError, StrategySpec
-from manyhands.costs import Chip, Link, Network, Piece, Servers, Work, chip, link
+from manyhands.costs import Chip, Link, Network, NetworkPart, PassCost, Servers, chip, link
 from manyhands.planning import Cluster, Workload, estimate
 
 DATA = Path(__file__).parent / "data" / "published_scaling.csv"
@@ -159,10 +159,10 @@ def timed(compute: float, sizes: Sequence[float]) -> Network:
     """A network of pieces with so many bytes of parameters, whose step on a `CLOCK` takes so many seconds."""
     count = len(sizes)
     pieces = [
-        Piece(
+        NetworkPart(
             name=str(index),
-            forward=Work(flops=compute / 3 / count),
-            backward=Work(flops=2 * compute / 3 / count),
+            forward=PassCost(flops=compute / 3 / count),
+            backward=PassCost(flops=2 * compute / 3 / count),
             param_bytes=int(size),
         )
         for index, size in enumerate(sizes)

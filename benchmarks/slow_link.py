@@ -25,7 +25,7 @@ import manyhands as mh
 from manyhands import verbs
 from manyhands.data import Order
 from manyhands.distributed import World, enter_world, resolve
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from .lessons import WIDE, Lesson
 from .report import Check, Report, arguments
@@ -103,7 +103,7 @@ def steps_to(course: Course, goal: float) -> int:
 
 def race(rate: str | None, num_steps: int, policies: list[str], num_rounds: int) -> list[dict[str, Course]]:
     """Lets all contenders train over one link, one after another in the same two processes."""
-    with Hosts(2, rate=rate) as hosts, tempfile.TemporaryDirectory() as folder:
+    with NamespaceHosts(2, rate=rate) as hosts, tempfile.TemporaryDirectory() as folder:
         work = partial(contend, num_steps=num_steps, policies=policies, num_rounds=num_rounds, folder=folder)
         job = verbs._engine.start(hosts.joined(work, timeout=300), resolve("cpu*2")[0], timeout=300)
         found: list[dict[str, Course]] = job.wait(lambda rank, entry: None, _show)[0]

@@ -28,10 +28,10 @@ from manyhands.core import ManyhandsError, RunError
 from manyhands.distributed import ObjectGather, RankKey, World, resolve
 from manyhands.distributed.network import listen
 from manyhands.launcher import LocalEngine
-from manyhands.launcher.joining.channel import MAX_MESSAGE, Channel, Limits
-from manyhands.launcher.joining.desk import Desk
-from manyhands.launcher.joining.handshake import Facts, introduce
-from manyhands.launcher.joining.token import Token
+from manyhands.launcher.joining.channel import MAX_MESSAGE, Channel, JoinTimeouts
+from manyhands.launcher.joining.desk import JoinListener
+from manyhands.launcher.joining.handshake import HostFacts, introduce
+from manyhands.launcher.joining.token import JoinToken
 from manyhands.testing import Faults, run_threads
 
 from .outcome import Outcome
@@ -82,10 +82,10 @@ def flip_bits() -> Outcome:
 
 def fill_join_port() -> Outcome:
     """Hold idle and slow connections to the port where hosts join, while a host with the right token joins."""
-    token, said, joined = Token(secrets.token_bytes(32)), list[str](), threading.Event()
+    token, said, joined = JoinToken(secrets.token_bytes(32)), list[str](), threading.Event()
     listener = listen("127.0.0.1")
     where = listener.getsockname()
-    desk = Desk(listener, token, partial(_facts, "first"), 2, said.append, JOB_SECONDS)
+    desk = JoinListener(listener, token, partial(_facts, "first"), 2, said.append, JOB_SECONDS)
     gathering = threading.Thread(target=desk.gather)
     dripping = threading.Thread(target=_drip, args=(where, joined))
     gathering.start()
@@ -332,8 +332,8 @@ def _send_garbage(folder: pathlib.Path) -> str:
 # -- the port where hosts join ----------------------------------------------------------------------------------------
 
 
-def _facts(host: str) -> Facts:
-    return Facts.here(resolve("cpu")[0], "work", host=host)
+def _facts(host: str) -> HostFacts:
+    return HostFacts.here(resolve("cpu")[0], "work", host=host)
 
 
 def _drip(where: tuple[str, int], joined: threading.Event) -> None:
@@ -354,14 +354,14 @@ def _drip(where: tuple[str, int], joined: threading.Event) -> None:
         one.close()
 
 
-def _join(where: tuple[str, int], token: Token, joined: threading.Event) -> int:
+def _join(where: tuple[str, int], token: JoinToken, joined: threading.Event) -> int:
     """Join as a host does that has the right token; return after how many tries."""
     time.sleep(0.3)
     tries, end = 0, time.monotonic() + JOB_SECONDS
     while time.monotonic() < end:
         tries += 1
         with contextlib.suppress(OSError, RunError):
-            channel = Channel(socket.create_connection(where, timeout=2.0), Limits(JOB_SECONDS))
+            channel = Channel(socket.create_connection(where, timeout=2.0), JoinTimeouts(JOB_SECONDS))
             introduce(channel, token, _facts("second"))
             joined.set()
             return tries

@@ -15,9 +15,9 @@ import msgspec
 
 from manyhands.core import ManyhandsError
 from manyhands.distributed import resolve
-from manyhands.launcher.joining.channel import Channel, Limits, checked
-from manyhands.launcher.joining.handshake import Challenge, Facts
-from manyhands.launcher.joining.token import Token
+from manyhands.launcher.joining.channel import Channel, JoinTimeouts, checked
+from manyhands.launcher.joining.handshake import HostFacts, HostVerifier
+from manyhands.launcher.joining.token import JoinToken
 from manyhands.launcher.resolvers.hosts_file import HostsFile
 from manyhands.launcher.resolvers.registry import understood
 from manyhands.launcher.resolvers.tf_config import TfConfig
@@ -53,7 +53,7 @@ def join_message(data: bytes) -> None:
         message = checked(data)
         if isinstance(message.get("facts"), dict):
             mine = _facts()
-            mine.differences(Facts.read(message["facts"]))
+            mine.differences(HostFacts.read(message["facts"]))
 
 
 def join_handshake(data: bytes) -> None:
@@ -67,7 +67,7 @@ def join_handshake(data: bytes) -> None:
         theirs.sendall(data[:60_000])
         theirs.shutdown(socket.SHUT_WR)
         with contextlib.suppress(*REFUSED):
-            Challenge(Channel(ours, Limits(timeout=4.0)), Token(bytes(32)), {}, _facts)
+            HostVerifier(Channel(ours, JoinTimeouts(timeout=4.0)), JoinToken(bytes(32)), {}, _facts)
             raise AssertionError("a host without the token was taken in")
 
 
@@ -96,8 +96,8 @@ def hosts_file(data: bytes) -> None:
         HostsFile(path, lambda name: name == "host1").read({})
 
 
-def _facts() -> Facts:
-    return Facts.here(resolve("cpu")[0], "work")
+def _facts() -> HostFacts:
+    return HostFacts.here(resolve("cpu")[0], "work")
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -132,8 +132,8 @@ SEEDS: dict[str, Callable[[], tuple[bytes, ...]]] = {
         messages.encode(one)
         for one in (
             messages.Hello(bytes(16)),
-            messages.Join("worker", 1, "a:1", 2),
-            messages.Part(1, 2, 3, 4, 5, [0.1]),
+            messages.JoinRequest("worker", 1, "a:1", 2),
+            messages.WorkPart(1, 2, 3, 4, 5, [0.1]),
             messages.Delivered(1, 2, 0.5, 4.0, 1.0, 0),
         )
     ),

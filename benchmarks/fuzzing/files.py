@@ -24,9 +24,9 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import ManyhandsError, read_events, resolve_settings
 from manyhands.dashboard.library import Library
-from manyhands.dashboard.metrics import Look, Metrics
+from manyhands.dashboard.metrics import Metrics, MetricsSample
 from manyhands.dashboard.source import dump
-from manyhands.serving.folder import Policy, Versions, complete_versions, models_in
+from manyhands.serving.folder import VersionPolicy, Versions, complete_versions, models_in
 from manyhands.storage import Checkpoint, CheckpointStore, archives, export
 from manyhands.storage.weights import open_weights
 from manyhands.training import Run
@@ -74,7 +74,7 @@ def manifest(data: bytes) -> None:
     for name in archives.FILES:
         (version / name).write_bytes(b"12345")
     (version / "manifest.json").write_bytes(data)
-    for policy in (None, Policy.parse("latest")):
+    for policy in (None, VersionPolicy.parse("latest")):
         found = complete_versions(models_in(version.parents[1])["m"], policy)
         if not isinstance(found, Versions) or len(found.complete) + len(found.refused) > 1:
             raise AssertionError(f"one folder is several versions: {found}")
@@ -172,7 +172,7 @@ def metrics(data: bytes) -> None:
     shown = Metrics("http://127.0.0.1:1")
     for moment in (1.0, 2.0):
         with contextlib.suppress(ValueError):
-            shown._looks.append(Look.parse(data.decode("utf-8", "replace"), moment))
+            shown._looks.append(MetricsSample.parse(data.decode("utf-8", "replace"), moment))
     dump(shown.to_dict())
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from manyhands.core import RequestRefused, Signature, TensorSpec
 from manyhands.serving.app import Access
-from manyhands.serving.http import BadRequest, Connection, Listener, Request
+from manyhands.serving.http import BadRequest, Connection, HttpListener, Request
 from manyhands.serving.limits import Limits
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc
 from manyhands.serving.protocols.messages import require_light
@@ -24,7 +24,7 @@ from manyhands.serving.protocols.open_inference_rest import HEADER, Subject, hea
 from manyhands.serving.protocols.rows import fast_rows
 from manyhands.serving.protocols.tensorflow_messages import MESSAGES
 from manyhands.serving.protocols.tensorflow_rest import parse_predict, read_text
-from manyhands.serving.security import Sites, Token
+from manyhands.serving.security import AccessToken, Sites
 
 SIGNATURE = Signature(
     {"x": TensorSpec("float32", (None, 3)), "n": TensorSpec("int64", (None,))}, {"y": TensorSpec("float32", (None,))}
@@ -224,7 +224,7 @@ def _answer(request: Request) -> None:
 
 
 async def _talk(data: bytes, size: int) -> bytes:
-    listener = Listener(_answer, LIMITS, None, Access(Token(None), Sites("127.0.0.1")))
+    listener = HttpListener(_answer, LIMITS, None, Access(AccessToken(None), Sites("127.0.0.1")))
     connection, transport = Connection(listener), Transport()
     connection.connection_made(transport)
     position = 0

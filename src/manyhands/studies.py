@@ -14,7 +14,7 @@ from .core import SettingsError, Task, UsageError, task_name
 from .distributed import Device
 from .launcher import Engine, engine_for
 from .training import View, make_view, new_folder
-from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, Workshop
+from .tuning import Budget, Driver, Executor, Journal, Rules, Stopping, Study, TrialRunner
 from .verbs import On, _engine, _interruptible
 
 EXECUTIONS = ("stacked", "processes")
@@ -145,7 +145,7 @@ def tune(
     default = f"{task_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     resume = _resumed(folder, name, resume)
     path = new_folder(folder, name, default, resume)
-    workshop = Workshop(task, fixed, epochs, path / tuning.TRIALS, objectives)
+    workshop = TrialRunner(task, fixed, epochs, path / tuning.TRIALS, objectives)
     with _taken_away_if_useless(path, resume), contextlib.closing(Journal(path, ranges)) as journal:
         record = {**tuning.described(rules, search, seed), "params": tuning.as_json(fixed)}
         before, known = tuning.read_journal(path)
@@ -171,7 +171,7 @@ def tune(
                 must = execution == "stacked"
                 executor = tuning.Stacked(workshop, devices[0], stack, view.line, must_stack=must)
             else:
-                executor = tuning.Here(workshop, devices[0])
+                executor = tuning.InProcessExecutor(workshop, devices[0])
             with contextlib.closing(executor):
                 driver = Driver(rules, workshop, searcher, journal, known, executor, len(devices), view.show)
                 with _interruptible(driver.stop, _Said(view)):
@@ -198,7 +198,7 @@ def _taken_away_if_useless(path: Path, resume: bool) -> Iterator[None]:
 
 
 def _stack(
-    workshop: Workshop,
+    workshop: TrialRunner,
     searcher: tuning.Searcher,
     constraint: tuning.Constraint | None,
     device: Device,

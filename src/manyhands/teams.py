@@ -255,7 +255,7 @@ def _served(
     inputs, labels = _pairs(signatures[0], data)[0] if data is not None else (_zeros(signatures[0]), None)
     answers = [ask(inputs) for ask in asking]
     together = {name: torch.stack([answer[name] for answer in answers]) for name in answers[0]}
-    rule_of = ensembles.Rule.of(combine, together, labels, False)
+    rule_of = ensembles.CombinationRule.of(combine, together, labels, False)
     seats = [ensembles.CallSeat(ask, ask.model) for ask in asking]
     return TeamApart(seats, rule_of, signatures[0], deadline=deadline, quorum=quorum)
 

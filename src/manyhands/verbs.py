@@ -45,10 +45,10 @@ from .core import (
     typed,
 )
 from .data import as_source, check_source, is_arrays
-from .distributed import DEFAULT_TIMEOUT, Device, DirectLine, NullWorld, World, current_world, resolve
-from .launcher import AfterLoss, Engine, Join, LocalEngine, Team, engine_for, leased, whole_host
+from .distributed import DEFAULT_TIMEOUT, Device, DirectChannel, NullWorld, World, current_world, resolve
+from .launcher import AfterLoss, Engine, Join, JoinedHosts, LocalEngine, engine_for, leased, whole_host
 from .storage import CheckpointStore, Weights
-from .strategies import Outline, Table, require_built, require_loss
+from .strategies import Outline, SplitTable, require_built, require_loss
 from .sync import carrying, make_policy
 from .training import (
     About,
@@ -56,12 +56,12 @@ from .training import (
     Hand,
     Job,
     LogTo,
-    Outcome,
-    Outlets,
     Patience,
     Replay,
+    ReplicaResult,
     Run,
     Sink,
+    SinkDispatcher,
     Stragglers,
     Verdict,
     View,
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 TaskLike = Task | Callable[..., Task]
 On = str | Sequence[Device] | Sequence[str] | None
-Where = On | Join | Team
+Where = On | Join | JoinedHosts
 """Devices of this host, a hosts file, or many hosts that join; while a verb runs, those that have."""
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +94,7 @@ def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         on: Any = kwargs.get("on")
         strategy: Any = args[1] if len(args) > 1 else kwargs.get("strategy")
-        if not isinstance(on, Join | Team) and current_world() is None and not _has_servers(strategy):
+        if not isinstance(on, Join | JoinedHosts) and current_world() is None and not _has_servers(strategy):
             on = whole_host(on) or on
         if not isinstance(on, Join):
             return verb(*args, **kwargs)
@@ -286,7 +286,7 @@ def fit(
                 unit=spec.tensor * spec.stages,
             )
         # Ranks of a host that were left over when whole groups were made have nothing to tell.
-        outcomes = outcomes or [Outcome(0, {}, stopped=False)]
+        outcomes = outcomes or [ReplicaResult(0, {}, stopped=False)]
         end = outcomes[0]
         if end.servers:
             before = json.loads((path / training.RECORD).read_text())
@@ -460,7 +460,7 @@ def serve(
         server = mh.serve("models")
         server.wait()            # until Ctrl-C; server.stop() lets every request finish
     """
-    from .serving import BatchSettings, Limits, Probation, Scaling, Server, ServeSettings, Tls
+    from .serving import BatchSettings, Limits, RolloutGuard, Scaling, Server, ServeSettings, ServingTls
 
     scaling = Scaling.parse(servers, busy=max_rows)
     settings = ServeSettings(
@@ -473,12 +473,12 @@ def serve(
         token=token,
         manage_token=manage_token,
         allow=tuple(allow),
-        tls=Tls.of(cert, key, client_ca),
+        tls=ServingTls.of(cert, key, client_ca),
         versions=versions,
         timeout=timeout,
         limits=Limits.holding(queue_mib),
         batch=BatchSettings(max_rows=max_rows, sizes=tuple(sizes), queue_rows=queue_rows),
-        probation=Probation(seconds=probation),
+        probation=RolloutGuard(seconds=probation),
         precision=precision,
         compiles=compile,
         warmup=Path(warmup) if warmup is not None else None,
@@ -549,9 +549,9 @@ def route(
         router = mh.route("a:8500,b:8500", token=token)
         router.wait()
     """
-    from .serving import Limits, Router, RouteSettings, Tls
+    from .serving import Limits, Router, RouteSettings, ServingTls
 
-    tls = Tls.of(cert, key, client_ca)
+    tls = ServingTls.of(cert, key, client_ca)
     settings = RouteSettings(
         backends=tuple(part.strip() for part in backends.split(",")) if isinstance(backends, str) else tuple(backends),
         host=host,
@@ -563,7 +563,7 @@ def route(
         manage_token=manage_token,
         allow=tuple(allow),
         tls=tls,
-        backend_tls=Tls.of(cert, key, backend_ca) if backend_ca is not None else None,
+        backend_tls=ServingTls.of(cert, key, backend_ca) if backend_ca is not None else None,
         timeout=timeout,
         limits=Limits.holding(queue_mib),
         log=Path(log) if log is not None else None,
@@ -577,7 +577,7 @@ def explain(
     *,
     on: On = None,
     params: Mapping[str, Any] | None = None,
-) -> Table | Outline:
+) -> SplitTable | Outline:
     """Which layers go where, what each device holds and sends in a step; nothing is trained, no process is started.
 
     Of a network that is cut in pieces it is the outline that `mh.cut` gives.
@@ -622,7 +622,7 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
     return fitting, [*notices, *([micro] if fitting != chosen else [])]
 
 
-def _explained(task: Task, spec: StrategySpec) -> tuple[Table | None, Layout | None]:
+def _explained(task: Task, spec: StrategySpec) -> tuple[SplitTable | None, Layout | None]:
     """The table of a run that splits its network, and the layout that was found for it."""
     splits = spec.shards != 1 or spec.tensor > 1
     if not splits or not training.can_explain(task):
@@ -686,7 +686,7 @@ def _planned(
     """The strategy with "auto" planned and a plan file read, and what there is to tell about it."""
     if not isinstance(strategy, str | Path) or not (strategy == "auto" or str(strategy).endswith(".toml")):
         return strategy, []
-    if isinstance(on, Join | Team):
+    if isinstance(on, Join | JoinedHosts):
         raise StrategyError(
             "many hosts train by a strategy that all of them are given", got=repr(strategy), remedy="name its pick"
         )
@@ -711,16 +711,16 @@ def settle(
     if isinstance(on, Join):
         raise SettingsError("fit and launch work on many hosts", got=repr(on.address), remedy="use one of them")
     place = training.place_here() if spec.servers and with_servers and current_world() is None else None
-    if place is not None and not isinstance(on, Team):
+    if place is not None and not isinstance(on, JoinedHosts):
         return place.fitted(spec), [resolve(on, 1)[0][0]] * place.num_workers, []
-    world = None if isinstance(on, Team) else training.joined_world(on, timeout)
-    if spec.servers and (world is not None or isinstance(on, Team) or not with_servers):
+    world = None if isinstance(on, JoinedHosts) else training.joined_world(on, timeout)
+    if spec.servers and (world is not None or isinstance(on, JoinedHosts) or not with_servers):
         raise StrategyError(
             "parameter servers train with mh.fit, from a program of its own",
             got=f"{spec} {'in a rank' if with_servers else 'for another verb'}",
             remedy="use mh.Mirrored() here",
         )
-    if isinstance(on, Team):
+    if isinstance(on, JoinedHosts):
         return spec.with_devices(len(on.devices)), list(on.devices), list(on.notices)
     if world is not None:
         return spec.with_devices(world.size), [world.seat.device] * world.size, []
@@ -751,13 +751,13 @@ def _start(
     world = current_world()
     if world is not None:
         return [fn(world)]
-    if len(devices) == 1 and not apart and not isinstance(on, Team) and engine_for(on, _engine) is _engine:
-        line = DirectLine(lambda entry: on_event(0, entry))
+    if len(devices) == 1 and not apart and not isinstance(on, JoinedHosts) and engine_for(on, _engine) is _engine:
+        line = DirectChannel(lambda entry: on_event(0, entry))
         here = NullWorld(devices[0], line)
         interruptible = _interruptible(lambda: _ask_to_stop(line, after_loss), view, heeds_stop)
         with _own_randomness(), _current_device(here.device), contextlib.closing(here), interruptible:
             return [fn(here)]
-    if isinstance(on, Team):
+    if isinstance(on, JoinedHosts):
         job = on.start(_engine, carrying(fn), timeout=timeout, after_loss=after_loss, unit=unit)
     else:
         job = engine_for(on, _engine).start(carrying(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
@@ -776,10 +776,10 @@ def _serve(
     timeout: float,
     on_event: Callable[[int, Event], None],
     view: View,
-    place: training.Place | None,
-) -> Outcome:
+    place: training.ProcessRole | None,
+) -> ReplicaResult:
     """Trains with parameter servers: the chief is here, every server and worker is a job by itself."""
-    line = DirectLine(lambda entry: on_event(0, entry))
+    line = DirectChannel(lambda entry: on_event(0, entry))
     here = NullWorld(devices[0], line)
     with (
         _own_randomness(),
@@ -799,12 +799,12 @@ def _serve(
 
 def _is_first(on: Where) -> bool:
     """Whether this host speaks for all."""
-    return not isinstance(on, Team) or on.is_first
+    return not isinstance(on, JoinedHosts) or on.is_first
 
 
 def _here(on: Where, devices: Sequence[Device]) -> Sequence[Device]:
     """Those of the devices that this host has."""
-    return on.here if isinstance(on, Team) else devices
+    return on.here if isinstance(on, JoinedHosts) else devices
 
 
 def _holding(
@@ -839,7 +839,7 @@ def _recording(
     record = _write_record(job, devices, params, task)
     view = make_view(f"{job.spec} on {_place(devices)}", progress) if world is None else View()
     log = EventLog(job.folder / training.EVENTS)
-    outlets = Outlets(sinks, About.of(job.folder, job.spec, record, task))
+    outlets = SinkDispatcher(sinks, About.of(job.folder, job.spec, record, task))
     stragglers = Stragglers(size=len(devices))
 
     def on_event(rank: int, entry: Event) -> None:
@@ -906,7 +906,7 @@ def _explain(error: BaseException, job: Job) -> None:
 
 def _from_first(make: Callable[[], Path], on: Where) -> Path:
     """What the first rank or host makes, on all of them; simply made in a program of its own."""
-    if isinstance(on, Team):
+    if isinstance(on, JoinedHosts):
         return Path(on.agree(lambda: str(make())))
     world = current_world()
     if world is None:
@@ -1041,7 +1041,7 @@ def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True
         _hand_on(before[signal.SIGTERM])
 
 
-def _ask_to_stop(line: DirectLine, after_loss: AfterLoss) -> None:
+def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
     """What runs here ends after its step; a script of a person's own that never looks is interrupted as by Python."""
     line.hear({"stop": True})
     if after_loss == "restart" and not line.listens:

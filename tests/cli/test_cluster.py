@@ -11,12 +11,12 @@ import torch
 
 from manyhands.core import SettingsError
 from manyhands.data import as_source, data_digest
-from manyhands.distributed import DirectLine, Seat, World, reach, resolve, survey, this_host
+from manyhands.distributed import DirectChannel, RankInfo, World, reach, resolve, survey, this_host
 from manyhands.distributed.network import listen
-from manyhands.distributed.survey import Facts, differences
+from manyhands.distributed.survey import RankFacts, differences
 from manyhands.launcher import LocalEngine, meet
 from manyhands.launcher.existing_cluster import _kept
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from ..launcher.environments import SAMPLES, SLURM, tf_config
 from ..launcher.test_tls import Signer
@@ -140,7 +140,7 @@ def test_ranks_that_are_missing_are_named_with_their_host(monkeypatch: pytest.Mo
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     with pytest.raises(SettingsError) as caught:
-        meet("127.0.0.1", port, Seat(size=3, timeout=1.0), DirectLine(), names=["host1", "host2", "host3"])
+        meet("127.0.0.1", port, RankInfo(size=3, timeout=1.0), DirectChannel(), names=["host1", "host2", "host3"])
     _kept.clear()
     assert str(caught.value) == (
         "all 3 ranks must come within 1 s, but got 1, without rank 1 on host2, 2 on host3; "
@@ -149,9 +149,9 @@ def test_ranks_that_are_missing_are_named_with_their_host(monkeypatch: pytest.Mo
 
 
 def test_what_differs_between_hosts_is_named() -> None:
-    def facts(rank: int, **changed: Any) -> Facts:
+    def facts(rank: int, **changed: Any) -> RankFacts:
         given = {"device": "cpu", "manyhands": "1", "torch": "2.13.0", "python": "3.11.7", "clock": 100.0}
-        return Facts(rank=rank, host=f"host{rank}", **{**given, **changed})
+        return RankFacts(rank=rank, host=f"host{rank}", **{**given, **changed})
 
     assert differences([facts(0), facts(1, python="3.11.9", clock=101.0)]) == []
     (data,) = differences(
@@ -187,7 +187,7 @@ def test_hosts_measure_the_ways_between_them(engine: LocalEngine) -> None:
         knocks = [reach(name, 7, 1.0).seconds is not None for name in ("10.77.0.1", "10.77.0.9")]
         return [(link.host, link.interface) for link in found.links], found.warnings, found.chosen, knocks
 
-    with Hosts(3, rate="400mbit") as hosts:
+    with NamespaceHosts(3, rate="400mbit") as hosts:
         results = engine.start(hosts.joined(look), resolve("cpu*3")[0], timeout=60).wait(
             lambda rank, entry: None, lambda *line: print(*line)
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core import DeviceError
-from manyhands.costs import Group, Servers, Work, all_gather, all_reduce, chip, link, make_chip
+from manyhands.costs import ExchangeGroup, PassCost, Servers, all_gather, all_reduce, chip, link, make_chip
 
 
-def group(size: int, per_host: int = 8, **more: object) -> Group:
-    return Group(size=size, per_host=per_host, inside=link("NVLink 3"), network=link("InfiniBand", 12.5e9), **more)  # type: ignore[arg-type]
+def group(size: int, per_host: int = 8, **more: object) -> ExchangeGroup:
+    return ExchangeGroup(
+        size=size, per_host=per_host, inside=link("NVLink 3"), network=link("InfiniBand", 12.5e9), **more
+    )  # type: ignore[arg-type]
 
 
 def test_names_as_drivers_give_them() -> None:
@@ -31,11 +33,11 @@ def test_a_device_of_ones_own() -> None:
 
 def test_large_products_reach_the_ceiling_and_small_ones_wait_for_the_host() -> None:
     a100 = chip("A100")
-    large = a100.seconds(Work(flops=1e14, operations=4), 1, "bf16")
+    large = a100.seconds(PassCost(flops=1e14, operations=4), 1, "bf16")
     assert large == pytest.approx(1e14 / a100.rate("bf16"), rel=0.05)
-    small = a100.seconds(Work(flops=1e6, operations=100), 1, "bf16")
+    small = a100.seconds(PassCost(flops=1e6, operations=100), 1, "bf16")
     assert small == pytest.approx(100 * a100.operation, rel=0.05)
-    assert a100.seconds(Work(flops=1e6, operations=100), 1, "bf16", recorded=True) < small / 5
+    assert a100.seconds(PassCost(flops=1e6, operations=100), 1, "bf16", recorded=True) < small / 5
 
 
 def test_measured_sums_on_eight_a100_are_met() -> None:

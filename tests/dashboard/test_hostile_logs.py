@@ -14,9 +14,9 @@ from manyhands.dashboard import Dashboard
 from manyhands.dashboard.library import Library
 from manyhands.dashboard.log import Log
 from manyhands.dashboard.metrics import Metrics
-from manyhands.dashboard.run import MOST_CURVES, Run
+from manyhands.dashboard.run import MOST_CURVES, RunFolder
 from manyhands.dashboard.source import dump
-from manyhands.dashboard.study import Study
+from manyhands.dashboard.study import StudyFolder
 from manyhands.dashboard.tail import LINE_LIMIT, Tail
 
 from .logs import Written, a_run
@@ -99,7 +99,7 @@ def test_any_number_of_names_takes_bounded_memory(tmp_path: Path) -> None:
     library = Library([tmp_path / "runs"])
     read_all(library)
     source = library.sources["runs/first"]
-    assert isinstance(source, Run)
+    assert isinstance(source, RunFolder)
     assert (len(source.metrics), len(source.logged)) == (MOST_CURVES, 0)
     assert f"curves beyond {MOST_CURVES}" in source.unreadable
 
@@ -149,7 +149,7 @@ def test_damaged_journals_are_shown_as_far_as_they_can_be_read(tmp_path: Path) -
     library = Library([tmp_path / "studies"])
     read_all(library)
     study = library.sources["studies/first"]
-    assert isinstance(study, Study)
+    assert isinstance(study, StudyFolder)
     assert study.counts["running"] == 2
     assert study.unreadable == f"{len(bad)} lines could not be read"
     assert json.loads(dump(study.detail()))["num_trials"] == 2
@@ -159,14 +159,14 @@ def test_a_source_that_fails_is_replaced_and_says_why(tmp_path: Path, monkeypatc
     for name in ("first", "second"):
         a_run(tmp_path / "runs" / name)
     library = Library([tmp_path / "runs"])
-    real = Run.summary
+    real = RunFolder.summary
 
-    def summary(run: Run) -> dict[str, object]:
+    def summary(run: RunFolder) -> dict[str, object]:
         if run.id == "runs/first" and not run.failure:
             raise RecursionError("too deep")
         return real(run)
 
-    monkeypatch.setattr(Run, "summary", summary)
+    monkeypatch.setattr(RunFolder, "summary", summary)
     read_all(library)
     told = {run["id"]: run["unreadable"] for run in library.overview()["runs"]}
     assert told == {"runs/first": "it could not be read: RecursionError: too deep", "runs/second": ""}

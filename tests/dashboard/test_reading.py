@@ -15,11 +15,11 @@ import manyhands as mh
 from manyhands.core import event, keep_event
 from manyhands.dashboard.library import Library
 from manyhands.dashboard.log import NUM_BUCKETS, Log
-from manyhands.dashboard.metrics import Look, Metrics
-from manyhands.dashboard.run import Run
+from manyhands.dashboard.metrics import Metrics, MetricsSample
+from manyhands.dashboard.run import RunFolder
 from manyhands.dashboard.series import MOST, Series
 from manyhands.dashboard.source import SILENT_SECONDS
-from manyhands.dashboard.study import Study
+from manyhands.dashboard.study import StudyFolder
 from manyhands.dashboard.tail import Tail
 
 from .logs import Written, a_run
@@ -216,7 +216,7 @@ def test_a_log_of_many_events_takes_a_bounded_answer(tmp_path: Path) -> None:
     library = Library([tmp_path / "runs"])
     read_all(library)
     run = library.sources["runs/long"]
-    assert isinstance(run, Run)
+    assert isinstance(run, RunFolder)
     assert run.step == 599_999
     assert run.losses["loss"].num == 600_002
     assert len(json.dumps(run.detail())) < 500_000
@@ -250,7 +250,7 @@ def test_a_real_study_and_a_real_team(tmp_path: Path) -> None:
     assert told["counts"] == {"running": 0, "finished": 4, "stopped": 0, "failed": 0}
     assert not told["is_team"]
     joined = library.sources["studies/team"]
-    assert isinstance(joined, Study)
+    assert isinstance(joined, StudyFolder)
     assert joined.summary()["is_team"]
     assert joined.team is not None
     assert joined.team["calibration"]["accuracy"] == pytest.approx(team.calibration()[0].accuracy)
@@ -388,7 +388,7 @@ def test_two_looks_at_metrics_make_rates() -> None:
         )
 
     metrics = Metrics("http://127.0.0.1:1/")
-    metrics._looks += [Look.parse(text(100, 10), 10.0), Look.parse(text(300, 20), 12.0)]
+    metrics._looks += [MetricsSample.parse(text(100, 10), 10.0), MetricsSample.parse(text(300, 20), 12.0)]
     (version,) = metrics.to_dict()["versions"]
     assert version["series"] == {"x": [12.0], "rate": [100.0], "p50": [0.001], "p99": [0.1]}
     assert version["queue_rows"] == 3

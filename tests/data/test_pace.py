@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from manyhands.data import Cursor, Feed, as_source, pace
-from manyhands.data.pace import STRETCH_BATCHES, Adaptation, Pace
+from manyhands.data.pace import STRETCH_BATCHES, Adaptation, FeedTiming
 
 SIZE = 640
 
@@ -134,6 +134,6 @@ class TestFeed:
         assert feed.limit == "input"
         assert "input is the limit" in feed.said()
         assert "this process reads" in feed.said()
-        assert Pace(compute=1.0).said(2) == ""
-        assert Pace(compute=1.0, copying=0.9).limit == "copy"
-        assert "copying to the device is the limit" in Pace(compute=1.0, copying=0.9).said(2)
+        assert FeedTiming(compute=1.0).said(2) == ""
+        assert FeedTiming(compute=1.0, copying=0.9).limit == "copy"
+        assert "copying to the device is the limit" in FeedTiming(compute=1.0, copying=0.9).said(2)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from manyhands.data import Cursor, Feed, Fields, as_source, transport
-from manyhands.data.transport import SLOTS, Parcel, Slots
+from manyhands.data.transport import SLOTS, Parcel, WorkerSlots
 
 Pair = namedtuple("Pair", "x y")
 
@@ -46,7 +46,7 @@ def assert_equal(found, number):
 
 
 def test_everything_arrives_and_is_its_own():
-    slots = Slots(num_workers=2)
+    slots = WorkerSlots(num_workers=2)
     parcel = slots.put(batch_of(3), worker=1)
     assert isinstance(parcel, Parcel)
     assert len(parcel.body) < 6000
@@ -61,7 +61,7 @@ def test_everything_arrives_and_is_its_own():
 
 
 def test_slots_are_kept_until_they_come_round_again():
-    slots = Slots(num_workers=1)
+    slots = WorkerSlots(num_workers=1)
     parcels = [slots.put(batch_of(number), worker=0) for number in range(SLOTS)]
     for number, parcel in enumerate(parcels):
         assert_equal(slots.take(parcel), number)

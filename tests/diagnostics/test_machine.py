@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.diagnostics import CHECKS, Finding, disk, doctor, gpu, machine, network, nvidia, software
-from manyhands.diagnostics.nvidia import Driver, Gpu
+from manyhands.diagnostics.nvidia import Gpu, NvidiaDriver
 from manyhands.distributed import Device
 from manyhands.launcher import LocalEngine
 from manyhands.launcher.leases import Holder
@@ -21,8 +21,8 @@ FINE = Gpu(index=0, model="H200", used=GIB, total=140 * GIB)
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def driver(**changes: Any) -> Driver:
-    return Driver(version="570.86", cuda=(12, 8), gpus=(Gpu(**{**vars(FINE), **changes}),))
+def driver(**changes: Any) -> NvidiaDriver:
+    return NvidiaDriver(version="570.86", cuda=(12, 8), gpus=(Gpu(**{**vars(FINE), **changes}),))
 
 
 CASES: list[tuple[str, Callable[..., Finding], dict[str, Any], str, str]] = [

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.attacks import ranks
 
 from manyhands.core import PeerLost, SettingsError
-from manyhands.distributed import DirectLine, NullWorld, Seat, World
+from manyhands.distributed import DirectChannel, NullWorld, RankInfo, World
 from manyhands.distributed.authentication import NotAuthentic, RankKey, SignedStore
 from manyhands.distributed.links import measured, serving
 from manyhands.distributed.network import listen, reach_store, serve_store
@@ -54,11 +54,11 @@ def meets_an_impostor(world: World) -> str:
     child = os.fork()
     if not child:
         try:
-            Impostor(replace(seat, rank=1), DirectLine(), reach_store("127.0.0.1", server.port, 30), "gloo", key)
+            Impostor(replace(seat, rank=1), DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key)
         finally:
             os._exit(0)
     try:
-        TorchWorld(seat, DirectLine(), reach_store("127.0.0.1", server.port, 30), "gloo", key).close()
+        TorchWorld(seat, DirectChannel(), reach_store("127.0.0.1", server.port, 30), "gloo", key).close()
         return "nothing"
     except PeerLost as lost:
         return lost.who
@@ -114,7 +114,7 @@ def test_values_that_others_wrote_into_the_store_are_not_returned() -> None:
 
 def test_ranks_that_were_launched_with_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve_store(listen("127.0.0.1"))
-    seat = Seat(rank=0, size=1, timeout=1.0)
+    seat = RankInfo(rank=0, size=1, timeout=1.0)
     monkeypatch.setenv("MANYHANDS_TOKEN", "a" * 40)
     _, first = _introduced(server, seat, [])
     _, second = _introduced(server, seat, [])

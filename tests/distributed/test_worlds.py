@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from manyhands.core import PeerLost, UsageError
-from manyhands.distributed import DirectLine, NullWorld, World
+from manyhands.distributed import DirectChannel, NullWorld, World
 from manyhands.distributed.network import listen, reach_store, serve_store
 from manyhands.distributed.torch_world import TorchWorld, _is_connection_error
 from manyhands.testing import Faults, InjectedFault, WorldContract, run_threads
@@ -176,11 +176,11 @@ def told_while_it_connects(world: World) -> list[str]:
         seat = replace(world.seat, size=2, generation=generation, timeout=120.0)
         dead = os.fork()
         if not dead:
-            TorchWorld(replace(seat, rank=1), DirectLine(), reach_store("127.0.0.1", port, 60), "gloo")
+            TorchWorld(replace(seat, rank=1), DirectChannel(), reach_store("127.0.0.1", port, 60), "gloo")
         time.sleep(0.3)
         os.kill(dead, signal.SIGKILL)
         os.waitpid(dead, 0)
-        line = DirectLine()
+        line = DirectChannel()
         news = threading.Timer(0.2, line.hear, [{"lost": "host2 is gone", "generation": generation}])
         news.start()
         try:

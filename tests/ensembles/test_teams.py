@@ -16,7 +16,7 @@ from torch import Tensor
 
 import manyhands as mh
 from manyhands.core import DataError, RequestRefused, SettingsError, Signature, TaskError, TensorSpec
-from manyhands.ensembles import COMBINATIONS, CallSeat, ProcessSeat, Rule, Team, TeamApart, calibration
+from manyhands.ensembles import COMBINATIONS, CallSeat, CombinationRule, ProcessSeat, Team, TeamApart, calibration
 from manyhands.ensembles.apart import MOST_OPEN
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -256,7 +256,7 @@ def test_a_member_that_cannot_be_asked_or_says_nothing_is_missing() -> None:
     def fail(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         raise TimeoutError
 
-    rule = Rule.of("mean", {"output": torch.zeros(3, 1, 2)}, None, False)
+    rule = CombinationRule.of("mean", {"output": torch.zeros(3, 1, 2)}, None, False)
     signature = Signature({"input": TensorSpec("float32", (None, 1))}, {"output": TensorSpec("float32", (None, 2))})
     seats = [CallSeat(call, "member") for call in (lambda inputs: {"output": torch.ones(1, 2)}, fail, fail)]
     seats[2].close()
@@ -270,8 +270,13 @@ def test_a_member_that_cannot_be_asked_or_says_nothing_is_missing() -> None:
 def test_whole_numbers_are_voted_on_and_the_median_of_two_lies_between() -> None:
     classes = torch.tensor([[2, 0], [2, 1], [0, 1]])
     scores = torch.tensor([[1.0, 4.0], [3.0, 8.0]])
-    assert Rule.of("mean", {"class": classes}, None, False).combined({"class": classes})["class"].tolist() == [2, 1]
-    assert Rule.of("vote", {"score": scores}, None, True).combined({"score": scores})["score"].tolist() == [2.0, 6.0]
+    assert CombinationRule.of("mean", {"class": classes}, None, False).combined({"class": classes})[
+        "class"
+    ].tolist() == [2, 1]
+    assert CombinationRule.of("vote", {"score": scores}, None, True).combined({"score": scores})["score"].tolist() == [
+        2.0,
+        6.0,
+    ]
 
 
 def test_a_team_of_served_models(runs: list[mh.Run], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from manyhands.core import LayoutFree
 from manyhands.data import Fields, map_leaves, tensors
-from manyhands.graph import Statics, Watch, culprit, has_convolutions, lay_out, make_capturable, shape_of
+from manyhands.graph import Statics, ValueWatch, culprit, has_convolutions, lay_out, make_capturable, shape_of
 
 counter = {"steps": 0}
 
@@ -52,12 +52,12 @@ class Net(nn.Module):
         return self.layer(x) / self.temperature
 
 
-def watch(loss: Any = plain, net: Net | None = None) -> tuple[Net, torch.optim.Optimizer, Watch]:
+def watch(loss: Any = plain, net: Net | None = None) -> tuple[Net, torch.optim.Optimizer, ValueWatch]:
     net = net or Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     plain(net, torch.zeros(1, 2)).backward()
     optimizer.step()
-    return net, optimizer, Watch(net, loss, [optimizer], lambda: {"clip": config.clip})
+    return net, optimizer, ValueWatch(net, loss, [optimizer], lambda: {"clip": config.clip})
 
 
 def test_nothing_changes_by_itself() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from manyhands.core import read_events
-from manyhands.dashboard.run import Run
+from manyhands.dashboard.run import RunFolder
 
 from .behaviours import BEHAVIOURS, run_example
 from .scenarios import INPUTS, TARGETS
@@ -54,7 +54,7 @@ def test_a_fit_is_a_run_of_the_dashboard(every: dict[str, Facts], folder: Path) 
         *["epoch", "waits", "waits"] * 3,
         "end",
     ]
-    shown = Run("meddled", path)
+    shown = RunFolder("meddled", path)
     while shown.refresh():
         pass
     told = shown.summary()

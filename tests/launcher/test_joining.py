@@ -21,28 +21,28 @@ import pytest
 from manyhands.core import RunError, SettingsError
 from manyhands.distributed import resolve, this_host
 from manyhands.distributed.network import MAX_UNPROVED, listen
-from manyhands.launcher import Join, Team, write_token
-from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, Limits, Nonsense, checked
-from manyhands.launcher.joining.desk import Desk
-from manyhands.launcher.joining.handshake import Facts, Refused, introduce
-from manyhands.launcher.joining.token import Token, read_token
+from manyhands.launcher import Join, JoinedHosts, write_token
+from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, JoinTimeouts, ProtocolError, checked
+from manyhands.launcher.joining.desk import JoinListener
+from manyhands.launcher.joining.handshake import HostFacts, JoinRefused, introduce
+from manyhands.launcher.joining.token import JoinToken, read_token
 from manyhands.launcher.processes import turn
 
-SECRET = Token(b"a" * 40)
+SECRET = JoinToken(b"a" * 40)
 
 
-def facts(host: str = "host2", **changes: Any) -> Facts:
-    return replace(Facts.here(resolve("cpu")[0], "work"), host=host, **changes)
+def facts(host: str = "host2", **changes: Any) -> HostFacts:
+    return replace(HostFacts.here(resolve("cpu")[0], "work"), host=host, **changes)
 
 
 class Waiting:
     """A desk that somebody attends, in a thread."""
 
-    def __init__(self, token: Token = SECRET, num_hosts: int = 2, seconds: float = 20.0) -> None:
+    def __init__(self, token: JoinToken = SECRET, num_hosts: int = 2, seconds: float = 20.0) -> None:
         self.said: list[str] = []
         listener = listen("127.0.0.1")
         self.port = listener.getsockname()[1]
-        self.desk = Desk(listener, token, lambda: facts("host1"), num_hosts, self.said.append, seconds)
+        self.desk = JoinListener(listener, token, lambda: facts("host1"), num_hosts, self.said.append, seconds)
         self._thread = threading.Thread(target=self._attend)
         self._thread.start()
 
@@ -51,9 +51,9 @@ class Waiting:
             self.desk.gather()
 
     def connect(self) -> Channel:
-        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5), Limits(20))
+        return Channel(socket.create_connection(("127.0.0.1", self.port), timeout=5), JoinTimeouts(20))
 
-    def join(self, mine: Facts, token: Token = SECRET) -> Channel:
+    def join(self, mine: HostFacts, token: JoinToken = SECRET) -> Channel:
         channel = self.connect()
         try:
             introduce(channel, token, mine)
@@ -120,7 +120,7 @@ def test_a_host_with_the_token_gets_in_and_messages_are_sealed(waiting: Callable
     assert channel.wait_for("begin", seconds=5)["devices"] == []
     # Somebody in between who sends something of his own, or the same again, is not believed.
     channel._socket.sendall(channel._socket.getsockname()[0].encode() * 20)
-    with pytest.raises(Nonsense, match="bytes"):
+    with pytest.raises(ProtocolError, match="bytes"):
         _read(there.channel)
     channel.close()
 
@@ -132,10 +132,10 @@ def _read(channel: Channel) -> None:
 
 @pytest.mark.parametrize("kind", ["wrong", "none", "expired"])
 def test_without_the_token_nobody_gets_in(waiting: Callable[..., Waiting], kind: str) -> None:
-    token = Token(SECRET.secret, time.time() - 1) if kind == "expired" else SECRET
+    token = JoinToken(SECRET.secret, time.time() - 1) if kind == "expired" else SECRET
     desk = Waiting(token=token, seconds=1.0) if kind == "expired" else waiting()
     try:
-        given = {"wrong": Token(b"b" * 40), "none": Token(b""), "expired": SECRET}[kind]
+        given = {"wrong": JoinToken(b"b" * 40), "none": JoinToken(b""), "expired": SECRET}[kind]
         with pytest.raises(SettingsError, match="its token is not that of this job, or is expired"):
             desk.join(facts(), given)
         assert not desk.desk.present
@@ -209,15 +209,15 @@ def test_strangers_do_not_hold_the_desk_up(waiting: Callable[..., Waiting]) -> N
     ],
 )  # fmt: skip
 def test_a_message_of_no_known_shape_is_nonsense(body: bytes) -> None:
-    with pytest.raises(Nonsense):
+    with pytest.raises(ProtocolError):
         checked(body)
 
 
 def test_a_host_that_proved_itself_and_hangs_up_ends_nothing() -> None:
     with listen("127.0.0.1") as listener:
         said: list[str] = []
-        desk = Desk(listener, SECRET, lambda: facts("host1"), 2, said.append, 20)
-        channel = Channel(socket.create_connection(listener.getsockname()), Limits(20))
+        desk = JoinListener(listener, SECRET, lambda: facts("host1"), 2, said.append, 20)
+        channel = Channel(socket.create_connection(listener.getsockname()), JoinTimeouts(20))
         turn(desk.selector, 5)
         threading.Thread(target=_try, args=(channel, facts("host1"))).start()
         while desk._proved.empty():
@@ -231,7 +231,7 @@ def test_a_host_that_proved_itself_and_hangs_up_ends_nothing() -> None:
         desk.close("")
 
 
-def _try(channel: Channel, mine: Facts) -> None:
+def _try(channel: Channel, mine: HostFacts) -> None:
     with contextlib.suppress(OSError, RunError, SettingsError):
         introduce(channel, SECRET, mine)
 
@@ -294,7 +294,7 @@ def test_a_number_that_is_none_is_nonsense(waiting: Callable[..., Waiting]) -> N
 
 def test_whoever_sends_does_not_wait_for_a_host_that_is_frozen() -> None:
     ours, theirs = _pair()
-    here = Channel(ours, Limits(2))
+    here = Channel(ours, JoinTimeouts(2))
 
     def print_much() -> None:
         while here.send("output", slot=0, text="x" * 10_000, stream="stdout"):
@@ -312,7 +312,7 @@ def test_whoever_sends_does_not_wait_for_a_host_that_is_frozen() -> None:
 
 def test_long_texts_lose_their_middle_and_arrive() -> None:
     ours, theirs = _pair()
-    here, there = Channel(ours, Limits(20)), Channel(theirs, Limits(20))
+    here, there = Channel(ours, JoinTimeouts(20)), Channel(theirs, JoinTimeouts(20))
     text = "first " + "x" * 2 * MAX_MESSAGE + " last"
     assert here.send("failure", slot=1, reason="it broke", traceback=text, echo=False, is_ours=False)
     assert here.send("event", slot=1, entry={"kind": "notice", "lines": [text]})
@@ -331,9 +331,9 @@ def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(wait
     desk = waiting(num_hosts=4)
     first = desk.connect()
     known = introduce(first, SECRET, facts())
-    desk.desk.token = Token(SECRET.secret, time.time() - 1)
+    desk.desk.token = JoinToken(SECRET.secret, time.time() - 1)
     again = desk.connect()
-    with pytest.raises(Refused, match="is in already") as refused:
+    with pytest.raises(JoinRefused, match="is in already") as refused:
         introduce(again, SECRET, facts(), known)
     assert refused.value.code == "present"
     first.close()
@@ -342,7 +342,7 @@ def test_a_host_comes_back_when_the_token_has_expired_and_nobody_else_comes(wait
     assert introduce(back, SECRET, facts(), known) == known
     for name, token in (("host3", known), ("host2", SECRET), ("host3", None)):
         stranger = desk.connect()
-        with pytest.raises(Refused, match="or is expired") as refused:
+        with pytest.raises(JoinRefused, match="or is expired") as refused:
             introduce(stranger, SECRET, facts(name), token)
         assert refused.value.code == "token"
         stranger.close()
@@ -362,7 +362,7 @@ def test_hosts_on_one_machine_find_each_other_on_loopback(tmp_path: Path) -> Non
         port = free.getsockname()[1]
     join = Join(address=f"127.0.0.1:{port}", hosts=3, token_file=str(tmp_path / "token"), on="cpu")
     said: list[str] = []
-    teams: list[Team] = []
+    teams: list[JoinedHosts] = []
 
     def gather() -> None:
         teams.append(join.gather(None, 20.0, said.append))
@@ -399,9 +399,9 @@ def test_hosts_on_one_machine_find_each_other_on_loopback(tmp_path: Path) -> Non
 
 def test_a_message_has_a_size() -> None:
     ours, theirs = _pair()
-    there = Channel(theirs, Limits(20))
+    there = Channel(theirs, JoinTimeouts(20))
     ours.sendall((MAX_MESSAGE + 1).to_bytes(4, "big") + bytes(64))
-    with pytest.raises(Nonsense, match="are allowed"):
+    with pytest.raises(ProtocolError, match="are allowed"):
         list(there.receive())
     ours.close()
     there.close()

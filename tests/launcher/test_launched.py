@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 import manyhands as mh
 from manyhands.core import SettingsError
-from manyhands.distributed import Device, Seat, World
+from manyhands.distributed import Device, RankInfo, World
 from manyhands.distributed.world import _current
 from manyhands.launcher import SERVER, TRAINERS, launched
 from manyhands.launcher.existing_cluster import _end_together
-from manyhands.testing import Hosts, held_ports
+from manyhands.testing import NamespaceHosts, held_ports
 from manyhands.training import joined_world
 
 Ranks = Callable[[Callable[[World], Any], int], list[Any]]
@@ -69,7 +69,7 @@ def test_a_shell_on_every_host_makes_one_world(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     common = {"WORLD_SIZE": 2, "MASTER_ADDR": "host1", "MASTER_PORT": 29511}
-    with Hosts(2) as hosts:
+    with NamespaceHosts(2) as hosts:
         ranks = [
             host.popen(
                 [sys.executable, str(script), str(tmp_path)],
@@ -134,7 +134,7 @@ def test_a_tf_config_gives_its_workers_ranks(run_ranks: Ranks) -> None:
 def test_who_serves_the_store_ends_after_the_others() -> None:
     """What it said last, that a file is written, is asked for later by whoever is slower."""
     store = dist.HashStore()
-    first, second = (Seat(rank=rank, size=2, device=Device("cpu"), timeout=600.0) for rank in range(2))
+    first, second = (RankInfo(rank=rank, size=2, device=Device("cpu"), timeout=600.0) for rank in range(2))
     ending = threading.Thread(target=_end_together, args=(store, first))
     ending.start()
     while store.add("ended0", 0) < 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manyhands.core import SettingsError
-from manyhands.launcher import Cluster, HostsFile, understood
+from manyhands.launcher import HostsFile, ResolvedCluster, understood
 
 from .environments import HYDRA, JOBSET, OPEN_MPI, PYTORCHJOB, SAMPLES, SHELLS, SLURM, TORCHRUN, tf_config
 
@@ -108,7 +108,7 @@ def test_the_innermost_source_counts_and_the_others_must_agree() -> None:
         understood({**HYDRA, "MANYHANDS_CLUSTER": "slurm"})
 
 
-def read(path: Path, text: str, here: str) -> Cluster:
+def read(path: Path, text: str, here: str) -> ResolvedCluster:
     path.write_text(text)
     return HostsFile(path, lambda name: name == here).read({})
 

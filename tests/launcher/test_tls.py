@@ -15,14 +15,14 @@ import pytest
 
 from manyhands.core import RunError, SettingsError
 from manyhands.distributed.network import listen
-from manyhands.launcher import Join, Team, tls_here, write_token
-from manyhands.launcher.joining.channel import MAX_MESSAGE, Bare, Channel, Limits, Nonsense
-from manyhands.launcher.joining.desk import Desk
-from manyhands.launcher.joining.handshake import Refused, introduce
-from manyhands.launcher.joining.tls import Plain, Tls, Tunnel
+from manyhands.launcher import Join, JoinedHosts, tls_here, write_token
+from manyhands.launcher.joining.channel import MAX_MESSAGE, Bare, Channel, JoinTimeouts, ProtocolError
+from manyhands.launcher.joining.desk import JoinListener
+from manyhands.launcher.joining.handshake import JoinRefused, introduce
+from manyhands.launcher.joining.tls import JoinTls, NoTls, Tunnel
 from tests.launcher.test_joining import SECRET, _read, facts
 
-LIMITS = Limits(4)
+LIMITS = JoinTimeouts(4)
 
 
 def openssl(*words: object) -> None:
@@ -98,11 +98,11 @@ def expired(signer: Signer) -> str:
 class Door:
     """A desk's door that one host comes to at a time."""
 
-    def __init__(self, tls: Plain) -> None:
+    def __init__(self, tls: NoTls) -> None:
         self.said: list[str] = []
         listener = listen("127.0.0.1")
         self.address = listener.getsockname()
-        self.desk = Desk(listener, SECRET, lambda: facts("host1"), 4, self.said.append, 4, tls)
+        self.desk = JoinListener(listener, SECRET, lambda: facts("host1"), 4, self.said.append, 4, tls)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend)
         self._thread.start()
@@ -112,7 +112,7 @@ class Door:
             for key, _ in self.desk.selector.select(0.05):
                 key.data()
 
-    def join(self, tls: Plain, host: str = "host2") -> Channel:
+    def join(self, tls: NoTls, host: str = "host2") -> Channel:
         sock = socket.create_connection(self.address, timeout=5)
         try:
             channel = Channel(sock, LIMITS, tls.cover(sock, LIMITS, is_first=False))
@@ -137,10 +137,10 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Callable[[Plain], Door]]:
+def door() -> Iterator[Callable[[NoTls], Door]]:
     made: list[Door] = []
 
-    def make(tls: Plain) -> Door:
+    def make(tls: NoTls) -> Door:
         made.append(Door(tls))
         return made[-1]
 
@@ -150,7 +150,7 @@ def door() -> Iterator[Callable[[Plain], Door]]:
 
 
 def test_messages_of_any_size_pass_from_many_threads_and_cannot_be_read(
-    door: Callable[[Plain], Door], host1: str, host2: str
+    door: Callable[[NoTls], Door], host1: str, host2: str
 ) -> None:
     here = door(tls_here(host1))
     channel = here.join(tls_here(host2))
@@ -186,11 +186,11 @@ def test_messages_of_any_size_pass_from_many_threads_and_cannot_be_read(
     ],
 )
 def test_who_does_not_fit_is_told_why_on_both_sides(
-    door: Callable[[Plain], Door], request: pytest.FixtureRequest, host1: str, which: str, ours: str, theirs: str
+    door: Callable[[NoTls], Door], request: pytest.FixtureRequest, host1: str, which: str, ours: str, theirs: str
 ) -> None:
     here = door(tls_here(host1))
-    given = Plain() if which == "plain" else tls_here(request.getfixturevalue(which))
-    with pytest.raises(Refused, match=ours) as refused:
+    given = NoTls() if which == "plain" else tls_here(request.getfixturevalue(which))
+    with pytest.raises(JoinRefused, match=ours) as refused:
         here.join(given)
     assert refused.value.code == "tls"
     while not here.said:
@@ -199,9 +199,9 @@ def test_who_does_not_fit_is_told_why_on_both_sides(
     assert not here.desk.present
 
 
-def test_tls_at_a_door_without_it_is_told_at_once(door: Callable[[Plain], Door], host2: str) -> None:
-    here = door(Plain())
-    with pytest.raises(Refused, match="with TLS, or none does, but got 127.0.0.1 without it; start the first host"):
+def test_tls_at_a_door_without_it_is_told_at_once(door: Callable[[NoTls], Door], host2: str) -> None:
+    here = door(NoTls())
+    with pytest.raises(JoinRefused, match="with TLS, or none does, but got 127.0.0.1 without it; start the first host"):
         here.join(tls_here(host2))
     while not here.said:
         threading.Event().wait(0.01)
@@ -209,7 +209,7 @@ def test_tls_at_a_door_without_it_is_told_at_once(door: Callable[[Plain], Door],
 
 
 def test_the_token_is_asked_for_inside_and_proves_the_certificate(
-    door: Callable[[Plain], Door], signer: Signer, host1: str, host2: str
+    door: Callable[[NoTls], Door], signer: Signer, host1: str, host2: str
 ) -> None:
     """Somebody with a certificate of the same signer stands in between, and passes on what both sides say."""
     here = door(tls_here(host1))
@@ -234,7 +234,7 @@ def test_the_token_is_asked_for_inside_and_proves_the_certificate(
     thread.start()
     sock = socket.create_connection(between.getsockname())
     channel = Channel(sock, LIMITS, joining.cover(sock, LIMITS, is_first=False))
-    with pytest.raises(Refused, match="its token is not that of this job") as refused:
+    with pytest.raises(JoinRefused, match="its token is not that of this job") as refused:
         introduce(channel, SECRET, facts())
     assert refused.value.code == "token"
     thread.join()
@@ -272,7 +272,7 @@ def test_a_folder_is_looked_at_before_anything_is_started(
         join(str(mixed))
 
 
-def test_one_certificate_that_signs_itself_is_enough(door: Callable[[Plain], Door], tmp_path: Path) -> None:
+def test_one_certificate_that_signs_itself_is_enough(door: Callable[[NoTls], Door], tmp_path: Path) -> None:
     """As the documents show it: one command, and the folder is copied like the token."""
     openssl(
         "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30",
@@ -284,12 +284,12 @@ def test_one_certificate_that_signs_itself_is_enough(door: Callable[[Plain], Doo
     channel.close()
 
 
-def test_garbage_inside_and_outside_of_it_is_nonsense(door: Callable[[Plain], Door], host1: str, host2: str) -> None:
+def test_garbage_inside_and_outside_of_it_is_nonsense(door: Callable[[NoTls], Door], host1: str, host2: str) -> None:
     here = door(tls_here(host1))
     channel = here.join(tls_here(host2))
     there = here.first()
     channel._socket.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
-    with pytest.raises(Nonsense, match="no TLS"):
+    with pytest.raises(ProtocolError, match="no TLS"):
         _read(there)
     channel.close()
     rude = socket.create_connection(here.address)
@@ -303,9 +303,9 @@ def test_a_host_that_stops_in_the_middle_of_a_record_holds_nobody_up(host1: str,
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     covers: list[Bare] = []
-    first = threading.Thread(target=lambda: covers.append(Tls(Path(host1)).cover(theirs, LIMITS, is_first=True)))
+    first = threading.Thread(target=lambda: covers.append(JoinTls(Path(host1)).cover(theirs, LIMITS, is_first=True)))
     first.start()
-    mine = Tls(Path(host2)).cover(ours, LIMITS, is_first=False)
+    mine = JoinTls(Path(host2)).cover(ours, LIMITS, is_first=False)
     first.join()
     assert isinstance(mine, Tunnel)
     assert mine.binding == covers[0].binding
@@ -322,7 +322,7 @@ def test_hosts_train_under_tls(tmp_path: Path, host1: str, host2: str) -> None:
     write_token(tmp_path / "token")
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
-    teams: list[Team] = []
+    teams: list[JoinedHosts] = []
 
     def gather(tls: str) -> None:
         join = Join(address=f"127.0.0.1:{port}", hosts=2, token_file=str(tmp_path / "token"), tls=tls, on="cpu")

@@ -13,10 +13,10 @@ import pytest
 
 import manyhands as mh
 from manyhands.core import SettingsError
-from manyhands.distributed.links import Link
+from manyhands.distributed.links import MeasuredLink
 from manyhands.launcher import whole_host
 from manyhands.launcher.joining.probing import candidates, chosen
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from .environments import tf_config
 
@@ -43,7 +43,7 @@ def test_a_tf_config_with_two_devices_per_host(tmp_path: Path) -> None:
     roles = {"worker": ["host1:7777", "host2:7777"]}
     path = {"PYTHONPATH": str(Path(mh.__file__).parents[1]), "OMP_NUM_THREADS": "1", "MANYHANDS_TOKEN": TOKEN}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    with Hosts(2, rate="40mbit") as hosts:
+    with NamespaceHosts(2, rate="40mbit") as hosts:
         hosts.add_wire("eth1", "10.78.0")
         programs = [
             host.popen(
@@ -102,8 +102,8 @@ def test_who_joins_with_a_rank_per_device(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_another_way_must_be_clearly_faster_and_no_less_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ways(*rates: tuple[str, str, float]) -> list[Link]:
-        return [Link(host, "eth", address, 1e-4, rate) for host, address, rate in rates]
+    def ways(*rates: tuple[str, str, float]) -> list[MeasuredLink]:
+        return [MeasuredLink(host, "eth", address, 1e-4, rate) for host, address, rate in rates]
 
     assert chosen([], "10.0.0.1") == "10.0.0.1"
     assert chosen(ways(("b", "10.0.0.1", 1e9), ("b", "10.1.0.1", 1.2e9)), "10.0.0.1") == "10.0.0.1"

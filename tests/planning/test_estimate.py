@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.core import SettingsError, StrategySpec
-from manyhands.costs import Chip, Network, Piece, Servers, Work, link, trace
+from manyhands.costs import Chip, Network, NetworkPart, PassCost, Servers, link, trace
 from manyhands.planning import (
     Cluster,
     Estimate,
@@ -35,10 +35,10 @@ CLOCK = Chip(name="clock", flops={"fp32": 1.0}, memory=1e12, bandwidth=1e30, rea
 def timed(seconds: float, params: float, pieces: int = 8, **more: Any) -> Workload:
     """A network whose forward and backward of one sample take so long on a clock."""
     made = tuple(
-        Piece(
+        NetworkPart(
             name=str(index),
-            forward=Work(flops=seconds / 3 / pieces),
-            backward=Work(flops=2 * seconds / 3 / pieces),
+            forward=PassCost(flops=seconds / 3 / pieces),
+            backward=PassCost(flops=2 * seconds / 3 / pieces),
             param_bytes=int(4 * params / pieces),
             params=int(params / pieces),
             output=1e6,

@@ -15,7 +15,7 @@ from manyhands import plans
 from manyhands.core import StrategySpec, Task
 from manyhands.distributed import NullWorld
 from manyhands.planning import Cluster, Footprint, Workload, estimate
-from manyhands.profiling import Memory
+from manyhands.profiling import MemoryProfile
 from manyhands.profiling.memory import MemoryWatch
 from manyhands.training import Steps
 
@@ -23,7 +23,7 @@ PICTURES = (torch.randn(16, 3, 64, 64), torch.randint(10, (16,)))
 WORKS = TASKS | {"ResNet": TASKS["CNN"].replace(model=partial(resnet, 16), data=PICTURES)}
 
 
-def seen(task: Task, spec: StrategySpec) -> Memory:
+def seen(task: Task, spec: StrategySpec) -> MemoryProfile:
     """What the second step holds: the first one makes the optimizer's state."""
     steps = Steps(NullWorld(), task, spec)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.profiling import Larger, Largest, Memory, Operations, Profile, RankProfile
+from manyhands.profiling import Larger, Largest, MemoryProfile, OperationTable, Profile, RankProfile
 from manyhands.profiling.memory import KINDS
 from manyhands.training import Breakdown
 
@@ -78,9 +78,9 @@ def profile(*ranks: RankProfile, **more: Any) -> Profile:
     return Profile(**{"name": "task", "strategy": "replicas=1", "batch_size": 32, "ranks": ranks, **more})
 
 
-def held(**kinds: int) -> Memory:
+def held(**kinds: int) -> MemoryProfile:
     sizes = {kind: (kinds.get(kind.replace(" ", "_"), 0),) for kind in KINDS}
-    return Memory(moments=(0.0,), bytes=sizes, phases=("backward",))
+    return MemoryProfile(moments=(0.0,), bytes=sizes, phases=("backward",))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def held(**kinds: int) -> Memory:
                 rank(
                     seconds={"forward": 0.0004, "backward": 0.0008},
                     larger=Larger(rows=512, seconds=0.0013, usual=0.0012),
-                    watched=Operations(operations=(), modules=(), bars=(), busy=0.09),
+                    watched=OperationTable(operations=(), modules=(), bars=(), busy=0.09),
                 ),
                 batch_size=128,
             ),

@@ -18,7 +18,7 @@ import manyhands as mh
 from manyhands.core import read_events
 from manyhands.launcher import write_token
 from manyhands.storage import CheckpointStore
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 from tests.launcher.test_tls import Signer
 from tests.recovery import work
 
@@ -30,7 +30,7 @@ SOURCE = Path(mh.__file__).parents[1]
 class Servers:
     """A job on some hosts: their commands, what the first one wrote, and ways to hurt them."""
 
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
+    def __init__(self, hosts: NamespaceHosts, folder: Path) -> None:
         self.hosts, self.folder, self.programs = hosts, folder, {}
         self._told: tuple[int, list[dict[str, Any]]] = (0, [])
         self.hurry = folder / "hurry"
@@ -101,10 +101,10 @@ class Servers:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Callable[[int], Servers]]:
-    held: list[tuple[Hosts, Servers]] = []
+    held: list[tuple[NamespaceHosts, Servers]] = []
 
     def make(count: int) -> Servers:
-        hosts = Hosts(count).__enter__()
+        hosts = NamespaceHosts(count).__enter__()
         held.append((hosts, Servers(hosts, tmp_path)))
         return held[-1][1]
 

@@ -14,7 +14,7 @@ import torch
 import manyhands as mh
 from manyhands.core import NoProgress, WorkerFailed
 from manyhands.launcher import write_token
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 from tests.recovery.test_local import Fault, kill
 from tests.training.problems import problem
 
@@ -110,7 +110,7 @@ def test_over_hosts_with_two_devices_each(tmp_path: Path) -> None:
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(mh.__file__).parents[1])}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with Hosts(2) as hosts:
+    with NamespaceHosts(2) as hosts:
         programs = [host.popen(command, env=env, cwd=tmp_path, **options) for host in hosts]
         said = [program.communicate(timeout=80) for program in programs]
     assert [program.returncode for program in programs] == [0, 0], said

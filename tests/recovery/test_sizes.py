@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands import training
 from manyhands.distributed import Device
 from manyhands.launcher import LocalEngine
-from manyhands.launcher.coordinator import Conductor, Here, Meeting
+from manyhands.launcher.coordinator import Coordinator, LocalHost, Rendezvous
 from manyhands.launcher.pickles import pack
 from manyhands.launcher.processes import Process
 from manyhands.launcher.rank import Assignment
@@ -27,7 +27,7 @@ from tests.training.problems import problem
 STEPS = 24
 
 
-class Beside(Here):
+class Beside(LocalHost):
     """A second host, whose processes are on this machine too: it is gone when its rank is killed."""
 
     def heard_end(self, slot: int, process: Process) -> None:
@@ -45,8 +45,8 @@ class TwoHosts:
         self._comes_back = comes_back
         self._parcel = pack(Assignment.here(functools.partial(training.train, job=job), _devices(size), 60, True))
         zygote = engine.warm_up()
-        here = Here("host1", _devices(size - 1), zygote, self._parcel)
-        self.conductor = Conductor(here, Meeting(), after_loss="regroup", timeout=60, unit=unit)
+        here = LocalHost("host1", _devices(size - 1), zygote, self._parcel)
+        self.conductor = Coordinator(here, Rendezvous(), after_loss="regroup", timeout=60, unit=unit)
         self._zygote, self.beside = zygote, []
         self._join()
         self.conductor.call()

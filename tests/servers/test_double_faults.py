@@ -38,17 +38,17 @@ def marked(task: mh.Task, folder: Path, roles: tuple[str, ...]) -> mh.Task:
     assert make is not None
 
     def optimizer(model: nn.Module) -> Any:
-        from manyhands.strategies.served import Server
+        from manyhands.strategies.served import ParameterShardServer
 
         if os.getpid() != parent:
-            plain = Server._join
+            plain = ParameterShardServer._join
 
-            def join(self: Server) -> None:
+            def join(self: ParameterShardServer) -> None:
                 if ("server" if self.leads else "follower") in roles:
                     (folder / f"pid{os.getpid()}").touch()
                 plain(self)
 
-            Server._join = join  # type: ignore[method-assign]
+            ParameterShardServer._join = join  # type: ignore[method-assign]
         return make(model)
 
     return task.replace(optimizer=optimizer)
@@ -74,12 +74,12 @@ def test_a_server_may_die_while_another_one_sums(tmp_path: Path) -> None:
     parent = os.getpid()
 
     def optimizer(model: nn.Module) -> Any:
-        from manyhands.strategies.served import Server
+        from manyhands.strategies.served import ParameterShardServer
 
         if os.getpid() != parent:
-            plain = Server._take_step
+            plain = ParameterShardServer._take_step
 
-            def slow(self: Server, message: Any) -> None:
+            def slow(self: ParameterShardServer, message: Any) -> None:
                 number = self.shard.number
                 if self.leads and message.step == 5 and first(tmp_path / f"lead{number}"):
                     time.sleep(0.1 if number == 0 else 1.0)
@@ -87,7 +87,7 @@ def test_a_server_may_die_while_another_one_sums(tmp_path: Path) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                 plain(self, message)
 
-            Server._take_step = slow  # type: ignore[method-assign]
+            ParameterShardServer._take_step = slow  # type: ignore[method-assign]
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     task = problem("mlp", rows=96).replace(optimizer=optimizer, clip=1.0)

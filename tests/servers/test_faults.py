@@ -88,19 +88,19 @@ def deadly_loss(trap: str) -> Any:
     """A loss whose worker dies in the middle of its next push: one server has the gradient, the other has not."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        from manyhands.strategies.served import Client
+        from manyhands.strategies.served import ParameterClient
 
-        if os.path.exists(trap) and not hasattr(Client, "calm"):
-            Client.calm, fill = True, Client._fill  # type: ignore[attr-defined]
+        if os.path.exists(trap) and not hasattr(ParameterClient, "calm"):
+            ParameterClient.calm, fill = True, ParameterClient._fill  # type: ignore[attr-defined]
             calls: list[int] = []
 
-            def fill_and_die(self: Client, link: Any) -> list[int]:
+            def fill_and_die(self: ParameterClient, link: Any) -> list[int]:
                 calls.append(1)
                 if len(calls) == 2:
                     die_if(trap)
                 return fill(self, link)
 
-            Client._fill = fill_and_die  # type: ignore[method-assign]
+            ParameterClient._fill = fill_and_die  # type: ignore[method-assign]
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     return loss

@@ -34,12 +34,12 @@ def mortal(make: Callable[[nn.Module], Any], trap: str, point: str) -> Callable[
     parent = os.getpid()
 
     def optimizer(model: nn.Module) -> Any:
-        from manyhands.strategies.served import Server
+        from manyhands.strategies.served import ParameterShardServer
 
         if os.getpid() != parent:
-            plain = getattr(Server, name)
+            plain = getattr(ParameterShardServer, name)
 
-            def deadly(self: Server, *rest: Any) -> Any:
+            def deadly(self: ParameterShardServer, *rest: Any) -> Any:
                 if self.leads == leads and not after:
                     die_if(trap)
                 found = plain(self, *rest)
@@ -47,7 +47,7 @@ def mortal(make: Callable[[nn.Module], Any], trap: str, point: str) -> Callable[
                     die_if(trap)
                 return found
 
-            setattr(Server, name, deadly)
+            setattr(ParameterShardServer, name, deadly)
         return make(model)
 
     return optimizer

@@ -18,9 +18,9 @@ import manyhands as mh
 from manyhands.core import WorkerFailed
 from manyhands.distributed import World, resolve
 from manyhands.distributed import world as worlds
-from manyhands.launcher import Job, LocalEngine
+from manyhands.launcher import LocalEngine, RunningJob
 from manyhands.strategies import served
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from ..training.problems import problem
 from .test_faults import wait_for
@@ -76,7 +76,9 @@ def member(
 class Programs:
     """A cluster whose members can be started and killed one by one."""
 
-    def __init__(self, engine: LocalEngine, hosts: Hosts, folder: Path, num_servers: int, followers: int = 0) -> None:
+    def __init__(
+        self, engine: LocalEngine, hosts: NamespaceHosts, folder: Path, num_servers: int, followers: int = 0
+    ) -> None:
         self._engine, self._hosts, self._folder, self._followers = engine, hosts, folder, followers
         roles = [("chief", 0), *(("ps", i) for i in range(num_servers)), ("worker", 0), ("worker", 1)]
         self.host = dict(zip(roles, hosts, strict=True))
@@ -85,7 +87,7 @@ class Programs:
             mine = [f"{self.host[key].address}:{PORT}" for key in roles if key[0] == role]
             self._cluster[role] = mine
         self._pool = ThreadPoolExecutor(len(roles) + 2)
-        self.jobs: dict[tuple[str, int], tuple[Job, Future[Any]]] = {}
+        self.jobs: dict[tuple[str, int], tuple[RunningJob, Future[Any]]] = {}
 
     def start(self, role: str, index: int = 0, *callbacks: Any, resume: bool = False) -> None:
         config = json.dumps({"cluster": self._cluster, "task": {"type": role, "index": index}})
@@ -123,7 +125,7 @@ class Programs:
 @pytest.fixture
 def programs(request: pytest.FixtureRequest, engine: LocalEngine, tmp_path: Path) -> Iterator[Programs]:
     num_servers, followers = getattr(request, "param", (2, 0))
-    with Hosts(3 + num_servers) as hosts:
+    with NamespaceHosts(3 + num_servers) as hosts:
         found = Programs(engine, hosts, tmp_path, num_servers, followers)
         try:
             yield found
@@ -191,7 +193,7 @@ def talk(world: World, hosts: Sequence[Any]) -> str:
     context = served.new_context()
     address = f"tcp://{hosts[0].address}:{PORT}"
     if world.rank == 0:
-        listener = served.Listener(context, TOKEN.encode(), 2.0, hosts[0].address, PORT)
+        listener = served.MessageListener(context, TOKEN.encode(), 2.0, hosts[0].address, PORT)
         while not listener._known:
             listener.receive()
         hosts[0].link_down()
@@ -211,7 +213,7 @@ def talk(world: World, hosts: Sequence[Any]) -> str:
 
 
 def test_a_host_that_vanishes_is_missed_although_nothing_was_asked(engine: LocalEngine) -> None:
-    with Hosts(2) as hosts:
+    with NamespaceHosts(2) as hosts:
         job = engine.start(functools.partial(talk, hosts=list(hosts)), resolve("cpu*2")[0], timeout=60)
         said = job.wait(lambda rank, entry: None, print)
     assert said == ["gone", f"the connection to tcp://{hosts[0].address}:{PORT} was lost"]

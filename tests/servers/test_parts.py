@@ -26,10 +26,10 @@ from manyhands.strategies.served import post
 from manyhands.strategies.served.door import knock
 from manyhands.strategies.served.layout import buffers_of
 from manyhands.strategies.served.ledger import Ledger
-from manyhands.strategies.served.messages import Ask, Attached, Push, Shaped, State, encode
+from manyhands.strategies.served.messages import Ask, Attached, Push, ServerState, Shaped, encode
 from manyhands.strategies.served.post import REFUSED
 from manyhands.strategies.served.shared import SharedSlots
-from manyhands.strategies.served.table import Table
+from manyhands.strategies.served.table import ServerTable
 from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
 
 
@@ -101,7 +101,7 @@ def test_rows_are_made_when_they_are_asked_for() -> None:
     with served_tables():
         declared = mh.Embedding(1 << 40, 4, seed=5)
     assert declared.weight.numel() == 0
-    table = Table(declared, "sgd", {}, torch.float32)
+    table = ServerTable(declared, "sgd", {}, torch.float32)
     ids = torch.tensor([3, 1 << 39, 3])
     assert torch.equal(table.rows(ids), first_rows(ids.numpy(), 4, 5))
     assert len(table.state()[0]) == 2
@@ -137,7 +137,7 @@ def test_rows_are_trained_as_torch_does_or_refused(kind: str, settings: dict[str
             served.settings_of("0", declared[0], theirs, declared)
         return
     kind_here = served.kind_of(declared[0], theirs)
-    table = Table(declared[0], kind_here, served.settings_of("0", declared[0], theirs, declared), torch.float64)
+    table = ServerTable(declared[0], kind_here, served.settings_of("0", declared[0], theirs, declared), torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         plain[0].weight.grad = torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_rows_are_trained_as_torch_does_or_refused(kind: str, settings: dict[str
 def test_statistics_of_many_asynchronous_workers_stay_near_the_truth(num_workers: int) -> None:
     layer = nn.BatchNorm1d(4)
     share = served.cut(layer, 1, whole=False)[0]
-    shard = served.Shard(0, share, layer, torch.optim.SGD(layer.parameters(), lr=0.0))
+    shard = served.ServerShard(0, share, layer, torch.optim.SGD(layer.parameters(), lr=0.0))
     first = layer.state_dict()
     where = {piece.name: (index, piece.place) for index, slab in enumerate(share) for piece in slab.pieces}
     for name, (index, place) in where.items():
@@ -196,9 +196,9 @@ def test_a_push_is_entered_once() -> None:
 
 
 @pytest.fixture
-def listener() -> Iterator[served.Listener]:
+def listener() -> Iterator[served.MessageListener]:
     context = served.new_context()
-    listener = served.Listener(context, b"right" * 8, 60.0)
+    listener = served.MessageListener(context, b"right" * 8, 60.0)
     done = threading.Event()
     heard: list[Any] = []
     peers: list[bytes] = []
@@ -211,7 +211,7 @@ def listener() -> Iterator[served.Listener]:
                     heard.append(got[1])
                     peers.append(got[0])
                     if isinstance(got[1], Ask):
-                        listener.send(got[0], served.End())
+                        listener.send(got[0], served.EndOfWork())
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -223,21 +223,21 @@ def listener() -> Iterator[served.Listener]:
     context.term()
 
 
-def test_only_who_knows_the_token_is_heard(listener: served.Listener) -> None:
+def test_only_who_knows_the_token_is_heard(listener: served.MessageListener) -> None:
     assert listener.address.startswith("tcp://127.0.0.1:")
     context = served.new_context()
     with pytest.raises(served.LinkLost, match="does not know this job's token"):
         served.Caller(context, b"wrong" * 8, listener.address, 5.0)
     caller = served.Caller(context, b"right" * 8, listener.address, 5.0)
     caller.send(Ask(1))
-    assert isinstance(caller.expect(5.0)[0], served.End)
+    assert isinstance(caller.expect(5.0)[0], served.EndOfWork)
     caller.close()
     context.term()
     assert [type(message).__name__ for message in listener.heard] == ["Ask"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("how", ["no name", "a wrong password", "a name that was used", "another's address"])
-def test_strangers_are_not_heard_and_take_no_memory(listener: served.Listener, how: str) -> None:
+def test_strangers_are_not_heard_and_take_no_memory(listener: served.MessageListener, how: str) -> None:
     context, token = served.new_context(), b"right" * 8
     raw = context.socket(zmq.DEALER)
     if how == "a wrong password":
@@ -270,13 +270,13 @@ def test_strangers_are_not_heard_and_take_no_memory(listener: served.Listener, h
     context.term()
 
 
-def test_nonsense_of_a_member_is_not_heard(listener: served.Listener) -> None:
+def test_nonsense_of_a_member_is_not_heard(listener: served.MessageListener) -> None:
     context = served.new_context()
     caller = served.Caller(context, b"right" * 8, listener.address, 5.0)
     for frames in ([b"\x80nonsense"], [b"x" * (2 << 20)], [b""]):
         caller.socket.send_multipart(frames)
     caller.send(Ask(2))
-    assert isinstance(caller.expect(5.0)[0], served.End)
+    assert isinstance(caller.expect(5.0)[0], served.EndOfWork)
     caller.close()
     context.term()
     assert listener.heard == [Ask(2)]  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def test_tensors_of_any_length_travel_in_parts(monkeypatch: pytest.MonkeyPatch, 
 def test_a_message_that_is_too_long_is_an_error_where_it_is_made() -> None:
     slots = [{"step": 1.0, "exp_avg": Shaped([3, 3, 256], "float32")}] * 400_000
     with pytest.raises(RunError, match="a State of .* bytes is too long, .* use more servers"):
-        encode(State(1, slots, [], 0, 0))
+        encode(ServerState(1, slots, [], 0, 0))
 
 
 def test_shared_memory_is_taken_only_if_both_ends_see_it() -> None:
@@ -314,11 +314,13 @@ def test_shared_memory_is_taken_only_if_both_ends_see_it() -> None:
 
 
 @pytest.fixture
-def server(listener: served.Listener) -> Iterator[served.Server]:
+def server(listener: served.MessageListener) -> Iterator[served.ParameterShardServer]:
     """A server that serves in a thread; its chief says nothing."""
     model = network()
-    shard = served.Shard(0, served.cut(model, 1, whole=False)[0], model, torch.optim.SGD(model.parameters(), lr=0.1))
-    server = served.Server(shard, mh.ParameterServer(workers=1), listener.address, b"right" * 8, 8.0)
+    shard = served.ServerShard(
+        0, served.cut(model, 1, whole=False)[0], model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    server = served.ParameterShardServer(shard, mh.ParameterServer(workers=1), listener.address, b"right" * 8, 8.0)
     thread = threading.Thread(target=server.run)
     thread.start()
     yield server
@@ -330,7 +332,7 @@ def server(listener: served.Listener) -> Iterator[served.Server]:
     thread.join()
 
 
-def test_a_server_keeps_no_memory_of_workers_that_are_gone(server: served.Server) -> None:
+def test_a_server_keeps_no_memory_of_workers_that_are_gone(server: served.ParameterShardServer) -> None:
     context = served.new_context()
     for worker in (0, 0, 1, 0):
         caller = served.Caller(context, b"right" * 8, server._listener.address, 8.0)
@@ -348,14 +350,14 @@ def test_a_server_keeps_no_memory_of_workers_that_are_gone(server: served.Server
 
 def test_who_waits_for_a_server_that_is_gone_hears_the_news() -> None:
     model = network()
-    client = served.Client(model, served.cut(model, 1, whole=False), -1, None, b"right" * 8, 8.0)
+    client = served.ParameterClient(model, served.cut(model, 1, whole=False), -1, None, b"right" * 8, 8.0)
 
     def news() -> None:
         raise KeyError("the server was lost")
 
     client.on_wait = news
     with pytest.raises(KeyError, match="the server was lost"):
-        client.connect(served.Crew(1, ["tcp://127.0.0.1:9"]))
+        client.connect(served.ServerList(1, ["tcp://127.0.0.1:9"]))
     client.close()
 
 

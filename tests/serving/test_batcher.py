@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
-from manyhands.serving.batcher import ATTEMPTS, Batch, Batcher, BatchSettings, Ticket
-from manyhands.serving.pace import Pace
-from manyhands.serving.slots import FREE_BYTES, Layout
+from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchSettings, RequestBatch, Ticket
+from manyhands.serving.pace import BatchTimeModel
+from manyhands.serving.slots import FREE_BYTES, SlotLayout
 
 
 class Desk:
@@ -38,7 +38,7 @@ class Desk:
         for task in tasks:
             task()
 
-    def compute(self, worker: int = 0) -> Batch:
+    def compute(self, worker: int = 0) -> RequestBatch:
         """A replica finishes its oldest batch: each row is answered with twice itself."""
         view = self.workers[worker].written()
         batch = self.workers[worker].take()
@@ -50,7 +50,7 @@ class Desk:
 
 class ScriptedWorker:
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[RequestBatch] = []
         self.views: list[np.ndarray] = []
         self.writes: list[Callable[[], None]] = []
 
@@ -62,7 +62,7 @@ class ScriptedWorker:
     def num_rows(self) -> int:
         return sum(batch.rows for batch in self.batches)
 
-    def send(self, batch: Batch) -> None:
+    def send(self, batch: RequestBatch) -> None:
         assert self.num_free
         self.batches.append(batch)
         self.views.append(np.empty((batch.size, *batch.shapes[0]), np.float32))
@@ -73,7 +73,7 @@ class ScriptedWorker:
         self.writes[0]()
         return self.views[0]
 
-    def take(self) -> Batch:
+    def take(self) -> RequestBatch:
         self.views.pop(0)
         self.writes.pop(0)
         return self.batches.pop(0)
@@ -263,7 +263,7 @@ def test_after_a_slow_burst_short_deadlines_are_taken_again() -> None:
 def test_a_pace_lies_between_what_any_batch_took_and_what_rows_took(
     batches: list[tuple[int, float]], rows: int
 ) -> None:
-    pace = Pace()
+    pace = BatchTimeModel()
     for batch in batches:
         pace.learn(*batch)
     last = batches[-16:]
@@ -342,14 +342,14 @@ def test_a_batch_holds_no_more_than_a_replicas_memory() -> None:
 
 
 def test_rows_that_fit_into_a_slot() -> None:
-    free = Layout(Signature({"x": TensorSpec("float32", (None, None)), "n": TensorSpec("int64", (None,))}, {}), 64)
+    free = SlotLayout(Signature({"x": TensorSpec("float32", (None, None)), "n": TensorSpec("int64", (None,))}, {}), 64)
     for width in (1, 1 << 20, (1 << 20) + 1, 1 << 25):
         rows = free.rows_fitting([(width,), ()])
         assert 1 <= rows <= 64
         assert rows * (4 * width + 8) <= FREE_BYTES
         assert rows == 64 or (rows + 1) * (4 * width + 8) + 128 > FREE_BYTES
     assert free.rows_fitting([(1 << 26,), ()]) == 0
-    fixed = Layout(Signature({"x": TensorSpec("float32", (None, 1 << 25))}, {}), 64)
+    fixed = SlotLayout(Signature({"x": TensorSpec("float32", (None, 1 << 25))}, {}), 64)
     assert fixed.rows_fitting([(1 << 25,)]) == 64
 
 

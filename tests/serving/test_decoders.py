@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
 from manyhands.serving import Server
-from manyhands.serving.folder import Policy
+from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.http import BadRequest, Inflating
 from manyhands.serving.kinds import KINDS, from_numbers
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
@@ -137,7 +137,7 @@ def test_words_in_heads_paths_and_options(text: str, raw: bytes, length: int) ->
         assert 0 <= header_size(raw, length) <= length
     with contextlib.suppress(*REFUSED):
         version_number("m", text)
-    for parse in (Policy.parse, Address.parse):
+    for parse in (VersionPolicy.parse, Address.parse):
         with contextlib.suppress(SettingsError):
             parse(text)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Connection, Listener, Request
+from manyhands.serving.http import _MAX_DIRECT, _NUM_READ, BadRequest, Connection, HttpListener, Request
 from manyhands.serving.limits import Limits
 
 Talk = Callable[[int], Awaitable[Any]]
@@ -26,9 +26,9 @@ Talk = Callable[[int], Awaitable[Any]]
 def serve(
     talk: Talk,
     handler: Callable[[Request], None] | None = None,
-    listening: list[Listener] | None = None,
+    listening: list[HttpListener] | None = None,
     **limits: Any,
-) -> tuple[Any, Listener]:
+) -> tuple[Any, HttpListener]:
     """Runs a client's side against a listener that answers with the body, or as the handler says."""
 
     def echo(request: Request) -> None:
@@ -38,7 +38,7 @@ def serve(
             request.answer(error.status, error.reason.encode())
 
     request_limits = Limits(**limits)
-    listener = Listener(handler or echo, request_limits)
+    listener = HttpListener(handler or echo, request_limits)
     if listening is not None:
         listening.append(listener)
 
@@ -186,7 +186,7 @@ def test_who_may_not_come_in_is_refused_before_the_body_is_read() -> None:
         return None if headers.get(b"authorization") == b"yes" else (401, "no")
 
     async def run() -> tuple[bytes, int]:
-        listener = Listener(lambda request: request.answer(200, b""), Limits(), None, admit)
+        listener = HttpListener(lambda request: request.answer(200, b""), Limits(), None, admit)
         port = await listener.open("127.0.0.1", 0)
         try:
             head = b"POST /x HTTP/1.1\r\nContent-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
@@ -315,7 +315,7 @@ def test_of_large_pipelined_requests_only_a_few_are_taken_ahead() -> None:
         writer.close()
         return ahead, connection._num_waiting
 
-    listeners: list[Listener] = []
+    listeners: list[HttpListener] = []
 
     def keep(request: Request) -> None:
         listeners.append(request._connection._listener)
@@ -354,13 +354,13 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
         return len(listener_connections())
 
     started: list[bool] = []
-    holder: list[Listener] = []
+    holder: list[HttpListener] = []
 
     def listener_connections() -> set[Any]:
         return holder[0].connections
 
     limits = Limits(receive=0.4)
-    holder.append(Listener(much, limits))
+    holder.append(HttpListener(much, limits))
 
     async def run() -> int:
         port = await holder[0].open("127.0.0.1", 0)
@@ -373,7 +373,7 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
 
 
 def test_answers_that_are_not_taken_count_until_their_client_is_gone() -> None:
-    listeners: list[Listener] = []
+    listeners: list[HttpListener] = []
 
     def much(request: Request) -> None:
         listeners.append(request._connection._listener)
@@ -471,7 +471,7 @@ def test_half_a_body_goes_with_its_client() -> None:
             await asyncio.sleep(0.001)
         return left()
 
-    listeners = [Listener(lambda request: None, Limits())]
+    listeners = [HttpListener(lambda request: None, Limits())]
 
     async def run() -> Any:
         port = await listeners[0].open("127.0.0.1", 0)
@@ -520,7 +520,7 @@ def test_one_body_is_not_more_than_all() -> None:
 
 def test_while_closing_every_answer_ends_its_connection() -> None:
     async def run() -> list[bytes]:
-        listener = Listener(lambda request: requests.append(request), Limits())
+        listener = HttpListener(lambda request: requests.append(request), Limits())
         requests: list[Request] = []
         port = await listener.open("127.0.0.1", 0)
         whole, half = post(b"last", close=False), post(b"later", close=False)
@@ -571,7 +571,7 @@ def test_connections_without_a_whole_head_stay_outside() -> None:
             await asyncio.sleep(0.01)
         return num_inside, len(listening[0].connections), answer
 
-    listening: list[Listener] = []
+    listening: list[HttpListener] = []
     (num_inside, num_after, answer), _ = serve(talk, listening=listening)
     assert (num_inside, num_after) == (0, 0)
     assert answer.endswith(b"abc")

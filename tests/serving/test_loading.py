@@ -19,13 +19,13 @@ from torch import Tensor
 from manyhands.core import Predictor, RequestRefused
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import BatchSettings, Probation, computing
+from manyhands.serving import BatchSettings, RolloutGuard, computing
 from manyhands.serving.catalogue import Catalogue, CatalogueSettings
 from manyhands.serving.computing import Given, Starved, quietly
-from manyhands.serving.folder import Policy
-from manyhands.serving.meeting import Meeting
-from manyhands.serving.replica import Replica
-from manyhands.serving.version import Place, Version
+from manyhands.serving.folder import VersionPolicy
+from manyhands.serving.meeting import ReplicaRendezvous
+from manyhands.serving.replica import ServingReplica
+from manyhands.serving.version import ReplicaPlacement, Version
 from manyhands.storage import OutputMismatch
 
 from .conftest import publish
@@ -50,9 +50,9 @@ class Shy:
 
 def test_a_replica_that_got_no_core_is_loaded_like_any_other_work(engine: LocalEngine) -> None:
     async def start(device: Device) -> tuple[int, str]:
-        meeting = Meeting()
+        meeting = ReplicaRendezvous()
         try:
-            replica = await Replica.start(engine, meeting, Shy(), device, (1,))
+            replica = await ServingReplica.start(engine, meeting, Shy(), device, (1,))
             policy = os.sched_getscheduler(replica.pid)
             replica.close()
             return policy, await replica.ended()
@@ -64,9 +64,9 @@ def test_a_replica_that_got_no_core_is_loaded_like_any_other_work(engine: LocalE
 
 def test_what_is_unloaded_while_it_loads_does_not_come_back(engine: LocalEngine) -> None:
     async def run(device: Device) -> str:
-        meeting = Meeting()
+        meeting = ReplicaRendezvous()
         try:
-            version = Version("shy", 1, Shy(), Place(engine, meeting, [device]), BatchSettings(max_rows=1))
+            version = Version("shy", 1, Shy(), ReplicaPlacement(engine, meeting, [device]), BatchSettings(max_rows=1))
             loading = asyncio.create_task(version.load(quietly=True))
             await asyncio.sleep(0)
             await version.end(patience=1.0)
@@ -90,9 +90,9 @@ class Doubtful(Predictor):
 
 def test_why_a_replica_could_not_warm_up_is_told(engine: LocalEngine) -> None:
     async def start(device: Device) -> None:
-        meeting = Meeting()
+        meeting = ReplicaRendezvous()
         try:
-            await Replica.start(engine, meeting, Given(Doubtful()), device, (1,), quietly=False)
+            await ServingReplica.start(engine, meeting, Given(Doubtful()), device, (1,), quietly=False)
         finally:
             meeting.close()
 
@@ -126,8 +126,8 @@ def run_uneven(
     """Does something when the first of two replicas is ready; the version ends after that."""
 
     async def run() -> None:
-        meeting = Meeting()
-        place = Place(engine, meeting, resolve("cpu*2")[0])
+        meeting = ReplicaRendezvous()
+        place = ReplicaPlacement(engine, meeting, resolve("cpu*2")[0])
         version = Version("uneven", 1, Uneven(folder), place, BatchSettings(max_rows=1))
         loading = asyncio.create_task(version.load(quietly=False))
         try:
@@ -175,8 +175,8 @@ def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Pat
         publish(adder, tmp_path / "adder", number)
     settings = CatalogueSettings(
         root=tmp_path,
-        policy=Policy.parse("latest"),
-        probation=Probation(seconds=0),
+        policy=VersionPolicy.parse("latest"),
+        probation=RolloutGuard(seconds=0),
         batch=BatchSettings(max_rows=1),
         poll=60.0,
     )
@@ -187,8 +187,8 @@ def test_what_two_ask_for_at_once_is_loaded_once(engine: LocalEngine, adder: Pat
             loaded.append(values["version"])
 
     async def run() -> list[int]:
-        meeting = Meeting()
-        catalogue = Catalogue(settings, Place(engine, meeting, resolve("cpu")[0]), say)
+        meeting = ReplicaRendezvous()
+        catalogue = Catalogue(settings, ReplicaPlacement(engine, meeting, resolve("cpu")[0]), say)
         try:
             await catalogue.start()
             found = await asyncio.gather(catalogue.roll_back("adder"), catalogue.roll_back("adder"))

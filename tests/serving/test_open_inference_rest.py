@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from manyhands.serving.protocols.heads import Heads, Wanted
+from manyhands.serving.protocols.heads import RequestedOutputs, RequestHeads
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 INPUT = {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ROWS.ravel().tolist()}
@@ -67,9 +67,9 @@ def test_texts_that_come_again_belong_to_a_version() -> None:
     one: Any = Version()
     two: Any = Version()
     inputs = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
-    heads, wanted = Heads(), Wanted(None, {"y": True}, None, 0)
+    heads, wanted = RequestHeads(), RequestedOutputs(None, {"y": True}, None, 0)
     heads.keep(one, b"text", ["b", "a"], inputs, wanted)
-    heads.keep(one, b"named", ["b", "a"], inputs, Wanted("7", {"y": True}, None, 0))
+    heads.keep(one, b"named", ["b", "a"], inputs, RequestedOutputs("7", {"y": True}, None, 0))
     assert heads.find(two, b"text", 40) is heads.find(one, b"text", 41) is heads.find(one, b"named", 40) is None
     head = heads.find(one, b"text", 40)
     assert head is not None

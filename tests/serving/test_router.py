@@ -29,7 +29,7 @@ from manyhands.serving.routing.backend import Address, Backend, Lost
 from manyhands.serving.routing.fleet import READY, Fleet
 from manyhands.serving.routing.management import RouterManagement
 from manyhands.serving.routing.router import MANAGING
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 from .conftest import Start, publish
 from .test_grpc import predict, tensor
@@ -318,7 +318,7 @@ def test_kill_9_of_a_server_on_another_host_loses_no_request(adder: Path, tmp_pa
     counts = {"http": 0, "grpc": 0}
     wrong: list[str] = []
 
-    with Hosts(3) as hosts, contextlib.ExitStack() as stack:
+    with NamespaceHosts(3) as hosts, contextlib.ExitStack() as stack:
 
         def serve(number: int) -> None:
             here = ["--host", hosts[number].address, "--manage-host", hosts[number].address]

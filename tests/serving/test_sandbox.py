@@ -26,10 +26,10 @@ from manyhands.core import ArchiveError, Predictor, Signature, TensorSpec
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving.computing import REPLY, Exported
-from manyhands.serving.meeting import Meeting
-from manyhands.serving.replica import Replica
+from manyhands.serving.meeting import ReplicaRendezvous
+from manyhands.serving.replica import ServingReplica
 from manyhands.serving.sandbox import Sandbox
-from manyhands.serving.slots import Layout, Slots
+from manyhands.serving.slots import ReplicaSlots, SlotLayout
 
 from .conftest import Start, publish
 from .test_versions import Moody, until
@@ -118,9 +118,9 @@ def test_code_in_a_replica_reaches_nothing(
     other.write_text("secret")
 
     async def start(device: Device, port: int) -> None:
-        meeting = Meeting()
+        meeting = ReplicaRendezvous()
         try:
-            await Replica.start(engine, meeting, Escaping(adder, str(other), port), device, (1,), quietly=False)
+            await ServingReplica.start(engine, meeting, Escaping(adder, str(other), port), device, (1,), quietly=False)
         finally:
             meeting.close()
 
@@ -162,7 +162,7 @@ def test_the_environment_of_a_program_is_wiped_from_the_memory_of_its_replicas()
 
 def test_memory_that_is_shared_with_a_replica_cannot_be_truncated() -> None:
     signature = Signature({"x": TensorSpec("float32", (None, 1))}, {"y": TensorSpec("float32", (None, 2))})
-    slots, fd = Slots.create(Layout(signature, 4))
+    slots, fd = ReplicaSlots.create(SlotLayout(signature, 4))
     try:
         for size in (0, 1 << 20):
             with pytest.raises(PermissionError):

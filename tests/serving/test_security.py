@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.serving.app import Access
-from manyhands.serving.security import Sites, Token
+from manyhands.serving.security import AccessToken, Sites
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_a_listener_with_a_token_goes_by_any_name_but_not_for_any_page() -> None
 
 
 def test_health_is_for_everybody_and_closed_is_closed() -> None:
-    access = Access(Token("a"), Sites("127.0.0.1"), "closed for now")
+    access = Access(AccessToken("a"), Sites("127.0.0.1"), "closed for now")
     assert access("/v2/health/live", {b"host": b"evil.example"}) is None
     assert access("/manage/models", {b"authorization": b"Bearer a"}) == (403, "closed for now")
-    access = Access(Token("a", "management token"), Sites("127.0.0.1"))
+    access = Access(AccessToken("a", "management token"), Sites("127.0.0.1"))
     assert access("/manage/models", {b"authorization": b"Bearer a"}) is None
     for said in (b"", b"Bearer", b"Bearer b", b"bearer a", b"Bearer a "):
         refusal = access("/manage/models", {b"authorization": said})

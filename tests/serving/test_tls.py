@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from manyhands.core import RequestRefused, SettingsError
-from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings, Tls
+from manyhands.serving import Client, Router, RouteSettings, Server, ServeSettings, ServingTls
 from manyhands.serving.protocols import health_grpc
 
 from .conftest import Start
@@ -63,7 +63,7 @@ def health(server: Server | Router, credentials: grpc.ChannelCredentials) -> int
 
 
 def test_every_listener_is_encrypted_and_clients_need_certificates(start: Start, pem: Names) -> None:
-    ours = Tls(cert=pem("server.pem"), key=pem("server.key"), ca=pem("ca.pem"))
+    ours = ServingTls(cert=pem("server.pem"), key=pem("server.key"), ca=pem("ca.pem"))
     server = start({"moody": Moody()}, tls=ours)
     ends = {"ca": pem("ca.pem"), "cert": pem("client.pem"), "key": pem("client.key")}
     backend = f"127.0.0.1:{server.grpc}/{server.http}/{server.manage}"
@@ -76,12 +76,12 @@ def test_every_listener_is_encrypted_and_clients_need_certificates(start: Start,
             assert client("moody", rows).tolist() == [[4.0]]
             assert client.models()["ready"]
             client.close()
-            shown = Tls(**ends).grpc_client()
+            shown = ServingTls(**ends).grpc_client()
             assert health(place, shown) == health_grpc.SERVING
             with pytest.raises(grpc.RpcError):
-                health(place, Tls(ca=pem("ca.pem")).grpc_client())
+                health(place, ServingTls(ca=pem("ca.pem")).grpc_client())
             with pytest.raises((httpx.HTTPError, ssl.SSLError)):
-                httpx.get(place.url, verify=Tls(ca=pem("ca.pem")).for_client)
+                httpx.get(place.url, verify=ServingTls(ca=pem("ca.pem")).for_client)
             with pytest.raises(httpx.HTTPError):
                 httpx.get(place.url.replace("https", "http"))
             stranger = Client(place.url, manage=place.manage_url, timeout=1)
@@ -111,7 +111,7 @@ def test_mistakes_are_told_before_anything_starts(
 ) -> None:
     files = [pem(name) if name is not None else None for name in (cert, key, ca)]
     with pytest.raises(SettingsError, match=error):
-        ServeSettings(tls=Tls.of(*files))
+        ServeSettings(tls=ServingTls.of(*files))
 
 
 def test_a_key_with_a_password_does_not_ask_for_it(pem: Names, tmp_path: Path) -> None:
@@ -129,4 +129,4 @@ def test_a_key_with_a_password_does_not_ask_for_it(pem: Names, tmp_path: Path) -
     ]
     subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(SettingsError, match="without a password"):
-        ServeSettings(tls=Tls.of(pem("server.pem"), locked, None))
+        ServeSettings(tls=ServingTls.of(pem("server.pem"), locked, None))

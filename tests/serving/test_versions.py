@@ -19,11 +19,11 @@ import pytest
 from torch import Tensor
 
 from manyhands.core import Predictor, RequestRefused, SettingsError, Signature, TensorSpec, read_events
-from manyhands.serving import BatchSettings, Client, Probation, Server
+from manyhands.serving import BatchSettings, Client, RolloutGuard, Server
 
 from .conftest import Start, publish
 
-NO_PROBATION = Probation(seconds=0)
+NO_PROBATION = RolloutGuard(seconds=0)
 
 
 def until(wanted: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -157,7 +157,7 @@ def test_an_emptied_folder_unloads_nothing(adder: Path, tmp_path: Path, start: S
 def test_policies_labels_splits_and_rollback(adder: Path, tmp_path: Path, start: Start) -> None:
     for number in (1, 2, 3):
         publish(adder, tmp_path / "adder", number)
-    server = start(tmp_path, versions="latest:2", probation=Probation(max_slowdown=1e9))
+    server = start(tmp_path, versions="latest:2", probation=RolloutGuard(max_slowdown=1e9))
     assert versions(server) == {2: "AVAILABLE", 3: "AVAILABLE"}
     with httpx.Client(base_url=server.url) as http, httpx.Client(base_url=server.manage_url) as manage:
 
@@ -260,7 +260,7 @@ def test_who_makes_a_network_fail_hears_why_and_who_kills_replicas_is_refused(st
 
 def test_a_new_version_that_fails_is_sent_back(adder: Path, tmp_path: Path, start: Start) -> None:
     publish(adder, tmp_path / "adder", 1)
-    server = start(tmp_path, probation=Probation(seconds=60, num_requests=10))
+    server = start(tmp_path, probation=RolloutGuard(seconds=60, num_requests=10))
     publish(adder, tmp_path / "adder", 2)
     until(lambda: current(server) == 2)
     assert versions(server) == {1: "AVAILABLE", 2: "AVAILABLE"}
@@ -279,7 +279,7 @@ def test_a_hiccup_or_a_busy_machine_sends_no_version_back_and_slowness_does(
         publish(adder, tmp_path / "adder", number)
     server = start(tmp_path, versions="latest:2", poll=60)
     model = server._management.desk.catalogue.models["adder"]  # type: ignore[union-attr]
-    rule = Probation(seconds=600)
+    rule = RolloutGuard(seconds=600)
 
     def answered(number: int, num: int, seconds: float) -> None:
         for _ in range(num):

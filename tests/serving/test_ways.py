@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.serving import ways
-from manyhands.serving.ways import Plain, fastest
+from manyhands.serving.ways import EagerExecution, fastest
 from manyhands.storage import Archive, export, load
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_a_compiled_network_must_answer_alike(
 
     faster(monkeypatch, answer)
     run, batch = fastest(load(folder), CPU, MAX_ROWS, compiles=True), {"x": torch.randn(2, 3, 8, 8)}
-    torch.testing.assert_close(run(batch), Plain(load(folder), CPU)(batch))
+    torch.testing.assert_close(run(batch), EagerExecution(load(folder), CPU)(batch))
     reason = "no compiler here" if kind == "broken" else "'output' would not be the same"
     assert capsys.readouterr().err == f"batches are not compiled: {reason}\n"
 
@@ -73,7 +73,7 @@ def test_recorded_batches_answer_as_the_network_does(folder: Path, precision: st
     assert [way.size for way in run._recorded] == [1, 2, 4, 8, 11]
     for rows in (*range(1, MAX_ROWS + 1), 1):
         batch = {"x": torch.randn(rows, 3, 8, 8)}
-        want, have = Plain(predictor, device)(batch)["output"], run(batch)["output"]
+        want, have = EagerExecution(predictor, device)(batch)["output"], run(batch)["output"]
         torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
         assert have.shape == (rows, 5)
 
@@ -92,7 +92,7 @@ def test_what_depends_on_other_rows_is_not_recorded(tmp_path: Path, capsys: pyte
 def test_a_compiled_network_is_recorded(folder: Path) -> None:
     device, archive = torch.device("cuda", 0), load(folder, "cuda:0")
     run, batch = fastest(archive, device, 4, compiles=True), {"x": torch.randn(3, 3, 8, 8)}
-    want = Plain(archive, device)(batch)["output"]
+    want = EagerExecution(archive, device)(batch)["output"]
     torch.testing.assert_close(run(batch)["output"], want, rtol=1e-3, atol=1e-3)
 
 

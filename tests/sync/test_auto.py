@@ -17,7 +17,7 @@ from manyhands.data import as_source
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.sync import Links, choose, forecasts, measure_links
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 from manyhands.training import Hand
 
 from .test_training import QUIET, notices, spirals, take
@@ -138,7 +138,7 @@ def over_a_slow_link(world: World) -> tuple[str, float]:
 @pytest.mark.root
 def test_between_two_hosts_on_a_slow_network_a_lossy_policy_is_chosen(engine: LocalEngine) -> None:
     said: list[str] = []
-    with Hosts(2, rate="10mbit") as hosts:
+    with NamespaceHosts(2, rate="10mbit") as hosts:
         job = engine.start(hosts.joined(over_a_slow_link), resolve("cpu*2")[0], timeout=60)
         found = job.wait(lambda rank, entry: said.append(entry.get("text", "")), lambda *_: None)
     assert found[0][0] == found[1][0] != "allreduce"

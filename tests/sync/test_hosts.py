@@ -12,8 +12,8 @@ import manyhands as mh
 from manyhands.core import StrategyError, UsageError
 from manyhands.distributed import NullWorld, World, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.sync import Course, make_policy
-from manyhands.testing import Hosts
+from manyhands.sync import BucketExchange, make_policy
+from manyhands.testing import NamespaceHosts
 
 pytestmark = pytest.mark.root
 SUMS, INT8 = "allreduce(between=hosts)", "int8(between=hosts)"
@@ -31,7 +31,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def exchange(world: World, policy: str, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """What comes of some steps on one rank: results, feedback, and the bytes of the last."""
-    course = Course(make_policy(policy), world, gradients(0, 0))
+    course = BucketExchange(make_policy(policy), world, gradients(0, 0))
     results, owed = [], []
     for step in range(num_steps):
         sent = torch.cat([flat(gradients(world.rank, step)), torch.tensor([1.0, 2.0])])
@@ -46,7 +46,7 @@ def exchange(world: World, policy: str, num_steps: int) -> tuple[list[torch.Tens
 
 
 def run(engine: LocalEngine, work: Any, ranks: int) -> list[Any]:
-    with Hosts(2) as hosts:
+    with NamespaceHosts(2) as hosts:
         job = engine.start(hosts.joined(work), resolve(f"cpu*{ranks}")[0], timeout=60)
         return job.wait(lambda rank, entry: None, lambda *_: None)
 

@@ -19,7 +19,7 @@ from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
 from manyhands.sync import Agreement, DiLoCo, LocalSteps, make_policy
-from manyhands.testing import Hosts, run_threads
+from manyhands.testing import NamespaceHosts, run_threads
 from manyhands.training import Hand
 
 from ..training.problems import problem
@@ -274,7 +274,7 @@ def test_replicas_of_one_host_stay_together_where_hosts_go_apart(
 def test_hosts_go_apart_and_agree(engine: LocalEngine) -> None:
     """Four replicas on two hosts: with SGD and every step the exact sum; else each host by itself, its ranks as one."""
     found = {}
-    with Hosts(2) as hosts:
+    with NamespaceHosts(2) as hosts:
         for sync in ("allreduce", "localsteps(1,between=hosts)", "localsteps(4,between=hosts)"):
             work = hosts.joined(partial(train, name="gpt", sync=sync, accumulate=1))
             job = engine.start(work, resolve("cpu*4")[0], timeout=60)

@@ -18,7 +18,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.distributed import World
 from manyhands.strategies.mirrored import odd_ones
-from manyhands.sync import Agreement, DiLoCo, State
+from manyhands.sync import Agreement, DiLoCo, PolicyState
 from manyhands.testing import run_threads
 
 from ..training.problems import problem
@@ -129,7 +129,7 @@ def go_by_hand(world: World, forced: bool) -> list[float]:
             agreement.meet()
             assert weight.item() == found[0] + 2 * (1 * 1 + 3 * 2) / 4, "the mean way of two steps, and no more"
             # Whoever goes on from the checkpoint has to know from where the outer step is taken.
-            state, before = State.of(agreement.state().tensors()), weight.item()
+            state, before = PolicyState.of(agreement.state().tensors()), weight.item()
             weight = nn.Parameter(torch.tensor([before], dtype=torch.float64))
             agreement = Agreement(policy, world, {"w": weight}, list)
             agreement.restart()

@@ -12,12 +12,12 @@ import torch
 
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.testing import Hosts
+from manyhands.testing import NamespaceHosts
 
 pytestmark = pytest.mark.root
 
 
-def reaches(hosts: Hosts, here: int, there: int) -> bool:
+def reaches(hosts: NamespaceHosts, here: int, there: int) -> bool:
     """Whether a host answers another within a moment."""
     code = f"import socket; socket.create_connection(({hosts[there].address!r}, 9), timeout=0.7)"
     # Nobody listens there: a refusal is an answer.
@@ -25,7 +25,7 @@ def reaches(hosts: Hosts, here: int, there: int) -> bool:
 
 
 def test_hosts_see_each_other_until_a_link_is_down() -> None:
-    with Hosts(3) as hosts, Hosts(2) as others:
+    with NamespaceHosts(3) as hosts, NamespaceHosts(2) as others:
         assert [host.address for host in hosts][:2] == [host.address for host in others]
         assert reaches(hosts, 0, 2)
         hosts[2].link_down()
@@ -52,7 +52,7 @@ def test_ranks_of_the_zygote_meet_over_the_network_at_its_rate(engine: LocalEngi
         return float(data.sum()), time.monotonic() - began, world.seat.host
 
     def run(**options: Any) -> list[Any]:
-        with Hosts(2, **options) as hosts:
+        with NamespaceHosts(2, **options) as hosts:
             return engine.start(hosts.joined(work), resolve("cpu*2")[0]).wait(lambda *_: None, print)
 
     assert [(total, host) for total, _, host in run()] == [(750_000.0, "host1"), (750_000.0, "host2")]
@@ -61,7 +61,7 @@ def test_ranks_of_the_zygote_meet_over_the_network_at_its_rate(engine: LocalEngi
 
 
 def test_a_host_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = Hosts(1, rate="nonsense")
+    hosts = NamespaceHosts(1, rate="nonsense")
     with pytest.raises(RuntimeError, match="tc .*rate"):
         hosts.__enter__()
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

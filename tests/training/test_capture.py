@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import read_events
 from manyhands.data import as_source
-from manyhands.distributed import Device, DirectLine, Seat, TorchWorld
+from manyhands.distributed import Device, DirectChannel, RankInfo, TorchWorld
 from manyhands.strategies import MirroredReplica
 from manyhands.training import Hand
 from manyhands.training.stepping import Stepper
@@ -417,7 +417,7 @@ def test_a_compiled_run_gives_the_same_losses(tmp_path: Path) -> None:
 def nccl_records() -> None:
     """One rank under nccl: its all-reduce stands in the graph, started from the hooks in backward."""
     world = TorchWorld(
-        Seat(device=Device("cuda", 0)), DirectLine(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl"
+        RankInfo(device=Device("cuda", 0)), DirectChannel(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl"
     )
     losses = {}
     for capture in ("graph", "off"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.distributed import Device, DirectLine, Seat, TorchWorld, World
+from manyhands.distributed import Device, DirectChannel, RankInfo, TorchWorld, World
 from manyhands.testing import WorldContract
 from manyhands.training import Hand
 
@@ -86,8 +86,8 @@ class NcclContract(WorldContract):
 
 def nccl_alone() -> None:
     """Two ranks cannot share a GPU under nccl; one shows that tensors of both kinds find their backend."""
-    seat = Seat(device=Device("cuda", 0))
-    world = TorchWorld(seat, DirectLine(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
+    seat = RankInfo(device=Device("cuda", 0))
+    world = TorchWorld(seat, DirectChannel(), torch.distributed.HashStore(), "cpu:gloo,cuda:nccl")
     kit = NcclContract(world)
     for name in [name for name in dir(kit) if name.startswith("test_")]:
         getattr(kit, name)()

@@ -24,7 +24,7 @@ from manyhands.data import as_source
 from manyhands.distributed import NullWorld, Opaque, World
 from manyhands.testing import run_threads
 from manyhands.training import Hand, check_metrics, evaluate
-from manyhands.training.metrics import OwnMeter, Sums, compute, parted
+from manyhands.training.metrics import MetricSums, OwnMeter, compute, parted
 
 from .problems import generator
 
@@ -301,7 +301,7 @@ def test_nothing_was_seen_by_some_replicas() -> None:
 
 
 def test_what_counted_nothing_is_no_number() -> None:
-    sums = Sums(NullWorld())
+    sums = MetricSums(NullWorld())
     sums.add("tokens", mh.mean(torch.tensor(0.0), 0), 4)
     sums.add("loss", torch.tensor(2.0), 4)
     means = sums.means()

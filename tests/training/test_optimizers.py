@@ -374,7 +374,7 @@ def on_servers(name: str, steps: int = 4) -> Iterator[tuple[str, Tensor, Tensor]
     held.load_state_dict(plain.state_dict())
     optimizer, moved = (task(CASES[name]).make_optimizer(model) for model in (plain, held))
     shares = served.cut(held, 2, whole=served.needs_whole(moved))
-    shards = [served.Shard(number, share, held, moved) for number, share in enumerate(shares)]
+    shards = [served.ServerShard(number, share, held, moved) for number, share in enumerate(shares)]
     names = dict(held.named_parameters())
     for shard in shards:
         for slab, values in zip(shard.share, shard.values, strict=True):

@@ -13,7 +13,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import SettingsError, read_events
-from manyhands.training.patience import Watch
+from manyhands.training.patience import PatienceState
 
 from .problems import problem
 
@@ -156,7 +156,7 @@ def test_a_network_in_mid_epoch_is_not_the_best_by_a_loss_of_one_batch(tmp_path:
 
 
 def test_an_epoch_of_steps_that_were_all_left_out_is_no_progress() -> None:
-    watch = Watch([mh.Patience("loss", 2)])
+    watch = PatienceState([mh.Patience("loss", 2)])
     watch.look(1, {"loss": 1.0})
     watch.look(2, {})
     watch.look(3, {})
@@ -172,13 +172,13 @@ def test_a_steps_own_losses_can_be_watched(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_is_no_progress() -> None:
-    watch = Watch([mh.Patience("loss", 2)])
+    watch = PatienceState([mh.Patience("loss", 2)])
     for step, value in enumerate((math.nan, 1.0, math.nan), start=1):
         watch.look(step, {"loss": value})
     assert watch.reason == ""
     watch.look(4, {"loss": math.nan})
     assert watch.reason == "loss has not got better than 1 in 2 epochs"
-    blind = Watch([mh.Patience("loss", 1)])
+    blind = PatienceState([mh.Patience("loss", 1)])
     blind.look(1, {"loss": math.nan})
     assert blind.reason == "loss was never a number in 1 epochs"
 

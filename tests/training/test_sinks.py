@@ -20,7 +20,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
 from manyhands.distributed import World
-from manyhands.training import About, NumberSink, Outlets, make_sinks
+from manyhands.training import About, NumberSink, SinkDispatcher, make_sinks
 from manyhands.training.sinks import outlets
 from manyhands.training.sinks.names import numbers_of
 
@@ -243,7 +243,7 @@ def test_a_failed_run_tells_its_sinks(tmp_path: Path) -> None:
 
 def test_a_run_that_never_began_starts_no_sink(tmp_path: Path) -> None:
     sink = Faulty()
-    outlet = Outlets([sink], About(name="run", folder=tmp_path))
+    outlet = SinkDispatcher([sink], About(name="run", folder=tmp_path))
     assert list(outlet.take(event("failed", reason="refused"))) == []
     outlet.close(lambda text: None)
     assert sink.heard == []
@@ -301,7 +301,7 @@ def test_whatever_else_a_step_carries_gets_a_name() -> None:
 
 def test_feeding_sinks_does_not_wait_for_them(hanging: Faulty, tmp_path: Path) -> None:
     """A thousand events to a sink that hangs: all but the ones that fit wait nowhere."""
-    outlet = Outlets([hanging], About(name="run", folder=tmp_path))
+    outlet = SinkDispatcher([hanging], About(name="run", folder=tmp_path))
     done = threading.Event()
 
     def feed() -> None:

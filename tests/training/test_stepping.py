@@ -21,7 +21,7 @@ from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.graph import CannotRecord
 from manyhands.training import Hand, recorder, stepping, ways
-from manyhands.training.recorder import Recorder
+from manyhands.training.recorder import StepCapture
 from manyhands.training.stepping import Stepper, take_step
 from manyhands.training.ways import Ways
 
@@ -46,7 +46,7 @@ def in_parts(world: World, model: Callable[[], nn.Module], *, deferred: bool) ->
     hand = Hand(world, mh.StrategySpec(replicas=world.size))
     hand.build(task)
     assert task.loss is not None
-    in_phases = Recorder(hand, task.loss, Ways(hand, task.loss, None), None) if deferred else None
+    in_phases = StepCapture(hand, task.loss, Ways(hand, task.loss, None), None) if deferred else None
     losses = []
     for number, batch in enumerate(hand.one_epoch(hand.make_feed(as_source(task.data), 8, shuffle=True))):
         if in_phases is not None:

@@ -14,8 +14,8 @@ import torch
 import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.distributed import resolve
-from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialsFailed, Workshop, as_objectives
-from manyhands.tuning.work import Work
+from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialRunner, TrialsFailed, as_objectives
+from manyhands.tuning.work import TrialWork
 
 from . import networks
 
@@ -302,10 +302,10 @@ def test_a_network_that_cannot_be_built_costs_only_its_trial(tmp_path: Path) -> 
 
 def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.tuning.stacked.MOST_SHELVES", 2)
-    workshop = Workshop(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
+    workshop = TrialRunner(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
     with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
         for number, width in enumerate((3, 4, 5, 5)):
-            executor.start(Work(number, {"width": width}, 1))
+            executor.start(TrialWork(number, {"width": width}, 1))
             assert executor.wait()[0].epochs == 1
             assert len(executor._shelves) == min(number + 1, 2)
 

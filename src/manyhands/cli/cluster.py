@@ -17,7 +17,7 @@ from .target import load_task, parse_params
 
 if TYPE_CHECKING:
     from ..distributed import Reach, Survey
-    from ..launcher import Cluster
+    from ..launcher import ResolvedCluster
 
 Target = Annotated[
     str | None,
@@ -95,7 +95,9 @@ def _as_somebody(environ: Mapping[str, str]) -> tuple[Mapping[str, str], list[st
     return {**environ, "TF_CONFIG": json.dumps(config)}, [says]
 
 
-def _joining(on: str | None, environ: Mapping[str, str], found: Cluster | None) -> tuple[dict[str, str], list[str]]:
+def _joining(
+    on: str | None, environ: Mapping[str, str], found: ResolvedCluster | None
+) -> tuple[dict[str, str], list[str]]:
     """By what the hosts of a scheduler would join, and what is wrong with it."""
     from ..launcher import CHIEF, TOKEN_VARIABLE, WORKER, tls_here, whole_host
 
@@ -130,7 +132,7 @@ def _meet(on: str | None, data: str, timeout: float) -> Survey:
         world.close()
 
 
-def _warnings(found: Cluster | None, knocks: list[Reach], survey: Survey | None, meet: bool) -> list[str]:
+def _warnings(found: ResolvedCluster | None, knocks: list[Reach], survey: Survey | None, meet: bool) -> list[str]:
     warnings = [] if found is None else list(found.warnings)
     warnings += [UNREACHED.format(knock.host, knock.why) for knock in knocks if knock.seconds is None]
     warnings += survey.warnings if survey is not None else ()
@@ -140,7 +142,7 @@ def _warnings(found: Cluster | None, knocks: list[Reach], survey: Survey | None,
 
 
 def _as_dict(
-    found: Cluster | None, knocks: list[Reach], survey: Survey | None, warnings: list[str], data: str
+    found: ResolvedCluster | None, knocks: list[Reach], survey: Survey | None, warnings: list[str], data: str
 ) -> dict[str, Any]:
     return {
         "source": None if found is None else found.source,
@@ -158,7 +160,7 @@ def _as_dict(
     }
 
 
-def _show(found: Cluster | None, told: dict[str, Any], host: str) -> None:
+def _show(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> None:
     from rich.text import Text
 
     console = stdout()
@@ -168,7 +170,7 @@ def _show(found: Cluster | None, told: dict[str, Any], host: str) -> None:
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
-def _lines(found: Cluster | None, told: dict[str, Any], host: str) -> list[str]:
+def _lines(found: ResolvedCluster | None, told: dict[str, Any], host: str) -> list[str]:
     if found is None:
         data = [f"data: {told['data']}"] if told["data"] else []
         return [f"no cluster: this program was started by hand on {host}, and uses this machine's devices", *data]

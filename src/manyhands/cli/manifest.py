@@ -19,7 +19,7 @@ PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ManifestRequest:
     """What is to run, and where."""
 
     command: tuple[str, ...]
@@ -98,14 +98,14 @@ def manifest(
         )  # fmt: skip
         typer.echo(serving(served), nl=False)
         return
-    wanted = Wanted(
+    wanted = ManifestRequest(
         command=tuple(command or ()), name=name, hosts=hosts, gpus=gpus, image=image, claim=claim, time=time
     )
     _check(wanted)
     typer.echo(MANIFESTS[scheduler](wanted), nl=False)
 
 
-def slurm(wanted: Wanted) -> str:
+def slurm(wanted: ManifestRequest) -> str:
     """A script for sbatch: a task per device, started by srun."""
     gpus = f"#SBATCH --gpus-per-node={wanted.gpus}\n" if wanted.gpus else ""
     return (
@@ -124,7 +124,7 @@ def slurm(wanted: Wanted) -> str:
     )
 
 
-def pytorchjob(wanted: Wanted) -> str:
+def pytorchjob(wanted: ManifestRequest) -> str:
     """Kubeflow's PyTorchJob: a master and workers, alike but for their number."""
     template = _indented(_pod(wanted, _launched(wanted)), 10)
     replicas = [("Master", 1), ("Worker", wanted.hosts - 1)]
@@ -145,7 +145,7 @@ def pytorchjob(wanted: Wanted) -> str:
     )
 
 
-def jobset(wanted: Wanted) -> str:
+def jobset(wanted: ManifestRequest) -> str:
     """A JobSet of Kubernetes' own: one indexed job, whose pods reach each other by name."""
     first = f"{wanted.name}-workers-0-0.{wanted.name}"
     command = _launched(
@@ -175,16 +175,16 @@ def jobset(wanted: Wanted) -> str:
     )
 
 
-MANIFESTS: dict[str, Callable[[Wanted], str]] = {"kubernetes": pytorchjob, "jobset": jobset, "slurm": slurm}
+MANIFESTS: dict[str, Callable[[ManifestRequest], str]] = {"kubernetes": pytorchjob, "jobset": jobset, "slurm": slurm}
 
 
-def _launched(wanted: Wanted, *options: str) -> tuple[str, ...]:
+def _launched(wanted: ManifestRequest, *options: str) -> tuple[str, ...]:
     """The command itself where a pod has one device; torchrun starts it once per device where there are several."""
     return wanted.command if wanted.ranks == 1 else ("torchrun", *options, "--no-python", *wanted.command)
 
 
 def _pod(
-    wanted: Wanted, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
+    wanted: ManifestRequest, command: tuple[str, ...], environ: dict[str, str] | None = None, restart: str = ""
 ) -> list[str]:
     """A pod's template, line by line; texts are written as JSON, which YAML takes."""
     variables = {**(environ or {}), **({"MANYHANDS_FOLDER": "/runs"} if wanted.claim else {})}
@@ -216,7 +216,7 @@ def _indented(lines: list[str], spaces: int) -> str:
     return "".join(f"{' ' * spaces}{line}\n" for line in lines)
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: ManifestRequest) -> None:
     if not wanted.command:
         raise SettingsError(
             "a manifest runs a command", got="none", remedy="write it after --: -- manyhands fit train.py"

@@ -15,7 +15,7 @@ TITLES = ("model", "version", "state", "requests/s", "p50 ms", "p99 ms", "rows/b
 
 
 @dataclass(frozen=True)
-class Row:
+class VersionRow:
     """A version in the last moments."""
 
     model: str
@@ -43,7 +43,7 @@ class ServingView:
         self._before: dict[tuple[str, int], Mapping[str, Any]] = {}
         self._time = time.monotonic()
 
-    def rows(self, state: Mapping[str, Any]) -> list[Row]:
+    def rows(self, state: Mapping[str, Any]) -> list[VersionRow]:
         """A row for every version, from a server's state."""
         now = time.monotonic()
         seconds, self._time = max(now - self._time, 1e-6), now
@@ -69,7 +69,9 @@ class ServingView:
         return table
 
 
-def _row(model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Row:
+def _row(
+    model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float
+) -> VersionRow:
     from ..serving import BOUNDS, Histogram
 
     latency = Histogram(BOUNDS)
@@ -79,7 +81,7 @@ def _row(model: Mapping[str, Any], version: Mapping[str, Any], before: Mapping[s
     computed = version["rows"] - (before["rows"] if before is not None else 0)
     marks = [label for label, number in model["labels"].items() if number == version["version"]]
     name = f"{version['version']}{'*' if version['version'] == model['current'] else ''}"
-    return Row(
+    return VersionRow(
         model=model["name"],
         version=" ".join([name, *marks]),
         state=version["error"] or version["state"].lower(),

@@ -1,15 +1,15 @@
 """What a network costs, traced without computing; what devices and links deliver."""
 
-from .exchanges import START, Group, Servers, all_gather, all_reduce, send
+from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, send
 from .hardware import Chip, Link, blend, chip, link, make_chip
-from .network import Network, Piece, Work
+from .network import Network, NetworkPart, PassCost
 from .trace import CannotTrace, pieces_of, trace
 from .whole import fingerprint, one_piece
 
 __all__ = [
     "Network",
-    "Piece",
-    "Work",
+    "NetworkPart",
+    "PassCost",
     "trace",
     "pieces_of",
     "CannotTrace",
@@ -21,7 +21,7 @@ __all__ = [
     "Link",
     "link",
     "blend",
-    "Group",
+    "ExchangeGroup",
     "all_reduce",
     "all_gather",
     "send",

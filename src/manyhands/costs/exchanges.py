@@ -1,6 +1,7 @@
 """Exchanges: how long a sum, a gathering or a server's round takes over given links; formulas, with their sources.
 
-A `Group` says how ranks lie over hosts; rings run through the links inside a host first, then through its network card.
+An `ExchangeGroup` says how ranks lie over hosts; rings run through the links inside a host first, then through its
+network card.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ START = 20e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ExchangeGroup:
     """Ranks that exchange with each other.
 
     >>> Group(size=16, per_host=8, inside=Link(name="a", bandwidth=1e11)).hosts
@@ -50,7 +51,7 @@ class Group:
         return min(inner, outer), hops
 
 
-def all_reduce(size: float, group: Group) -> float:
+def all_reduce(size: float, group: ExchangeGroup) -> float:
     """Sums `size` bytes over a group: a ring, or a pipelined tree where there are many ranks and few bytes."""
     if group.size == 1:
         return 0.0
@@ -61,7 +62,7 @@ def all_reduce(size: float, group: Group) -> float:
     return group.beginning + min(ring, tree)
 
 
-def all_gather(size: float, group: Group) -> float:
+def all_gather(size: float, group: ExchangeGroup) -> float:
     """Gives all ranks the whole of `size` bytes of which each holds a part; a reduce-scatter takes as long."""
     if group.size == 1:
         return 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import DeviceError
-from .network import Work
+from .network import PassCost
 
 TCP_FILLS = 1.25e9
 """Bytes per second up to which TCP through the kernel fills a link."""
@@ -50,7 +50,7 @@ class Chip:
         """Operations per second that large products get."""
         return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
 
-    def computing(self, work: Work, samples: float, precision: str, cut: int = 1) -> float:
+    def computing(self, work: PassCost, samples: float, precision: str, cut: int = 1) -> float:
         """Seconds of the device itself, for so many times the traced samples and products cut over so many devices."""
         flops = work.flops * samples / cut
         products = max(1.0, work.operations / 4) if flops else 0.0
@@ -62,7 +62,7 @@ class Chip:
         """Seconds that the host needs to start so many operations."""
         return operations * (self.replayed if recorded else self.operation)
 
-    def seconds(self, work: Work, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:
+    def seconds(self, work: PassCost, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:
         """The time of a forward or backward: the device's and the host's run side by side."""
         host = self.starting(work.operations, recorded=recorded)
         return blend(self.computing(work, samples, precision, cut), host)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PassCost:
     """One forward or one backward of a piece, for as many samples as the network was traced with."""
 
     flops: float = 0.0
@@ -23,8 +23,8 @@ class Work:
     peak: float = 0.0
     """Bytes that are there at the most while it runs, beyond what was there before."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: PassCost) -> PassCost:
+        return PassCost(
             flops=self.flops + other.flops,
             moved=self.moved + other.moved,
             uncut=self.uncut + other.uncut,
@@ -35,12 +35,12 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class NetworkPart:
     """A part of a network that runs as one: a block, a layer, or the lines around them."""
 
     name: str
-    forward: Work = Work()
-    backward: Work = Work()
+    forward: PassCost = PassCost()
+    backward: PassCost = PassCost()
     params: int = 0
     param_bytes: int = 0
     """Trainable ones and others, each counted where it is first used."""
@@ -89,7 +89,7 @@ class Network:
     """
 
     rows: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[NetworkPart, ...]
     precision: str = "fp32"
     state_bytes: int = 0
     """What the optimizer keeps beside the parameters."""
@@ -128,7 +128,7 @@ class Network:
         """Bytes of the largest single parameter."""
         return max((piece.largest for piece in self.pieces), default=0)
 
-    def named(self) -> Iterator[tuple[str, Piece]]:
+    def named(self) -> Iterator[tuple[str, NetworkPart]]:
         """Pieces by name, in order."""
         return ((piece.name, piece) for piece in self.pieces)
 
@@ -154,8 +154,8 @@ class Network:
         return replace(self, pieces=tuple(pieces))
 
 
-def _joined(a: Piece, b: Piece) -> Piece:
-    return Piece(
+def _joined(a: NetworkPart, b: NetworkPart) -> NetworkPart:
+    return NetworkPart(
         name=f"{a.name}..{b.name}",
         forward=a.forward + b.forward,
         backward=a.backward + b.backward,

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..core import Mean, Task, TaskError
 from ..graph import Life, StorageWatch, culprit
-from .network import Network, Piece, Work
+from .network import Network, NetworkPart, PassCost
 
 OWN_LINES = "(own lines and loss)"
 """The piece of whatever runs outside of modules."""
@@ -172,7 +172,7 @@ class _Counter(StorageWatch):
         """The shape of whole rows, which devices that share a block's products all have."""
         self._parameters = parameters
         self._is_paused = False
-        self.works = [Work(), Work()]
+        self.works = [PassCost(), PassCost()]
         self.multiplied: set[int] = set()
         self._copies: dict[int, Tensor] = {}
         """Parameters in another precision, as autocast makes them; held, so that no other storage gets their place."""
@@ -217,7 +217,7 @@ class _Counter(StorageWatch):
             self.multiplied |= {key_of(tensor) for tensor in inputs} - self._parameters - self._copies.keys()
         is_whole = not flops and tuple(outputs[0].shape) == self._whole
         moved = touched - fixed
-        work = Work(flops=flops, moved=moved, uncut=moved if is_whole else 0, fixed=fixed, operations=1)
+        work = PassCost(flops=flops, moved=moved, uncut=moved if is_whole else 0, fixed=fixed, operations=1)
         self.works[self._in_backward] = self.works[self._in_backward] + work
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class _Counter(StorageWatch):
 class _Kind:
     """What is known of all pieces of one kind."""
 
-    piece: Piece
+    piece: NetworkPart
     outputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
     layout: Any
     saved_inputs: tuple[bool, ...]
@@ -349,7 +349,7 @@ class _Tracer:
         forward_peak, backward_peak = _peaks(counter.lives, kept)
         gradient_bytes = sum(map(size_of, parameters))
         backward = replace(counter.works[1], fixed=counter.works[1].fixed + gradient_bytes, peak=backward_peak)
-        piece = Piece(
+        piece = NetworkPart(
             name="",
             forward=replace(counter.works[0], peak=forward_peak),
             backward=backward,
@@ -368,7 +368,7 @@ class _Tracer:
             passes_on=not made or len(made) < len([t for t in outputs if isinstance(t, Tensor)]) or _odd(outputs),
         )
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[NetworkPart]:
         seen: set[int] = set()
         for name, key, output in self._met:
             kind = self._kinds[key]
@@ -378,7 +378,7 @@ class _Tracer:
             yield replace(kind.piece, name=name, kept=kept, is_repeated=_is_block(self._model, name), **own)
         kept = sum(life.size for life in self._outer.lives if life.is_kept)
         forward_peak, backward_peak = _peaks(self._outer.lives, kept)
-        yield Piece(
+        yield NetworkPart(
             name=OWN_LINES,
             forward=replace(self._outer.works[0], peak=forward_peak),
             backward=replace(self._outer.works[1], peak=backward_peak),

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core import Task
 from .hardware import Chip
-from .network import Network, Piece, Work
+from .network import Network, NetworkPart, PassCost
 from .trace import alone, size_of, state_bytes, weightless
 
 
@@ -41,10 +41,10 @@ def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -
     return Network(
         rows=rows,
         pieces=(
-            Piece(
+            NetworkPart(
                 name="all of it, measured",
-                forward=Work(flops=flops / 3, operations=operations // 3),
-                backward=Work(flops=2 * flops / 3, operations=operations - operations // 3),
+                forward=PassCost(flops=flops / 3, operations=operations // 3),
+                backward=PassCost(flops=2 * flops / 3, operations=operations - operations // 3),
                 params=count,
                 param_bytes=sum(sizes),
                 frozen_bytes=frozen,

@@ -14,9 +14,9 @@ from typing import Any
 from ..core import EVENTS
 from .log import ACCESS, Log
 from .metrics import Metrics
-from .run import RECORD, Run
-from .source import Source, printable
-from .study import JOURNAL, Study
+from .run import RECORD, RunFolder
+from .source import LogSource, printable
+from .study import JOURNAL, StudyFolder
 
 DEPTH = 4
 """How deep below a folder runs are looked for: runs/NAME, studies/NAME/trials/NUMBER."""
@@ -39,7 +39,7 @@ class Library:
     def __init__(self, folders: Sequence[Path], servers: Sequence[str] = ()) -> None:
         self._folders = _named(folders)
         self.servers = [Metrics(url) for url in servers]
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, LogSource] = {}
         self.stamp = 0
         self.has_changed = threading.Condition()
         """Its lock is held by whoever reads or changes anything here."""
@@ -95,7 +95,7 @@ class Library:
             self._note([source])
         return True
 
-    def want(self, name: str) -> Source | None:
+    def want(self, name: str) -> LogSource | None:
         """A source that somebody looks at: it is read first."""
         self._wanted = name
         return self.sources.get(name)
@@ -107,7 +107,7 @@ class Library:
         changed = [source for source in self.sources.values() if source.stamp > since]
         found: dict[str, Any] = {
             name: [self._told(source, "summary") for source in changed if source.kind == kind]
-            for name, kind in (("runs", Run.kind), ("studies", Study.kind), ("logs", Log.kind))
+            for name, kind in (("runs", RunFolder.kind), ("studies", StudyFolder.kind), ("logs", Log.kind))
         }
         pending = sum(source.pending for source in self.sources.values())
         return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, "error": self.error, **found}
@@ -117,7 +117,7 @@ class Library:
         source = self.want(name)
         return self._told(source, "detail") if source is not None and source.kind == kind else None
 
-    def _told(self, source: Source, what: str) -> dict[str, Any]:
+    def _told(self, source: LogSource, what: str) -> dict[str, Any]:
         """The summary or the detail of a source; where it cannot be made, that of an empty one that says why."""
         try:
             told = getattr(source, what)()
@@ -125,7 +125,7 @@ class Library:
             told = getattr(self._failed(source, error), what)()
         return dict(told)
 
-    def _failed(self, source: Source, error: Exception) -> Source:
+    def _failed(self, source: LogSource, error: Exception) -> LogSource:
         """Replaces a source whose files could not be understood; others are read and shown as before."""
         fresh = self.sources[source.id] = type(source)(source.id, source.path)
         fresh.failure = f"it could not be read: {type(error).__name__}: {error}"[:LONGEST_ERROR]
@@ -136,7 +136,7 @@ class Library:
         """Every plan with what was measured: by the planner itself, and by runs of the same task."""
         found = []
         for source in self.sources.values():
-            plans = [source.plan] if isinstance(source, Run) and source.plan else []
+            plans = [source.plan] if isinstance(source, RunFolder) and source.plan else []
             plans += source.plans if isinstance(source, Log) else []
             found += [{**plan, "from": source.id, "points": list(self._points(plan))} for plan in plans]
         return sorted(found, key=lambda plan: -plan["t"])
@@ -145,7 +145,7 @@ class Library:
         """What runs where: an entry for every rank of a run, and for every device of a server."""
         found = []
         for source in self.sources.values():
-            if isinstance(source, Run):
+            if isinstance(source, RunFolder):
                 about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
                 found += [{**about, "cut": source.cut is not None, **place} for place in source.placed()]
             elif isinstance(source, Log) and source.serving:
@@ -166,13 +166,13 @@ class Library:
                 speedup = alone / option["measured"]
                 yield {"devices": option["devices"], "speedup": speedup, "what": f"tried: {option['strategy']}"}
         for source in self.sources.values():
-            if isinstance(source, Run) and source.step_seconds and _is_of(source, plan):
+            if isinstance(source, RunFolder) and source.step_seconds and _is_of(source, plan):
                 speedup = alone / source.step_seconds
                 yield {"devices": len(source.record["devices"]), "speedup": speedup, "what": f"run {source.id}"}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def _read(self, source: Source) -> bool:
+    def _read(self, source: LogSource) -> bool:
         with self.turn():
             try:
                 seen = source.refresh()
@@ -183,7 +183,7 @@ class Library:
                 self.sources[source.id] = type(source)(source.id, source.path)
             return seen
 
-    def _note(self, changed: Sequence[Source]) -> None:
+    def _note(self, changed: Sequence[LogSource]) -> None:
         """Gives what changed the next number and wakes up whoever waits for it."""
         with self.turn():
             if changed:
@@ -192,7 +192,7 @@ class Library:
                     source.stamp = self.stamp
                 self.has_changed.notify_all()
 
-    def _in_order(self) -> list[Source]:
+    def _in_order(self) -> list[LogSource]:
         """What somebody looks at first, then what changed last."""
         return sorted(
             self.sources.values(),
@@ -206,17 +206,17 @@ class Library:
             gone = self.sources.keys() - found.keys()
             for name in gone:
                 del self.sources[name]
-            changed: list[Source] = []
+            changed: list[LogSource] = []
             for name, (kind, path) in found.items():
                 source = self.sources.get(name)
                 if source is None or type(source) is not kind:
                     source = self.sources[name] = kind(name, path)
                     changed.append(source)
                 source.signature = _signature(path)
-                if isinstance(source, Run) and source.end:
+                if isinstance(source, RunFolder) and source.end:
                     continue
                 source.is_held = _inode(path / source.lock) in held
-                if isinstance(source, Run):
+                if isinstance(source, RunFolder):
                     source.trial_state = self._trial_state(name)
                 if self._states.get(name) != source.state:
                     self._states[name] = source.state
@@ -229,12 +229,12 @@ class Library:
         """What a study says of one of its trials that has ended: its run does not know that it is over."""
         folder, _, number = name.rpartition("/trials/")
         study = self.sources.get(folder)
-        if not isinstance(study, Study) or not number.isdecimal() or int(number) >= len(study.trials):
+        if not isinstance(study, StudyFolder) or not number.isdecimal() or int(number) >= len(study.trials):
             return ""
         state = str(study.trials[int(number)]["state"])
         return "" if state == "running" else state
 
-    def _found(self) -> Iterator[tuple[str, type[Source], Path]]:
+    def _found(self) -> Iterator[tuple[str, type[LogSource], Path]]:
         for name, base in self._folders.items():
             for path in itertools.islice(_below(base, DEPTH), MOST_FOLDERS):
                 kind = _kind_of(path)
@@ -268,11 +268,11 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
             yield from _below(path / name, depth - 1)
 
 
-def _kind_of(path: Path) -> type[Source] | None:
+def _kind_of(path: Path) -> type[LogSource] | None:
     if os.path.lexists(path / RECORD):
-        return Run
+        return RunFolder
     if os.path.lexists(path / JOURNAL):
-        return Study
+        return StudyFolder
     return Log if os.path.lexists(path / EVENTS) else None
 
 
@@ -304,7 +304,7 @@ def _locked_files() -> set[int]:
     return {int(line.split()[-3].rpartition(":")[2]) for line in lines if "FLOCK" in line and "->" not in line}
 
 
-def _is_of(run: Run, plan: dict[str, Any]) -> bool:
+def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
     """Whether a run took the steps that a plan is of, on devices of its kind: a CPU says nothing about GPUs."""
     record = run.record
     on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))

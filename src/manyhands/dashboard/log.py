@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS, fields
-from .source import PARTS, Source
+from .source import PARTS, LogSource
 from .tail import Tail
 
 ACCESS = "access.jsonl"
@@ -72,7 +72,7 @@ class Bucket:
         return None
 
 
-class Log(Source):
+class Log(LogSource):
     """A folder with an event log, written by `serve --log`, `plan --log` or `profile --log`."""
 
     kind, lock = "log", ACCESS

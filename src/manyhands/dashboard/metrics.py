@@ -21,7 +21,7 @@ LONGEST_ERROR = 500
 
 
 @dataclass
-class Look:
+class MetricsSample:
     """The figures of one moment, by model and version."""
 
     t: float
@@ -34,7 +34,7 @@ class Look:
     """Of a router: by server, whether it is up, what it works on, has answered, and was asked elsewhere."""
 
     @classmethod
-    def parse(cls, text: str, t: float) -> Look:
+    def parse(cls, text: str, t: float) -> MetricsSample:
         """From Prometheus' text.
 
         >>> look = Look.parse('manyhands_requests_total{model="m",version="1",code="OK"} 3', 0.0)
@@ -66,7 +66,7 @@ class Metrics:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.error = "not asked yet"
-        self._looks: deque[Look] = deque(maxlen=NUM_LOOKS)
+        self._looks: deque[MetricsSample] = deque(maxlen=NUM_LOOKS)
 
     def look(self) -> None:
         """Asks once; a server that does not answer is told on the page."""
@@ -74,7 +74,7 @@ class Metrics:
             # The dashboard accepts only addresses of http and https.
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT) as answer:  # noqa: S310
                 text = answer.read(MOST_BYTES).decode("utf-8", "replace")
-            self._looks.append(Look.parse(text, time.time()))
+            self._looks.append(MetricsSample.parse(text, time.time()))
             self.error = ""
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -98,7 +98,7 @@ class Metrics:
         return {"url": self.url, "error": self.error, "versions": versions, "backends": _backends(looks)}
 
 
-def _backends(looks: list[Look]) -> list[dict[str, Any]]:
+def _backends(looks: list[MetricsSample]) -> list[dict[str, Any]]:
     """The servers behind a router: the last figures, and answers a second between every two looks."""
     found = []
     for name, figures in sorted(looks[-1].backends.items()) if looks else []:
@@ -108,18 +108,18 @@ def _backends(looks: list[Look]) -> list[dict[str, Any]]:
     return found
 
 
-def _answered(before: Look, after: Look, backend: str) -> float:
+def _answered(before: MetricsSample, after: MetricsSample, backend: str) -> float:
     counts = [look.backends[backend].get("answered", 0.0) for look in (before, after)]
     return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
-def _rate(before: Look, after: Look, who: tuple[str, str]) -> float:
+def _rate(before: MetricsSample, after: MetricsSample, who: tuple[str, str]) -> float:
     """Requests a second, whatever became of them."""
     counts = [sum(look.requests.get(who, {}).values()) for look in (before, after)]
     return max(0.0, counts[1] - counts[0]) / max(1e-9, after.t - before.t)
 
 
-def _quantile(before: Look, after: Look, who: tuple[str, str], share: float) -> float | None:
+def _quantile(before: MetricsSample, after: MetricsSample, who: tuple[str, str], share: float) -> float | None:
     """Seconds within which this share of the requests between two looks was answered."""
     now, then = after.latency.get(who, {}), before.latency.get(who, {})
     counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core import FileError, fields, read_json
 from .series import Series
-from .source import Source
+from .source import LogSource
 
 RECORD = "run.json"
 RECORD_LIMIT = 4 << 20
@@ -64,7 +64,7 @@ class Rank:
         }
 
 
-class Run(Source):
+class RunFolder(LogSource):
     """A folder that `fit` wrote."""
 
     kind, lock = "run", ".lock"

@@ -18,7 +18,7 @@ PARTS = b'"kind": "parts"'
 """Each replica's part of every loss, which `replay` needs and no page shows."""
 
 
-class Source(ABC):
+class LogSource(ABC):
     """One folder. `refresh` reads a slice of what is new; `summary` is its line in a list, `detail` its page."""
 
     kind: str

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS, fields, parse_json
-from .source import Source
+from .source import LogSource
 from .tail import Tail
 
 JOURNAL = "journal.log"
@@ -18,7 +18,7 @@ MOST_TRIALS = 2000
 """Trials that a page gets: the best ones and the last; a summary counts all of them."""
 
 
-class Study(Source):
+class StudyFolder(LogSource):
     """A folder that `tune` or `ensemble` wrote, in the format of Optuna's journal."""
 
     kind, lock = "study", JOURNAL

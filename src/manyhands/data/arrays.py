@@ -54,7 +54,7 @@ class SubsetSource(IndexedSource):
         return self._inner.fetch(self._indices[ids])
 
 
-class Rows(Dataset[Any]):
+class ArrayRows(Dataset[Any]):
     """The rows of arrays as samples, for a collate of the user's own."""
 
     def __init__(self, data: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .columns import Column, Lists, Numbers, Objects, Table, cast
+from .columns import Column, ColumnTable, Lists, Numbers, Objects, cast
 from .order import Ids
 
 
@@ -19,9 +19,9 @@ class Null(Exception):
         self.row, self.column = row, column
 
 
-def table_of(table: Any, types: Mapping[str, str]) -> Table:
+def table_of(table: Any, types: Mapping[str, str]) -> ColumnTable:
     """The columns of an Arrow table, with numbers as the types that are asked for; raises `Null` on missing ones."""
-    return Table({name: _column(table.column(name), name, types.get(name, "")) for name in table.column_names})
+    return ColumnTable({name: _column(table.column(name), name, types.get(name, "")) for name in table.column_names})
 
 
 def _column(chunked: Any, name: str, kind: str) -> Column:

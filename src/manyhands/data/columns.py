@@ -141,7 +141,7 @@ class Objects(Column):
         return list(self.values), None
 
 
-class Table:
+class ColumnTable:
     """Columns by name.
 
     >>> table = Table({"x": Numbers(np.arange(4.0)), "name": Objects(["a", "b", "c", "d"])})
@@ -154,19 +154,19 @@ class Table:
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = columns
 
-    def take(self, rows: Ids) -> Table:
+    def take(self, rows: Ids) -> ColumnTable:
         """Some of its rows."""
-        return Table({name: column.take(rows) for name, column in self.columns.items()})
+        return ColumnTable({name: column.take(rows) for name, column in self.columns.items()})
 
     def sample(self, row: int) -> dict[str, Any]:
         """One row."""
         return {name: column.sample(row) for name, column in self.columns.items()}
 
     @staticmethod
-    def joined(parts: Sequence[Table]) -> Table:
+    def joined(parts: Sequence[ColumnTable]) -> ColumnTable:
         """Tables one below the other."""
         first = parts[0].columns
-        return Table({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
+        return ColumnTable({name: type(first[name]).joined([part.columns[name] for part in parts]) for name in first})
 
     def batch(self) -> Fields:
         """All rows as one batch."""

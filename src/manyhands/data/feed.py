@@ -16,10 +16,10 @@ from ..core import DataError
 from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
 from .order import Ids
-from .pace import Adaptation, Pace
+from .pace import Adaptation, FeedTiming
 from .prefetch import DeviceCopy, Prefetcher
 from .resident import Resident, fits
-from .shares import Share, share_of
+from .shares import ReplicaShare, share_of
 from .source import IndexedSource, Source, Window
 from .workers import read_in_workers
 
@@ -56,7 +56,7 @@ class Feed:
         self.replica, self.num_replicas, self.accumulate = replica, num_replicas, accumulate
         self.device, self.dtype = device, dtype
         self.workers = self._num_workers(workers)
-        self.pace = Pace()
+        self.pace = FeedTiming()
         """Where the consumer's time went."""
         self._adaptation = Adaptation(self._most_workers(), settled=not self._may_adapt(workers))
         self._last = (0.0, 0.0)
@@ -218,7 +218,7 @@ class Feed:
                 return
             yield window
 
-    def _share(self, window: Window) -> Share:
+    def _share(self, window: Window) -> ReplicaShare:
         return share_of(len(window.ids), self.accumulate, self.replica, self.num_replicas)
 
     def _wanted(self, window: Window) -> Ids:

@@ -18,11 +18,11 @@ import numpy as np
 from ..core import DataError
 from .blocks import BlockOrder
 from .collate import collate as default_collate
-from .columns import Table
+from .columns import ColumnTable
 from .formats import (
+    FileShard,
     Format,
     RecordFormat,
-    Shard,
     TableFormat,
     check_types,
     damaged,
@@ -48,7 +48,7 @@ class Index:
     """What a scan of all files found: their shards, and the format with the types that hold for all."""
 
     format: Format
-    shards: tuple[Shard, ...]
+    shards: tuple[FileShard, ...]
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class FileSource(IndexedSource):
             name = getattr(self._decode, "__name__", "decode")
             raise damaged(shard.path, number, f"{type(error).__name__}: {error} in {name}") from error
 
-    def _place(self, i: int) -> tuple[Shard, int]:
+    def _place(self, i: int) -> tuple[FileShard, int]:
         """The file and the row in it."""
         which = bisect_right(self._firsts, i) - 1
         return self._shards[which], i - self._firsts[which]
@@ -226,7 +226,7 @@ class TableSource(FileSource):
         form = data.index().format
         assert isinstance(form, TableFormat)
         self._format = form
-        self._tables: OrderedDict[int, Table] = OrderedDict()
+        self._tables: OrderedDict[int, ColumnTable] = OrderedDict()
         self._kept = 0
         """Bytes of the blocks that are kept."""
         self._is_plain = data.decode is None and collate is None
@@ -251,7 +251,7 @@ class TableSource(FileSource):
         table = self._taken(np.asarray(ids, np.int64))
         return [self._decoded(i, table.sample(row)) for row, i in enumerate(ids)]
 
-    def _taken(self, ids: Ids) -> Table:
+    def _taken(self, ids: Ids) -> ColumnTable:
         """The rows of these ids, in their order, from whatever blocks hold them."""
         blocks = np.searchsorted(self._starts, ids, side="right") - 1
         by_block = np.argsort(blocks, kind="stable")
@@ -260,9 +260,9 @@ class TableSource(FileSource):
             self._table(int(blocks[some[0]])).take(ids[some] - self._starts[blocks[some[0]]])
             for some in np.split(by_block, cuts)
         ]
-        return Table.joined(parts).take(np.argsort(by_block, kind="stable"))
+        return ColumnTable.joined(parts).take(np.argsort(by_block, kind="stable"))
 
-    def _table(self, block: int) -> Table:
+    def _table(self, block: int) -> ColumnTable:
         found = self._tables.pop(block, None)
         is_new = found is None
         if found is None:
@@ -283,7 +283,7 @@ class TableSource(FileSource):
         self._room = max(min(2 * found * largest, 2 * MIXED_BYTES), found * largest)
         return found
 
-    def _read(self, block: int) -> Table:
+    def _read(self, block: int) -> ColumnTable:
         which = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         shard = self._shards[which]
         now = os.stat(shard.path).st_size if os.path.exists(shard.path) else None
@@ -298,7 +298,7 @@ class Handles:
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
-    def read(self, shard: Shard, start: int, size: int) -> bytes:
+    def read(self, shard: FileShard, start: int, size: int) -> bytes:
         """Bytes of a file."""
         handle = self._open.get(shard.path)
         data = os.pread(self._opened(shard) if handle is None else handle, size, start)
@@ -306,7 +306,7 @@ class Handles:
             raise changed(shard, start + len(data))
         return data
 
-    def _opened(self, shard: Shard) -> int:
+    def _opened(self, shard: FileShard) -> int:
         if len(self._open) >= OPEN_FILES:
             os.close(self._open.pop(next(iter(self._open))))
         try:
@@ -324,7 +324,7 @@ class Handles:
             os.close(handle)
 
 
-def changed(shard: Shard, num_bytes: int | None) -> DataError:
+def changed(shard: FileShard, num_bytes: int | None) -> DataError:
     """The error for a file that is not any more what the scan saw."""
     return DataError(
         f"{shard.path} must not change while it is read",

@@ -21,7 +21,7 @@ REST = 5
 
 
 @dataclass
-class Pace:
+class FeedTiming:
     """Seconds by what they were spent on, seen from the consumer of a feed."""
 
     input: float = 0.0

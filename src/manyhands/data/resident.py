@@ -13,7 +13,7 @@ from torch import Tensor
 from .arrays import ArraySource, SubsetSource
 from .batch import Batch, Cursor, to_device
 from .order import Ids
-from .shares import Share
+from .shares import ReplicaShare
 from .source import Source, Window
 
 SHARE = 16
@@ -32,7 +32,7 @@ class Resident:
         """Some rows, gathered on the device; an index of several dims gives as many before a row's own."""
         return _rows(self._arrays, index)
 
-    def batch(self, index: Tensor, ids: Ids, share: Share, cursor: Cursor) -> ResidentBatch:
+    def batch(self, index: Tensor, ids: Ids, share: ReplicaShare, cursor: Cursor) -> ResidentBatch:
         """A batch that is gathered when somebody looks at it."""
         return ResidentBatch(self, index, share.sizes, share.global_sizes, ids, cursor)
 

@@ -12,7 +12,7 @@ from .order import Ids
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplicaShare:
     """What one replica takes of a global batch."""
 
     rows: slice | Ids
@@ -34,7 +34,7 @@ def cut(count: int, parts: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Share:
+def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> ReplicaShare:
     """The part of one replica in a global batch of `count` samples.
 
     >>> share_of(10, 2, replica=1, num_replicas=2)
@@ -48,7 +48,7 @@ def share_of(count: int, accumulate: int, replica: int, num_replicas: int) -> Sh
         runs.append((first, first + per_replica[replica]))
         start += size
     sizes = tuple(stop - first for first, stop in runs)
-    return Share(_rows(runs), sizes, global_sizes)
+    return ReplicaShare(_rows(runs), sizes, global_sizes)
 
 
 def part_of(ids: Ids, part: int, num_parts: int, accumulate: int = 1) -> Ids:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..core import DataError
-from .arrays import ArraySource, Rows, SubsetSource, is_arrays
+from .arrays import ArrayRows, ArraySource, SubsetSource, is_arrays
 from .bucketed import Bucketed, BucketSource
 from .files import Files, files_source
 from .huggingface import huggingface_source, is_huggingface, is_splits, refuse_splits
@@ -56,7 +56,7 @@ def _from_dataset(dataset: Any, collate: Collate | None) -> Source:
 
 
 def _from_arrays(data: Any, collate: Collate | None) -> Source:
-    return ArraySource(data) if collate is None else MapSource(Rows(data), collate)
+    return ArraySource(data) if collate is None else MapSource(ArrayRows(data), collate)
 
 
 def _from_tensors(data: TensorDataset, collate: Collate | None) -> Source:

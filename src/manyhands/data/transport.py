@@ -50,7 +50,7 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(writable, dtype=dtype).view(shape)
 
 
-class Slots:
+class WorkerSlots:
     """Memory that the consumer and its workers share; made before they are forked."""
 
     def __init__(self, num_workers: int) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..core import DataError
 from .batch import Batch
 from .source import Source
-from .transport import Parcel, Slots
+from .transport import Parcel, WorkerSlots
 
 Read = Callable[[int, int], Iterator[Batch]]
 """`read(first, step)` gives batches number first, first + step, ... of an epoch."""
@@ -35,7 +35,7 @@ class _Failure:
 class _InWorker(IterableDataset[Any]):
     """Each worker reads every n-th batch; the DataLoader takes from them in turn, which keeps the order."""
 
-    def __init__(self, read: Read, slots: Slots | None) -> None:
+    def __init__(self, read: Read, slots: WorkerSlots | None) -> None:
         self._read, self._slots = read, slots
 
     def __iter__(self) -> Iterator[Batch | Parcel | _Failure]:
@@ -69,7 +69,7 @@ def read_in_workers(read: Read, num_workers: int, source: Source) -> Iterator[Ba
         return _received(iter(loader), source.name, slots)
 
 
-def _received(items: Iterator[Any], name: str, slots: Slots | None) -> Iterator[Batch]:
+def _received(items: Iterator[Any], name: str, slots: WorkerSlots | None) -> Iterator[Batch]:
     position = 0
     try:
         for item in items:
@@ -102,9 +102,9 @@ def _quiet_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _slots(num_workers: int) -> Slots | None:
+def _slots(num_workers: int) -> WorkerSlots | None:
     try:
-        return Slots(num_workers)
+        return WorkerSlots(num_workers)
     except OSError:
         # A limit on addresses leaves no room for them; PyTorch's way needs less at once.
         return None

@@ -10,13 +10,13 @@ import torch
 from ..distributed import Device, devices
 from ..launcher import Holder, holders
 from .finding import Finding, broken, slow
-from .nvidia import Driver, Gpu, count_on_bus, read_driver
+from .nvidia import Gpu, NvidiaDriver, count_on_bus, read_driver
 
 MOSTLY = 0.1
 """The part of a GPU's memory that others may hold before it matters."""
 
 
-def driver(found: Driver | None = None, num_on_bus: int | None = None, cuda: str | None = None) -> Finding:
+def driver(found: NvidiaDriver | None = None, num_on_bus: int | None = None, cuda: str | None = None) -> Finding:
     """The NVIDIA driver: is it there, and new enough for the CUDA that torch was built with?"""
     found, cuda = found or read_driver(), cuda or torch.version.cuda
     num_on_bus = count_on_bus() if num_on_bus is None else num_on_bus
@@ -80,7 +80,7 @@ def gpu_architecture(found: list[Device] | None = None) -> Finding:
     return Finding("GPU architecture", ", ".join(f"{d.name} {d.model}" for d in found) or "no accelerator")
 
 
-def gpu_mode(found: Driver | None = None) -> Finding:
+def gpu_mode(found: NvidiaDriver | None = None) -> Finding:
     """Compute modes that keep processes off a GPU."""
     odd = [gpu for gpu in _gpus(found) if gpu.mode != "Default"]
     if not odd:
@@ -92,7 +92,7 @@ def gpu_mode(found: Driver | None = None) -> Finding:
     return slow("GPU mode", text, "one process only may use it: no 'cuda:0*2', no second program", cure)
 
 
-def gpu_memory(found: Driver | None = None) -> Finding:
+def gpu_memory(found: NvidiaDriver | None = None) -> Finding:
     """Memory that other processes hold."""
     taken = [gpu for gpu in _gpus(found) if gpu.total and gpu.used > MOSTLY * gpu.total]
     if not taken:
@@ -119,7 +119,7 @@ def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
     )
 
 
-def gpu_clocks(found: Driver | None = None) -> Finding:
+def gpu_clocks(found: NvidiaDriver | None = None) -> Finding:
     """Clocks held down by heat or power, and a driver that goes to sleep between programs."""
     hot = [gpu for gpu in _gpus(found) if gpu.slowdowns]
     if hot:
@@ -140,7 +140,7 @@ def gpu_clocks(found: Driver | None = None) -> Finding:
     return Finding("GPU clocks", "nothing holds them down" if _gpus(found) else "no NVIDIA GPU")
 
 
-def _gpus(found: Driver | None) -> tuple[Gpu, ...]:
+def _gpus(found: NvidiaDriver | None) -> tuple[Gpu, ...]:
     known = found or read_driver()
     return known.gpus if known is not None else ()
 

@@ -41,7 +41,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
+class NvidiaDriver:
     """The driver and its GPUs."""
 
     version: str = ""
@@ -51,7 +51,7 @@ class Driver:
 
 
 @functools.cache
-def read_driver() -> Driver | None:
+def read_driver() -> NvidiaDriver | None:
     """What the driver says; None where there is none that answers."""
     with contextlib.suppress(Exception):
         return _from_nvml()
@@ -75,13 +75,13 @@ def _word(path: Path) -> str:
         return ""
 
 
-def _from_nvml() -> Driver:
+def _from_nvml() -> NvidiaDriver:
     import pynvml as nvml
 
     nvml.nvmlInit()
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        return Driver(
+        return NvidiaDriver(
             version=_text(nvml.nvmlSystemGetDriverVersion()),
             cuda=(number // 1000, number % 1000 // 10),
             gpus=tuple(_nvml_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())),
@@ -108,7 +108,7 @@ def _nvml_gpu(nvml: Any, index: int) -> Gpu:
     return Gpu(index=index, model=model, used=memory.used, total=memory.total, **values)
 
 
-def _from_smi() -> Driver:
+def _from_smi() -> NvidiaDriver:
     program = shutil.which("nvidia-smi")
     if program is None:
         raise FileNotFoundError("nvidia-smi")
@@ -119,7 +119,7 @@ def _from_smi() -> Driver:
         uuid, pid = line.split(", ")
         pids.setdefault(order.get(uuid, ""), []).append(int(pid))
     gpus = tuple(parse_smi(row, _holders(pids.get(row[0], []))) for row in rows)
-    return Driver(version=rows[0][-1] if rows else "", cuda=_smi_cuda(program), gpus=gpus)
+    return NvidiaDriver(version=rows[0][-1] if rows else "", cuda=_smi_cuda(program), gpus=gpus)
 
 
 def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:

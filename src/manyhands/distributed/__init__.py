@@ -8,17 +8,17 @@ from .control_channel import (
     EVENT,
     FAILURE,
     RESULT,
-    DirectLine,
-    Frames,
-    Line,
-    SocketLine,
+    ControlChannel,
+    DirectChannel,
+    FrameReader,
+    SocketChannel,
     frame,
     send_frame,
 )
 from .devices import Device, devices, num_cores, place_of, resolve, this_host
-from .fake_world import PretendedWorld
+from .fake_world import FakeWorld
 from .hangs import STEP, HangReport
-from .links import Link, Reach, measured, reach, serving
+from .links import MeasuredLink, Reach, measured, reach, serving
 from .messages import Opaque, is_plain, message
 from .network import (
     FIRST_SECONDS,
@@ -37,13 +37,13 @@ from .network import (
     resolve_host,
     serve_store,
 )
-from .survey import Facts, Survey, require_alike, survey
+from .survey import RankFacts, Survey, require_alike, survey
 from .torch_world import TorchWorld, backend_for
 from .world import (
     DEFAULT_TIMEOUT,
     NullWorld,
     Pending,
-    Seat,
+    RankInfo,
     World,
     caller_lines,
     current_world,
@@ -58,30 +58,30 @@ __all__ = [
     "CONTROL",
     "DEFAULT_TIMEOUT",
     "Device",
-    "DirectLine",
+    "DirectChannel",
     "EVENT",
     "FAILURE",
     "FIRST_SECONDS",
-    "Facts",
-    "Frames",
+    "RankFacts",
+    "FrameReader",
     "HangReport",
     "LOOPBACK",
-    "Line",
-    "Link",
+    "ControlChannel",
+    "MeasuredLink",
     "NotAuthentic",
     "NullWorld",
     "ObjectGather",
     "Opaque",
     "Pending",
     "PortTaken",
-    "PretendedWorld",
+    "FakeWorld",
     "RESULT",
     "RankKey",
     "Reach",
     "STEP",
-    "Seat",
+    "RankInfo",
     "SignedStore",
-    "SocketLine",
+    "SocketChannel",
     "Survey",
     "TorchWorld",
     "Unproved",

@@ -19,7 +19,7 @@ EVENT, CONTROL, RESULT, FAILURE, MESSAGE, CALL, ANSWER = b"E", b"C", b"R", b"F",
 MAX_FRAME = 64 * 1024 * 1024
 
 
-class Line(ABC):
+class ControlChannel(ABC):
     """What a rank says to its controller and hears from it."""
 
     recovers = False
@@ -114,7 +114,7 @@ class Line(ABC):
             self._news.notify_all()
 
 
-class DirectLine(Line):
+class DirectChannel(ControlChannel):
     """A rank that lives in the controller's own process."""
 
     def __init__(self, handler: Callable[[Event], None] | None = None) -> None:
@@ -126,7 +126,7 @@ class DirectLine(Line):
             self.handler(entry)
 
 
-class SocketLine(Line):
+class SocketChannel(ControlChannel):
     """A rank in a process of its own, at the end of a socket pair that it inherited."""
 
     is_watched = True
@@ -156,7 +156,7 @@ class SocketLine(Line):
             self.calls.put(None)
 
     def _listen(self) -> None:
-        frames, parcels = Frames(), list[int]()
+        frames, parcels = FrameReader(), list[int]()
         while True:
             chunk, fds = _receive(self._socket)
             if not chunk:
@@ -171,7 +171,7 @@ class SocketLine(Line):
         self.hang_up()
 
 
-class Frames:
+class FrameReader:
     """Cuts a stream of bytes into frames.
 
     >>> list(Frames().feed(_HEAD.pack(b"E", 2) + b"{}"))

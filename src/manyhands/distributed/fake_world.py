@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core import UsageError
-from .control_channel import DirectLine
-from .world import Pending, Seat, World
+from .control_channel import DirectChannel
+from .world import Pending, RankInfo, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class PretendedWorld(World):
+class FakeWorld(World):
     """The first of so many ranks. Its collectives send nothing, so it is good for shapes and layouts alone."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(Seat(size=size), DirectLine())
+        super().__init__(RankInfo(size=size), DirectChannel())
         if dist.is_initialized():
             raise UsageError(
                 "a process takes part in one world at a time", got="another that is open", remedy="close it first"

@@ -25,7 +25,7 @@ _ALONE = ("", STEP, "send", "receive")
 """What a rank does that needs not all of the others."""
 
 
-class Listener(Protocol):
+class CollectiveListener(Protocol):
     """Who wants to know when a rank begins and ends to wait in a collective."""
 
     def begin(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Diary:
     """What a rank is doing: the operation, since when, and how many collectives it has begun."""
 
     def __init__(self) -> None:
-        self.spans: Listener | None = None
+        self.spans: CollectiveListener | None = None
         """Where waiting is noted, while a step is timed."""
         self.operation, self.since, self.number = "", time.monotonic(), 0
         self.thread = threading.get_ident()

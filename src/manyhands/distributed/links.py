@@ -39,7 +39,7 @@ class Reach:
 
 @message
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """The way from a host to an address of the first one."""
 
     host: str
@@ -78,7 +78,7 @@ def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
     return Reach(host, address, _interface_towards(address), seconds)
 
 
-def measure(world: World) -> list[Link]:
+def measure(world: World) -> list[MeasuredLink]:
     """Every way from a host to the first one, the fastest of each host first; all ranks call it together."""
     hosts = world.gather_objects(world.seat.host)
     is_alone = len(set(hosts)) == 1
@@ -87,19 +87,19 @@ def measure(world: World) -> list[Link]:
         if world.is_first:
             served = held.enter_context(serving(_addresses(is_alone), secrets.token_bytes(16)))
         ways, token = world.gather_objects(served)[0]
-        found: list[Link] = []
+        found: list[MeasuredLink] = []
         for turn in sorted({hosts.index(host) for host in hosts[1:]} - ({0} if not is_alone else set())):
             mine = measured(world.seat.host, ways, token) if world.rank == turn else []
             found += world.gather_objects(mine)[turn]
     return sorted(found, key=lambda link: (hosts.index(link.host), -link.bytes_per_second))
 
 
-def best(links: list[Link]) -> dict[str, Link]:
+def best(links: list[MeasuredLink]) -> dict[str, MeasuredLink]:
     """By host the fastest way."""
     return {link.host: link for link in reversed(links)}
 
 
-def measured(host: str, ways: Sequence[tuple[str, int]], token: bytes) -> list[Link]:
+def measured(host: str, ways: Sequence[tuple[str, int]], token: bytes) -> list[MeasuredLink]:
     """Those of the ways to the first host that lead there from this one, called `host`."""
     return [link for way in ways if (link := _measured(host, way, token)) is not None]
 
@@ -109,7 +109,7 @@ def _addresses(is_alone: bool) -> list[str]:
     return [LOOPBACK] if is_alone or not outward else outward
 
 
-def _measured(host: str, way: tuple[str, int], token: bytes) -> Link | None:
+def _measured(host: str, way: tuple[str, int], token: bytes) -> MeasuredLink | None:
     """None where the address does not answer: it may lie in a network that leads elsewhere."""
     try:
         with socket.create_connection(way, timeout=PATIENCE) as link:
@@ -117,7 +117,7 @@ def _measured(host: str, way: tuple[str, int], token: bytes) -> Link | None:
             link.sendall(token)
             times = list(_pings(link))
             interface = interface_of(link.getsockname()[0])
-            return Link(host, interface, way[0], statistics.median(times), _rate(link))
+            return MeasuredLink(host, interface, way[0], statistics.median(times), _rate(link))
     except OSError:
         return None
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import torch
 
 from ..core import SettingsError
-from .links import Link, best, measure
+from .links import MeasuredLink, best, measure
 from .messages import message
 from .world import World
 
@@ -21,7 +21,7 @@ MAX_SKEW = 2.0
 
 @message
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """What one rank says of itself."""
 
     rank: int
@@ -39,12 +39,12 @@ class Facts:
 class Survey:
     """What was found: all ranks, the ways between hosts, and what would go wrong."""
 
-    ranks: tuple[Facts, ...]
-    links: tuple[Link, ...]
+    ranks: tuple[RankFacts, ...]
+    links: tuple[MeasuredLink, ...]
     warnings: tuple[str, ...]
 
     @property
-    def chosen(self) -> dict[str, Link]:
+    def chosen(self) -> dict[str, MeasuredLink]:
         """By host the way that carries the traffic."""
         return best(list(self.links))
 
@@ -64,10 +64,10 @@ def require_alike(world: World) -> None:
         raise SettingsError("ranks need the same software on every host", got="; ".join(found))
 
 
-def facts(world: World, data: str = "") -> list[Facts]:
+def facts(world: World, data: str = "") -> list[RankFacts]:
     """What every rank says of itself, in rank order."""
     world.barrier()
-    mine = Facts(
+    mine = RankFacts(
         rank=world.rank,
         host=world.seat.host,
         device=str(world.seat.device),
@@ -77,18 +77,18 @@ def facts(world: World, data: str = "") -> list[Facts]:
         clock=time.time(),
         data=data,
     )
-    found: list[Facts] = world.gather_objects(mine)
+    found: list[RankFacts] = world.gather_objects(mine)
     return found
 
 
-def differences(ranks: Sequence[Facts]) -> list[str]:
+def differences(ranks: Sequence[RankFacts]) -> list[str]:
     """What should be equal on all hosts and is not, with the host and the remedy.
 
     >>> one = Facts(0, "host1", "cpu", "0.1", "2.13", "3.11", clock=0.0)
     >>> differences([one, Facts(1, "host2", "cpu", "0.1", "2.12", "3.11", clock=0.5)])
     ['torch differs: 2.13 on host1, 2.12 on host2; install the same version everywhere']
     """
-    looks: list[tuple[str, Callable[[Facts], str], str]] = [
+    looks: list[tuple[str, Callable[[RankFacts], str], str]] = [
         ("manyhands", lambda one: one.manyhands, "install the same version everywhere"),
         ("torch", lambda one: one.torch, "install the same version everywhere"),
         ("Python", lambda one: ".".join(one.python.split(".")[:2]), "use the same Python everywhere"),

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..core import Event, PeerLost, UsageError
 from .authentication import NotAuthentic, ObjectGather, RankKey, SignedStore, confirm
-from .control_channel import Line
+from .control_channel import ControlChannel
 from .devices import Device
 from .hangs import STALL, STEP, HangReport, Watchman, answer
-from .world import Pending, Seat, World, caller_line
+from .world import Pending, RankInfo, World, caller_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,7 +165,9 @@ class TorchWorld(_GroupWorld):
     `key` is the secret of this generation; without one, what other processes write and send is not told apart.
     """
 
-    def __init__(self, seat: Seat, line: Line, store: dist.Store, backend: str, key: RankKey | None = None) -> None:
+    def __init__(
+        self, seat: RankInfo, line: ControlChannel, store: dist.Store, backend: str, key: RankKey | None = None
+    ) -> None:
         super().__init__(seat, line)
         self._key = key or RankKey.none()
         self._objects = ObjectGather(self._key, "whole", seat.rank)
@@ -443,7 +445,7 @@ class _Ports:
         self.known = known
         self._num_rounds = 0
 
-    def add(self, store: dist.Store, seat: Seat, ours: set[int]) -> dict[int, bytes]:
+    def add(self, store: dist.Store, seat: RankInfo, ours: set[int]) -> dict[int, bytes]:
         """Take in what every rank has opened since the last time; return a fresh random number of each rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
         store.set(f"{prefix}/{seat.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")

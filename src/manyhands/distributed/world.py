@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import PeerLost, UsageError
-from .control_channel import DirectLine, Line
+from .control_channel import ControlChannel, DirectChannel
 from .devices import Device, require_usable, this_host
 from .hangs import Diary
 from .network import LOOPBACK, gloo_on_loopback
@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankInfo:
     """Where one rank sits: plain data that an engine gives to a process."""
 
     rank: int = 0
@@ -65,7 +65,7 @@ class Pending:
 class World(ABC):
     """The replicas that work together. Collectives act in place or return new tensors, as named."""
 
-    def __init__(self, seat: Seat, line: Line) -> None:
+    def __init__(self, seat: RankInfo, line: ControlChannel) -> None:
         require_usable(seat.device)
         self.seat, self.line = seat, line
         self.rank, self.size = seat.rank, seat.size
@@ -207,8 +207,10 @@ def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
 class NullWorld(World):
     """One replica alone: every collective is the identity."""
 
-    def __init__(self, device: Device | None = None, line: Line | None = None, seat: Seat | None = None) -> None:
-        super().__init__(seat or Seat(device=device or Device("cpu")), line or DirectLine())
+    def __init__(
+        self, device: Device | None = None, line: ControlChannel | None = None, seat: RankInfo | None = None
+    ) -> None:
+        super().__init__(seat or RankInfo(device=device or Device("cpu")), line or DirectChannel())
         self._owns_group = False
 
     @property

@@ -1,9 +1,9 @@
 """Ensembles: trained networks that answer as one, in one program or apart."""
 
-from .apart import ANSWERED, Answer, CallSeat, ProcessSeat, Seat, TeamApart
+from .apart import ANSWERED, Answer, CallSeat, MemberHandle, ProcessSeat, TeamApart
 from .combination import COMBINATIONS, Combination, require_combination
 from .member import Member, member_of, require_alike
-from .team import Batches, Rule, Team
+from .team import Batches, CombinationRule, Team
 from .uncertainty import Calibration, calibration, mutual_information, spread
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "TeamApart",
     "Answer",
     "ANSWERED",
-    "Rule",
+    "CombinationRule",
     "Batches",
     "Member",
     "member_of",
     "require_alike",
-    "Seat",
+    "MemberHandle",
     "ProcessSeat",
     "CallSeat",
     "Combination",

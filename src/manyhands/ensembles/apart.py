@@ -22,7 +22,7 @@ from ..core import Predictor, RequestRefused, SettingsError, Signature, TensorSp
 from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .member import Member
-from .team import Rule
+from .team import CombinationRule
 
 ANSWERED = "answered"
 AGAIN_SECONDS = 0.5
@@ -47,7 +47,7 @@ class Answer:
         return bool(self.missing)
 
 
-class Seat(ABC):
+class MemberHandle(ABC):
     """Where a member sits: it is asked, and answers later."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Seat(ABC):
         """Lets it go."""
 
 
-class ProcessSeat(Seat):
+class ProcessSeat(MemberHandle):
     """A member in a process of its own on a device; one that dies is started again."""
 
     def __init__(self, engine: Engine, member: Member, device: Device) -> None:
@@ -113,7 +113,7 @@ class ProcessSeat(Seat):
         self._service.kill()
 
 
-class CallSeat(Seat):
+class CallSeat(MemberHandle):
     """A member that a function reaches, a server's client say; it is called on a thread."""
 
     def __init__(self, call: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str) -> None:
@@ -140,8 +140,8 @@ class TeamApart(Predictor):
 
     def __init__(
         self,
-        seats: Sequence[Seat],
-        rule: Rule,
+        seats: Sequence[MemberHandle],
+        rule: CombinationRule,
         signature: Signature,
         *,
         deadline: float = 1.0,
@@ -160,7 +160,7 @@ class TeamApart(Predictor):
         return f"TeamApart of {len(self._seats)}, {self.quorum} of which must answer within {self.deadline:g} s"
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[MemberHandle]:
         """Where the members sit."""
         return self._seats
 

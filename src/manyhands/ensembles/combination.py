@@ -39,7 +39,7 @@ class Combination(nn.Module):
         """Learns from what the members say of data whose labels are known."""
 
 
-class Mean(Combination):
+class MeanCombination(Combination):
     """The mean: of probabilities where answers are classes."""
 
     name = "mean"
@@ -151,7 +151,7 @@ class Stacking(Combination):
         return answers if self.form == NUMBERS else as_probabilities(answers, self.form).clamp_min(1e-12).log()
 
 
-COMBINATIONS: dict[str, type[Combination]] = {kind.name: kind for kind in (Mean, Vote, Weighted, Stacking)}
+COMBINATIONS: dict[str, type[Combination]] = {kind.name: kind for kind in (MeanCombination, Vote, Weighted, Stacking)}
 
 
 def require_combination(name: str) -> type[Combination]:

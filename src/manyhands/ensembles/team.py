@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..core import DataError, Predictor, Signature, TensorSpec
 from ..storage import export
-from .combination import Combination, Mean, Vote, require_combination
+from .combination import Combination, MeanCombination, Vote, require_combination
 from .forms import NUMBERS, as_probabilities, form_of
 from .member import Member, named, require_alike
-from .together import Together
+from .together import StackedMembers
 from .uncertainty import Calibration, calibration, mutual_information, spread
 
 SPREAD, MUTUAL = "spread", "mutual_information"
@@ -22,21 +22,21 @@ Batches = Sequence[tuple[dict[str, Tensor], Tensor | None]]
 """Inputs by name, and the labels that belong to them where there are some."""
 
 
-class Rule:
+class CombinationRule:
     """How the members' answers become one: a combination for every output, and what is told beside it."""
 
     def __init__(self, combinations: Mapping[str, Combination], uncertainty: bool) -> None:
         self.combinations, self.uncertainty = dict(combinations), uncertainty
 
     @classmethod
-    def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> Rule:
+    def of(cls, name: str, answers: Mapping[str, Tensor], labels: Tensor | None, uncertainty: bool) -> CombinationRule:
         """The rule of a name, for answers by output, member and row; fitted where it learns from labels."""
         kind = require_combination(name)
         made: dict[str, Combination] = {}
         for place, (output, values) in enumerate(answers.items()):
             form = form_of(values, labels if place == 0 else None)
             # What else a network tells has no labels to learn from; whole numbers, such as classes, have no mean.
-            chosen = kind if place == 0 or not kind.needs_data else Mean
+            chosen = kind if place == 0 or not kind.needs_data else MeanCombination
             made[output] = (chosen if values.is_floating_point() else Vote)(len(values), form)
             if made[output].needs_data:
                 if labels is None:
@@ -97,7 +97,7 @@ class Team(Predictor):
         if devices:
             self._program.place(devices)
         answers, labels = self._on(batches or [(members[0].example, None)])
-        self.rule = Rule.of(combine, answers, labels, uncertainty)
+        self.rule = CombinationRule.of(combine, answers, labels, uncertainty)
         self.signature = self.rule.signature(members[0].signature)
         self.is_stacked = bool(members[0].example) and self._program.settle(self._ordered(members[0].example))
         """Whether all members are computed as one stacked program, which is so where that is faster."""
@@ -117,7 +117,7 @@ class Team(Predictor):
     def uncertainty(self, inputs: Any) -> dict[str, Tensor]:
         """How far members disagree on every row: their spread, and for classes the mutual information."""
         answers = self.each(inputs)
-        told = Rule(self.rule.combinations, True).combined(answers)
+        told = CombinationRule(self.rule.combinations, True).combined(answers)
         return {name: told[name] for name in (SPREAD, MUTUAL) if name in told}
 
     def calibration(self, batches: Batches | None = None) -> tuple[Calibration, list[Calibration]]:
@@ -139,9 +139,9 @@ class Team(Predictor):
         network = _Exported(self._together(), self.rule)  # where it is served there may be other devices
         return export(network, _called, example, Path(path), free=self.members[0].free, extra=extra)
 
-    def _together(self) -> Together:
+    def _together(self) -> StackedMembers:
         """All members in one program, on the CPU."""
-        return Together([m.model for m in self.members], [m.predict for m in self.members], named).eval()
+        return StackedMembers([m.model for m in self.members], [m.predict for m in self.members], named).eval()
 
     def _ordered(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         return [inputs[name] for name in self._names]
@@ -160,7 +160,7 @@ class Team(Predictor):
 class _Exported(nn.Module):
     """The whole team as one network."""
 
-    def __init__(self, program: Together, rule: Rule) -> None:
+    def __init__(self, program: StackedMembers, rule: CombinationRule) -> None:
         super().__init__()
         self.program, self.rules, self._rule = program, nn.ModuleDict(rule.combinations), rule
 

@@ -15,7 +15,7 @@ Named = Callable[[Any], dict[str, Tensor]]
 TRIES = 5
 
 
-class Together(nn.Module):
+class StackedMembers(nn.Module):
     """All members on the same inputs: answers by output, member and row."""
 
     def __init__(self, models: Sequence[nn.Module], predicts: Sequence[Predict], named: Named) -> None:

@@ -4,16 +4,16 @@ from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .blame import calling_line, culprit
 from .call import Call
 from .compilers import stop_compilers
-from .cutting import Crossing, Piece, Unit, Works, crossings, in_pieces, in_stages, works_of
-from .following import Facts, Value, changed_at_root, follow, plainly
+from .cutting import Crossing, GraphPiece, Unit, Works, crossings, in_pieces, in_stages, works_of
+from .following import GraphFacts, Value, changed_at_root, follow, plainly
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, fuse_on_cpu, lie_alike, make_capturable, skips_on_device
 from .recording import CannotRecord, Phase, Recording, rehearsing
-from .running import Clock, Contexts, Segment, segments_of
+from .running import Contexts, DrawCounter, Segment, segments_of
 from .statics import Statics, shape_of
-from .tracing import Absent, Answer, Traced, trace
-from .watch import Watch
+from .tracing import Absent, OutputStructure, TracedGraph, trace
+from .watch import ValueWatch
 
 __all__ = [
     "Recording",
@@ -25,7 +25,7 @@ __all__ = [
     "has_convolutions",
     "lay_out",
     "shape_of",
-    "Watch",
+    "ValueWatch",
     "make_capturable",
     "fuse_on_cpu",
     "lie_alike",
@@ -35,11 +35,11 @@ __all__ = [
     "culprit",
     "trace",
     "Call",
-    "Traced",
-    "Answer",
+    "TracedGraph",
+    "OutputStructure",
     "Absent",
     "follow",
-    "Facts",
+    "GraphFacts",
     "Value",
     "changed_at_root",
     "plainly",
@@ -48,14 +48,14 @@ __all__ = [
     "works_of",
     "Works",
     "Unit",
-    "Piece",
+    "GraphPiece",
     "Crossing",
     "in_pieces",
     "in_stages",
     "crossings",
     "segments_of",
     "Segment",
-    "Clock",
+    "DrawCounter",
     "Contexts",
     "lives",
     "Life",

@@ -16,8 +16,8 @@ from functools import cached_property
 from torch import fx
 
 from ..core import StrategyError
-from .following import Facts, aliased, changed_at_root, is_random, mutated
-from .tracing import Traced
+from .following import GraphFacts, aliased, changed_at_root, is_random, mutated
+from .tracing import TracedGraph
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Unit:
 
 
 @dataclass
-class Piece:
+class GraphPiece:
     """What one rank computes without waiting for another."""
 
     index: int
@@ -49,8 +49,8 @@ class Piece:
 class Works:
     """The operations of a traced network that are worth placing, as units in an order that respects what each needs."""
 
-    traced: Traced
-    facts: Facts
+    traced: TracedGraph
+    facts: GraphFacts
     units: list[Unit]
     unit_of: dict[str, int]
     """The unit of every operation that is placed; the others are done again wherever they are needed."""
@@ -99,7 +99,7 @@ class Works:
         return list(dict.fromkeys([*(node.name for node in nodes if node.name in self.unit_of), *rest]))
 
 
-def works_of(traced: Traced, facts: Facts) -> Works:
+def works_of(traced: TracedGraph, facts: GraphFacts) -> Works:
     """Sorts a network's operations: what must be placed, in units, and what is done again where it is needed."""
     nodes = [n for n in traced.graph.nodes if n.op == "call_function" and n.name not in facts.numbers]
     _require_inputs_kept(traced, facts, nodes)
@@ -115,7 +115,7 @@ def works_of(traced: Traced, facts: Facts) -> Works:
     return _sorted(works, order)
 
 
-def _require_inputs_kept(traced: Traced, facts: Facts, nodes: Sequence[fx.Node]) -> None:
+def _require_inputs_kept(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) -> None:
     """Refuses a network that changes what it is given, which other ranks, and the loss, have too."""
     for node in nodes:
         for target in mutated(node):
@@ -130,7 +130,7 @@ def _require_inputs_kept(traced: Traced, facts: Facts, nodes: Sequence[fx.Node])
                 )
 
 
-def _dtype(facts: Facts, node: fx.Node) -> object:
+def _dtype(facts: GraphFacts, node: fx.Node) -> object:
     return facts.values[node.name].dtype if node.name in facts.values else None
 
 
@@ -154,7 +154,7 @@ def _needed(works: Works) -> Works:
     return Works(works.traced, works.facts, units, _places(units))
 
 
-def _placed(traced: Traced, facts: Facts, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _placed(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Operations that depend on both inputs and parameters, that draw, or that change something."""
     changed = {n for node in nodes for n in mutated(node)}
     kinds: dict[str, set[str]] = {name: {"held"} for name in (*traced.parameters, *traced.buffers)}
@@ -193,7 +193,7 @@ class _Together:
             self._above[other] = known[0]
 
 
-def _together(traced: Traced, nodes: Sequence[fx.Node], placed: set[fx.Node]) -> _Together:
+def _together(traced: TracedGraph, nodes: Sequence[fx.Node], placed: set[fx.Node]) -> _Together:
     together = _Together(placed)
     order = {node: index for index, node in enumerate(nodes)}
     base: dict[fx.Node, fx.Node] = {}
@@ -271,16 +271,16 @@ def _merged(works: Works, ring: Sequence[int], order: Mapping[fx.Node, int]) -> 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted: Iterable[str]) -> list[Piece]:
+def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted: Iterable[str]) -> list[GraphPiece]:
     """One piece per stage, from each unit's stage, and an end on the last stage's rank that takes what is wanted."""
     members: dict[int, list[fx.Node]] = {stage: [] for stage in range(len(ranks))}
     for unit, stage in zip(works.units, stages, strict=True):
         members[stage] += unit.nodes
-    pieces = [Piece(stage, ranks[stage], nodes) for stage, nodes in members.items()]
+    pieces = [GraphPiece(stage, ranks[stage], nodes) for stage, nodes in members.items()]
     return _joined(works, pieces, ranks[-1], wanted)
 
 
-def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str]) -> list[Piece]:
+def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
     """Pieces from each unit's rank: as few as let ranks work at the same time and hand results on early.
 
     A unit's level is the largest number of crossings on a way to it. Within a level, what other ranks wait for comes
@@ -294,7 +294,7 @@ def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str
     members: dict[tuple[int, bool, int], list[fx.Node]] = defaultdict(list)
     for unit, key in zip(works.units, keys, strict=True):
         members[key] += unit.nodes
-    pieces = [Piece(index, key[2], members[key]) for index, key in enumerate(sorted(members))]
+    pieces = [GraphPiece(index, key[2], members[key]) for index, key in enumerate(sorted(members))]
     return _joined(works, pieces, end, wanted)
 
 
@@ -313,9 +313,9 @@ def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int
     return found
 
 
-def _joined(works: Works, pieces: list[Piece], end: int, wanted: Iterable[str]) -> list[Piece]:
+def _joined(works: Works, pieces: list[GraphPiece], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
     """Fills in what pieces take and give; a last one holds what the network returns."""
-    last = Piece(len(pieces), end, [], takes=list(dict.fromkeys(wanted)))
+    last = GraphPiece(len(pieces), end, [], takes=list(dict.fromkeys(wanted)))
     made = {node.name: piece for piece in pieces for node in piece.nodes}
     for piece in pieces:
         piece.takes = works.needs(piece.nodes)
@@ -332,15 +332,15 @@ class Crossing:
 
     number: int
     name: str
-    source: Piece
+    source: GraphPiece
     to: int
-    first: Piece
+    first: GraphPiece
     """The first piece there that needs it; in backward its gradient is complete after that one."""
 
 
-def crossings(pieces: Sequence[Piece]) -> Iterator[Crossing]:
+def crossings(pieces: Sequence[GraphPiece]) -> Iterator[Crossing]:
     """Everything that crosses, in the order in which it is made."""
-    takers: dict[tuple[str, int], Piece] = {}
+    takers: dict[tuple[str, int], GraphPiece] = {}
     for piece in pieces:
         for name in piece.takes:
             takers.setdefault((name, piece.rank), piece)

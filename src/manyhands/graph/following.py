@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..core import LayoutFree, StrategyError
 from .call import Call
 from .layers import changed_by, layer_of
-from .tracing import Traced
+from .tracing import TracedGraph
 
 Shape = Sequence[int]
 
@@ -42,7 +42,7 @@ class Value:
 
 
 @dataclass
-class Facts:
+class GraphFacts:
     """What a traced network does for inputs of given sizes."""
 
     values: dict[str, Value]
@@ -55,14 +55,14 @@ class Facts:
 
 
 def follow(
-    traced: Traced,
+    traced: TracedGraph,
     call: Call,
     tensors: Mapping[str, Tensor],
     device: torch.device,
     scope: AbstractContextManager[object],
     *,
     counts_draws: bool = False,
-) -> Facts:
+) -> GraphFacts:
     """Runs a graph on tensors without values; `tensors` are the network's own, by name, on any device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -73,7 +73,7 @@ def follow(
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)
 
-    facts = Facts({}, {}, {})
+    facts = GraphFacts({}, {}, {})
     draws = _Count(device) if counts_draws else None
     given = dict(zip(traced.inputs, call.tensors, strict=True))
     with mode, scope:
@@ -95,7 +95,7 @@ def follow(
     return facts
 
 
-def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: Facts, draws: LayoutFree | None) -> Any:
+def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: GraphFacts, draws: LayoutFree | None) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: held[other.name])
     if draws is None or not is_random(node):
         try:
@@ -121,7 +121,7 @@ class _Count(LayoutFree):
         return torch.empty(list(shape), dtype=torch.int32, device=device)
 
 
-def _note(name: str, made: Any, facts: Facts) -> None:
+def _note(name: str, made: Any, facts: GraphFacts) -> None:
     if isinstance(made, Tensor):
         facts.values[name] = Value(tuple(made.shape), made.dtype, made.requires_grad, _stride(made))
     elif not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)) and not isinstance(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from .cutting import Piece, Works
+from .cutting import GraphPiece, Works
 from .following import by_hash, changed_at_root, is_random, plainly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -20,7 +20,7 @@ Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
 
 
 @dataclass
-class Clock:
+class DrawCounter:
     """The number of the draw that a network's first one has, in what is computed now."""
 
     start: int = 0
@@ -39,7 +39,7 @@ class Segment:
     changes: list[int] = field(default_factory=list)
     """Which of what it takes are buffers that it changes; computed again it must not change them again."""
 
-    def run(self, held: MutableMapping[str, Any], clock: Clock) -> None:
+    def run(self, held: MutableMapping[str, Any], clock: DrawCounter) -> None:
         """Computes it; what it takes and gives is in `held`."""
         given = [held[name] for name in self.takes]
         if self.is_repeated and torch.is_grad_enabled():
@@ -48,7 +48,7 @@ class Segment:
             made = self.function(*given)
         held.update(zip(self.gives, made, strict=True))
 
-    def _keeping_little(self, given: list[Any], clock: Clock) -> Any:
+    def _keeping_little(self, given: list[Any], clock: DrawCounter) -> Any:
         again = _Again(self.function, {place: given[place] for place in self.changes}, clock)
         again.inner = self.contexts() if self.contexts is not None else (nullcontext(), nullcontext())
         # Torch insists that what it is given stays as it was, which these do not.
@@ -59,7 +59,7 @@ class Segment:
 class _Again:
     """A function that is called once in forward and once more in backward, where it must find and change the same."""
 
-    def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: Clock) -> None:
+    def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: DrawCounter) -> None:
         self._function, self._changed, self._clock, self._start = function, changed, clock, clock.start
         self._before = {place: tensor.clone() for place, tensor in changed.items()}
         self._is_second = False
@@ -84,11 +84,11 @@ class _Again:
 
 def segments_of(
     works: Works,
-    piece: Piece,
+    piece: GraphPiece,
     *,
     repeated: Mapping[str, str],
     substitute: Substitute,
-    clock: Clock,
+    clock: DrawCounter,
     counts_draws: bool,
     returned: Iterable[str] = (),
     contexts: Callable[[], Contexts] | None = None,
@@ -119,7 +119,7 @@ def _segment(
     gives: list[str],
     is_repeated: bool,
     substitute: Substitute,
-    clock: Clock,
+    clock: DrawCounter,
     counts_draws: bool,
 ) -> Segment:
     graph, facts = fx.Graph(), works.facts
@@ -161,7 +161,7 @@ def _compiled(root: torch.nn.Module, graph: fx.Graph) -> Callable[..., Any]:
     return module.forward
 
 
-def _drawn(function: Callable[..., Any], clock: Clock, offset: int) -> Callable[..., Any]:
+def _drawn(function: Callable[..., Any], clock: DrawCounter, offset: int) -> Callable[..., Any]:
     """Draws what the whole network would draw here: the generator's seed is the number of the next draw."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Answer:
+class OutputStructure:
     """What a network returns: a structure with tensors at some of its leaves."""
 
     structure: Any
@@ -54,7 +54,7 @@ class _Place(tuple[int]):
 
 
 @dataclass
-class Traced:
+class TracedGraph:
     """A network's graph. Node names are the currency: parameters, buffers, inputs and results go by them."""
 
     graph: fx.Graph
@@ -67,7 +67,7 @@ class Traced:
     inputs: list[str]
     outputs: list[Any]
     """What is returned, as nodes or numbers, in order."""
-    answer: Answer
+    answer: OutputStructure
     paths: dict[str, str] = field(default_factory=dict)
     """The module that each operation belongs to."""
     bounds: Mapping[Any, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Traced:
 
 def trace(
     model: nn.Module, call: Call, device: torch.device, *, free: bool = False, layers: Sequence[str] = ()
-) -> Traced:
+) -> TracedGraph:
     """Follows a network through one call, in the mode (training or evaluation) that it is in.
 
     With `free` the graph holds for other sizes too, where the network allows it; that takes a few times as long.
@@ -139,7 +139,7 @@ def _quiet() -> Iterator[None]:
 class _Kept:
     """What export, which puts a module's attributes back as they were, leaves alone."""
 
-    answer: Answer
+    answer: OutputStructure
 
 
 class _Flat(nn.Module):
@@ -160,7 +160,7 @@ class _Flat(nn.Module):
         kept = tuple(
             _Place((next(places),)) if isinstance(leaf, Tensor | torch.SymInt) else _plain(leaf) for leaf in leaves
         )
-        self.kept.answer = Answer(structure, kept)
+        self.kept.answer = OutputStructure(structure, kept)
         return carried
 
 
@@ -240,7 +240,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in every}
 
 
-def _traced(program: Any, answer: Answer, names: Mapping[str, str]) -> Traced:
+def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> TracedGraph:
     from .following import mutated
 
     graph: fx.Graph = program.graph_module.graph
@@ -252,7 +252,7 @@ def _traced(program: Any, answer: Answer, names: Mapping[str, str]) -> Traced:
     strip = len(_NET) + 1
     buffers = {node: names[name[strip:]] for node, name in signature.inputs_to_buffers.items()}
     returned = next(node for node in graph.nodes if node.op == "output")
-    return Traced(
+    return TracedGraph(
         graph=graph,
         root=program.graph_module,
         parameters={node: names[name[strip:]] for node, name in signature.inputs_to_parameters.items()},

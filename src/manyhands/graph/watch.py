@@ -29,7 +29,7 @@ MAX_ITEMS = 64
 Facts = Iterator[tuple[str, Any]]
 
 
-class Watch:
+class ValueWatch:
     """Looks at numbers, flags and lengths that a network, a loss function and optimizers hold, and where tensors lie.
 
     `settings` gives further values by name.

@@ -13,9 +13,9 @@ from keras.src.utils.python_utils import is_default
 from ..core import RunError
 from ..distributed import Opaque
 from .boards import TensorBoard
-from .following import Changes, Look, plain_attributes
+from .following import Changes, ModelSnapshot, plain_attributes
 from .inputs import brought_by_all
-from .runs import Clock, RunLog
+from .runs import FitTimer, RunLog
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -57,7 +57,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         # Callbacks may be given to the first replica alone; when to meet is for all the same.
         own = (per_batch, saves_in_between, is_logged)
         self._per_batch, self._saves_in_between, is_logged = brought_by_all(strategy.hand, "call callbacks", own)[0]
-        self._clock = Clock(strategy.hand) if is_logged else None
+        self._clock = FitTimer(strategy.hand) if is_logged else None
         if verbose == "auto" and not sys.stdout.isatty():
             # Under launch every move of a bar would be a line; Keras itself recommends a line per epoch there.
             verbose = 2
@@ -80,7 +80,7 @@ class OnceForAll(CallbackList):  # type: ignore[misc]
         hand, changes = self._strategy.hand, Changes()
         follow = self._per_batch.get(name, True)
         try:
-            before = Look(self.model) if follow and hand.is_first and hand.size > 1 else None
+            before = ModelSnapshot(self.model) if follow and hand.is_first and hand.size > 1 else None
             if self._strategy.failure is None:
                 with self._strategy.alone():
                     getattr(CallbackList, name)(self, *args)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..core import DeviceError, SettingsError
-from ..launcher import Cluster, described
+from ..launcher import ResolvedCluster, described
 
 
 class ClusterResolver:
@@ -15,7 +15,7 @@ class ClusterResolver:
     source = "TF_CONFIG, a scheduler or torchrun"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._cluster: Cluster | None = described()
+        self._cluster: ResolvedCluster | None = described()
 
     @property
     def task_type(self) -> str | None:

@@ -73,7 +73,7 @@ class Changes:
             hand.replicas.broadcast(state[index]._value.data)
 
 
-class Look:
+class ModelSnapshot:
     """What a model is like at some moment."""
 
     def __init__(self, model: Any) -> None:

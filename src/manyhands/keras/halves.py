@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .step import Step, current_step
+from .step import MicroBatchStep, current_step
 
 LARGEST = torch.finfo(torch.float16).max
 Apply = Callable[..., Any]
@@ -31,7 +31,7 @@ def weighing(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss
 
 
-def kept(step: Step, apply: Apply, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> Apply:
+def kept(step: MicroBatchStep, apply: Apply, gradients: Sequence[Tensor | None], variables: Sequence[Any]) -> Apply:
     """The same function, for which sums that half precision could not hold are infinite: one device sums there."""
     none = torch.zeros((), device=step.hand.device)
     wide = torch.stack([none if g is None else (g.half() != g).any().float() for g in gradients])

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ..core import DataError, StrategyError
 from ..training import Hand
-from .share import Share, hand_out, num_rows, without_rows
+from .share import KerasShare, hand_out, num_rows, without_rows
 from .step import current_step
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
         return handed_out()
 
-    def _begun(self) -> Iterator[tuple[Share, Any]]:
+    def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
         """Every batch of this replica's, with borrowed rows where it has none; alone it takes whole ones."""
         if not self._strategy.is_alone:
             share_randomness(self._strategy.hand, "iterate over a distributed dataset")
@@ -88,12 +88,12 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             raise TypeError("the number of batches is not known")
         return int(self.num_batches)
 
-    def _share(self, total: int) -> Share:
+    def _share(self, total: int) -> KerasShare:
         if self._strategy.is_alone:
-            return Share.of(total, rank=0, size=1)
+            return KerasShare.of(total, rank=0, size=1)
         return self._strategy.share(total, self._micros)
 
-    def _cut(self, batches: Any) -> Iterator[tuple[Share, Any]]:
+    def _cut(self, batches: Any) -> Iterator[tuple[KerasShare, Any]]:
         for number, batch in enumerate(batches):
             if number == 0 and not self._strategy.is_alone:
                 _require_same(self._strategy.hand, batch)
@@ -263,7 +263,7 @@ class OwnInput(DistributedInput):
     def num_batches(self) -> int | None:
         return self._most
 
-    def _begun(self) -> Iterator[tuple[Share, Any]]:
+    def _begun(self) -> Iterator[tuple[KerasShare, Any]]:
         hand, last = self._strategy.hand, None
         self._strategy.require_all("iterate over batches that each replica makes for itself")
         batches = iter(self._adapter.get_torch_dataloader())
@@ -279,7 +279,7 @@ class OwnInput(DistributedInput):
                 raise DataError(
                     "every replica must have at least one batch", got="none on this one", remedy="use fewer replicas"
                 )
-            yield Share.among(every, hand.rank), own if count else tree.map_structure(lambda leaf: leaf[:1], last)
+            yield KerasShare.among(every, hand.rank), own if count else tree.map_structure(lambda leaf: leaf[:1], last)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -432,9 +432,9 @@ def _is_indexed(loader: Any) -> bool:
 class _OwnSamples(Sampler[list[Any]]):
     """The samples of a batch sampler's batches that are a replica's; notes the shares as they come."""
 
-    def __init__(self, batches: Any, share: Callable[[int], Share], require: Callable[[list[Any]], None]) -> None:
+    def __init__(self, batches: Any, share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]) -> None:
         self._batches, self._share, self._require = batches, share, require
-        self.shares: deque[Share] = deque()
+        self.shares: deque[KerasShare] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         for number, batch in enumerate(self._batches):
@@ -447,8 +447,8 @@ class _OwnSamples(Sampler[list[Any]]):
 
 
 def _indexed(
-    loader: DataLoader[Any], share: Callable[[int], Share], require: Callable[[list[Any]], None]
-) -> Iterator[tuple[Share, Any]]:
+    loader: DataLoader[Any], share: Callable[[int], KerasShare], require: Callable[[list[Any]], None]
+) -> Iterator[tuple[KerasShare, Any]]:
     """A DataLoader that reads a replica's own samples only; `require` sees the first batch's."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(inner, DistributedSampler) or isinstance(loader.batch_sampler, DistributedSampler):

@@ -11,7 +11,7 @@ from keras.src.losses import loss as keras_loss
 from torch import Tensor
 
 from ..core import StrategyError
-from .step import Step, current_step
+from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -48,7 +48,7 @@ def _counted(values: Tensor, sample_weight: Any, mask: Any, reduction: str | Non
     return torch.as_tensor(ops.sum(ops.cast(weights, "float64")))
 
 
-def _fraction(step: Step, count: Tensor) -> Tensor:
+def _fraction(step: MicroBatchStep, count: Tensor) -> Tensor:
     if not step.rows.last or step.sums.held:
         raise StrategyError(
             "a loss that is divided by what it counts, by a mask or by weights, needs its whole batch at once",

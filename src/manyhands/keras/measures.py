@@ -14,7 +14,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from torch import Tensor
 
 from ..training import Hand
-from .share import Rows
+from .share import MicroBatchRows
 from .step import current_step
 
 Path = tuple[str, ...]
@@ -39,7 +39,7 @@ class Measures:
         self.has_failed = False
         """Whether something had failed on some replica when they were joined."""
 
-    def take(self, logs: Any, rows: Rows) -> None:
+    def take(self, logs: Any, rows: MicroBatchRows) -> None:
         """What a micro-batch has added; a borrowed row adds nothing."""
         self._results = self._results_in(logs)
         self._has_rows |= not rows.is_ghost

@@ -6,33 +6,33 @@ from enum import Enum
 from typing import Any
 
 
-class Option:
+class KerasOption:
     """A setting under the name that scripts know it by."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class NcclAllReduce(Option):
+class NcclAllReduce(KerasOption):
     """Nccl is taken where every replica has a GPU of its own."""
 
 
-class HierarchicalCopyAllReduce(Option):
+class HierarchicalCopyAllReduce(KerasOption):
     """Nccl and gloo know how devices are connected."""
 
 
-class ReductionToOneDevice(Option):
+class ReductionToOneDevice(KerasOption):
     """Sums are taken on all devices at once."""
 
 
-class CommunicationOptions(Option):
+class CommunicationOptions(KerasOption):
     """Messages are cut by what travels."""
 
 
-class RunOptions(Option):
+class RunOptions(KerasOption):
     """Nothing is compiled."""
 
 
-class InputOptions(Option):
+class InputOptions(KerasOption):
     """Batches are copied to a replica's device as they come."""
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from .options import Option
+from .options import KerasOption
 
 
-class FixedShardsPartitioner(Option):
+class FixedShardsPartitioner(KerasOption):
     """A number of parts."""
 
 
-class MinSizePartitioner(Option):
+class MinSizePartitioner(KerasOption):
     """Parts of at least some bytes."""
 
 
-class MaxSizePartitioner(Option):
+class MaxSizePartitioner(KerasOption):
     """Parts of at most some bytes."""

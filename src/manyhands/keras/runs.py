@@ -24,7 +24,7 @@ SECONDS = 1.0
 """Batches are written together, so often."""
 
 
-class Clock:
+class FitTimer:
     """Where a replica's time goes in a fit; waiting for other replicas counts as sync, whatever it is in."""
 
     def __init__(self, hand: Hand) -> None:

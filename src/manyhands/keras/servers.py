@@ -19,7 +19,7 @@ from ..launcher import CHIEF, SERVER, TRAINERS, WORKER, described
 from ..training import joined_world
 from .cluster_resolver import TFConfigClusterResolver
 from .placing import hand_of_all, named
-from .share import Share
+from .share import KerasShare
 from .strategy import Strategy
 
 PARTS = (*TRAINERS, SERVER)
@@ -62,8 +62,8 @@ class ParameterServerStrategy(Strategy):
         """Which of the workers this is."""
         return self._workers.index(self.hand.rank) if self.hand.rank in self._workers else None
 
-    def share(self, total: int, micros: int = 1) -> Share:
-        return Share.of(total, rank=self.worker, size=len(self._workers), micros=micros)
+    def share(self, total: int, micros: int = 1) -> KerasShare:
+        return KerasShare.of(total, rank=self.worker, size=len(self._workers), micros=micros)
 
     def update(
         self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Tensor | None], variables: Sequence[Any]

@@ -15,7 +15,7 @@ from ..core import StrategyError
 
 
 @dataclass(frozen=True)
-class Rows:
+class MicroBatchRows:
     """The rows of one micro-batch that this replica computes."""
 
     start: int
@@ -36,7 +36,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Share:
+class KerasShare:
     """A replica's rows of a global batch: micro-batches first, then replicas, as everywhere in manyhands.
 
     >>> [(rows.start, rows.size) for rows in Share.of(7, rank=1, size=2).rows]
@@ -45,10 +45,10 @@ class Share:
     [11, 12, 15, 16]
     """
 
-    rows: tuple[Rows, ...]
+    rows: tuple[MicroBatchRows, ...]
 
     @classmethod
-    def of(cls, total: int, *, rank: int | None, size: int, micros: int = 1) -> Share:
+    def of(cls, total: int, *, rank: int | None, size: int, micros: int = 1) -> KerasShare:
         """The share of one of so many replicas, or of one beside them, which has no rows.
 
         A batch of fewer rows than micro-batches has fewer of these.
@@ -59,7 +59,7 @@ class Share:
             first, end = total * micro // num_micros, total * (micro + 1) // num_micros
             bounds = (0, 0) if rank is None else (rank, rank + 1)
             start, stop = (first + (end - first) * bound // size for bound in bounds)
-            rows.append(Rows(start, stop - start, total, last=micro == num_micros - 1))
+            rows.append(MicroBatchRows(start, stop - start, total, last=micro == num_micros - 1))
         return cls(tuple(rows))
 
     @property
@@ -72,13 +72,13 @@ class Share:
         return [sample for rows in self.rows for sample in ids[rows.start : rows.start + rows.size] or ids[:1]]
 
     @classmethod
-    def among(cls, counts: list[int], rank: int) -> Share:
+    def among(cls, counts: list[int], rank: int) -> KerasShare:
         """The share of a replica where each has so many rows of its own.
 
         >>> Share.among([3, 2], 1).rows
         (Rows(start=3, size=2, total=5, last=True),)
         """
-        return cls((Rows(sum(counts[:rank]), counts[rank], sum(counts)),))
+        return cls((MicroBatchRows(sum(counts[:rank]), counts[rank], sum(counts)),))
 
     @property
     def is_empty(self) -> bool:
@@ -89,7 +89,7 @@ class Share:
         """This replica's rows of a whole batch."""
         return _mapped(lambda leaf: leaf[self.ids(list(range(self.total)))], batch)
 
-    def micros(self, own: Any) -> Iterator[tuple[Rows, Any]]:
+    def micros(self, own: Any) -> Iterator[tuple[MicroBatchRows, Any]]:
         """This replica's rows, micro-batch by micro-batch."""
         if len(self.rows) == 1:
             yield self.rows[0], own
@@ -115,19 +115,19 @@ def _mapped(cut: Callable[[Any], Any], batch: Any) -> Any:
     return tree.map_structure(lambda leaf: None if leaf is None else cut(leaf), batch)
 
 
-_handed_out: list[Share] = []
+_handed_out: list[KerasShare] = []
 _shares: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By array of a batch the share that it belongs to, for as long as the array is there."""
 
 
-def hand_out(share: Share, own: Any = None) -> None:
+def hand_out(share: KerasShare, own: Any = None) -> None:
     """Notes of which share a batch is, and that what a step of Keras computes next is computed of it."""
     _handed_out[:] = [share]
     for leaf in _arrays(own):
         _shares[leaf] = share
 
 
-def known_share(values: Any) -> Share | None:
+def known_share(values: Any) -> KerasShare | None:
     """The share of which some of these arrays are; None where none of them was handed out as they are."""
     return next((_shares[leaf] for leaf in _arrays(values) if leaf in _shares), None)
 
@@ -136,7 +136,7 @@ def _arrays(values: Any) -> list[Any]:
     return [leaf for leaf in tree.flatten(values) if isinstance(leaf, (torch.Tensor, np.ndarray))]
 
 
-def take_share(own: Any) -> Share:
+def take_share(own: Any) -> KerasShare:
     """The share that rows at hand are, once."""
     if not _handed_out:
         raise StrategyError(

@@ -9,7 +9,7 @@ import torch
 from keras import backend, ops
 from torch import Tensor
 
-from .step import Step, current_step
+from .step import MicroBatchStep, current_step
 
 
 def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -27,7 +27,7 @@ def over_replicas(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
     return _moments
 
 
-def _of_all(step: Step, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
+def _of_all(step: MicroBatchStep, inputs: Tensor, mask: Tensor | None, axes: list[int]) -> tuple[Tensor, Tensor]:
     if step.rows.is_ghost:
         # There may be no rows at all, whose mean is no number.
         sums, slack = inputs.double().sum(axes).expand(3, -1) * 0.0, 0.0 if mask is None else backend.epsilon()
@@ -71,7 +71,7 @@ class _Sum(torch.autograd.Function):
     """A sum over the replicas through which gradients flow: each replica's loss counts by its share of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, step: Step) -> Tensor:
+    def forward(ctx: Any, values: Tensor, step: MicroBatchStep) -> Tensor:
         ctx.step = step
         summed = values.clone()
         step.hand.replicas.all_reduce(summed)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import mix
 from ..training import Hand
-from .share import Rows
+from .share import MicroBatchRows
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -27,7 +27,7 @@ BUCKET = 1 << 23
 
 
 @dataclass
-class Sums:
+class GradientSums:
     """Gradients of micro-batches of one step, by optimizer."""
 
     held: dict[int, list[Tensor | None]] = field(default_factory=dict)
@@ -47,12 +47,12 @@ Update = Callable[[Any, Callable[..., Any], Sequence[Tensor | None], Sequence[An
 
 
 @dataclass
-class Step:
+class MicroBatchStep:
     """A micro-batch that is being computed."""
 
     strategy: Strategy
-    rows: Rows
-    sums: Sums
+    rows: MicroBatchRows
+    sums: GradientSums
     is_plain_sum: bool = False
     """Whether gradients are summed as they are, because losses are parts of the whole already."""
     is_weighed: bool = False
@@ -148,16 +148,16 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     return buckets
 
 
-_steps: list[Step] = []
+_steps: list[MicroBatchStep] = []
 
 
-def current_step() -> Step | None:
+def current_step() -> MicroBatchStep | None:
     """The step that is being computed."""
     return _steps[-1] if _steps else None
 
 
 @contextlib.contextmanager
-def taking(step: Step) -> Iterator[None]:
+def taking(step: MicroBatchStep) -> Iterator[None]:
     """Makes it the current step; what is drawn inside comes from the replica's own numbers."""
     _steps.append(step)
     try:

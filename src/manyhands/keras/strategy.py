@@ -33,9 +33,9 @@ from .inputs import (
     share_randomness,
 )
 from .measures import Measures
-from .share import Share, known_share
+from .share import KerasShare, known_share
 from .statistics import scaled
-from .step import Step, Sums, Update, apart, current_step, taking
+from .step import GradientSums, MicroBatchStep, Update, apart, current_step, taking
 
 
 class ReduceOp(Enum):
@@ -136,7 +136,9 @@ class Strategy:
                 got=f"accumulate={self.spec.accumulate}",
                 remedy="leave it out; add up the gradients of parts of the rows, as examples/keras/own_loop.py does",
             )
-        step = Step(self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], Sums(), is_plain_sum=True)
+        step = MicroBatchStep(
+            self, self._share_of([*args, *(kwargs or {}).values()]).rows[0], GradientSums(), is_plain_sum=True
+        )
         measures = Measures(self._metrics, self.hand)
         with self.at_home(), self.narrow(), taking(step):
             result = fn(*args, **(kwargs or {}))
@@ -250,9 +252,9 @@ class Strategy:
         """Which of those that take rows this is; None where it takes none."""
         return self.hand.rank
 
-    def share(self, total: int, micros: int = 1) -> Share:
+    def share(self, total: int, micros: int = 1) -> KerasShare:
         """This replica's rows of a global batch."""
-        return Share.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
+        return KerasShare.of(total, rank=self.hand.rank, size=self.hand.size, micros=micros)
 
     def take_metric(self, metric: Any) -> None:
         """Counts over the replicas in `run`, too."""
@@ -273,7 +275,7 @@ class Strategy:
     def share_memory(self, model: Any) -> None:
         """Gives every replica what the optimizer remembers, where not all of them apply it."""
 
-    def _share_of(self, args: Sequence[Any]) -> Share:
+    def _share_of(self, args: Sequence[Any]) -> KerasShare:
         """The share that these arrays were handed out as; of others, what each replica has of them."""
         share = known_share(args)
         if share is not None:
@@ -283,7 +285,7 @@ class Strategy:
             return self.share(self.num_replicas_in_sync)
         own = 0 if self.worker is None else int(arrays[0].shape[0])
         counts = self.hand.replicas.all_gather(torch.tensor([own], device=self.hand.device))
-        return Share.among(counts.flatten().tolist(), self.hand.rank)
+        return KerasShare.among(counts.flatten().tolist(), self.hand.rank)
 
     def once(self, name: str, act: Callable[[], Any]) -> Any:
         """Lets the first replica do something; the others go on when it is done, so that they can read what it wrote.

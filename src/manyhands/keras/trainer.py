@@ -16,8 +16,8 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from .callbacks import OnceForAll, met
 from .inputs import distributed, opened, require_by_itself
 from .measures import Measures
-from .share import Share, hand_out, known_share, num_rows, take_share
-from .step import Step, Sums, taking
+from .share import KerasShare, hand_out, known_share, num_rows, take_share
+from .step import GradientSums, MicroBatchStep, taking
 from .strategy import warn_of_no_scope
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def on_batch(original: Callable[..., Any], strategy_of: StrategyOf) -> Callable[
     return on_batch
 
 
-def _own_rows(share: Share | None, value: Any) -> Any:
+def _own_rows(share: KerasShare | None, value: Any) -> Any:
     has_rows = all(getattr(leaf, "shape", ()) for leaf in tree.flatten(value) if leaf is not None)
     return share.taken(value) if share is not None and has_rows and tree.flatten(value) else value
 
@@ -209,11 +209,11 @@ def _joined(model: Any, plain: Callable[..., Any], strategy_of: StrategyOf, kind
     return function
 
 
-def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
     """One step on this replica's rows, micro-batch by micro-batch."""
-    measures, sums, logs = Measures(model.metrics, strategy.hand, model), Sums(), None
+    measures, sums, logs = Measures(model.metrics, strategy.hand, model), GradientSums(), None
     for rows, part in share.micros(own):
-        with taking(Step(strategy, rows, sums, update=strategy.update)):
+        with taking(MicroBatchStep(strategy, rows, sums, update=strategy.update)):
             logs = plain([part])
         measures.take(logs, rows)
     joined = measures.joined(logs, has_failed=strategy.failure is not None)
@@ -222,9 +222,9 @@ def _stepped(model: Any, strategy: Strategy, plain: Callable[..., Any], share: S
     return joined
 
 
-def _predicted(strategy: Strategy, plain: Callable[..., Any], share: Share, own: Any) -> Any:
+def _predicted(strategy: Strategy, plain: Callable[..., Any], share: KerasShare, own: Any) -> Any:
     """The answers to all rows."""
     (rows,) = share.rows
-    with taking(Step(strategy, rows, Sums())):
+    with taking(MicroBatchStep(strategy, rows, GradientSums())):
         outputs = plain([own])
     return tree.map_structure(lambda output: strategy.hand.gather(output[: rows.size].contiguous()), outputs)

@@ -1,9 +1,9 @@
 """Starting and supervising ranks: engines, the coordinator, joining hosts, resolvers and leases."""
 
-from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput
+from .engine import AfterLoss, Engine, OnEvent, OnOutput, RunningJob
 from .engines import engine_for
 from .existing_cluster import TRAINERS, described, join_launched, launched, meet, whole_host
-from .joining.join import Join, Team
+from .joining.join import Join, JoinedHosts
 from .joining.tls import TLS_VARIABLE, tls_here
 from .joining.token import TOKEN_VARIABLE, write_token
 from .leases import Holder, holders, leased
@@ -12,24 +12,24 @@ from .rendezvous import regroup
 from .resolvers import Resolver, Standing
 from .resolvers.hosts_file import HostsFile
 from .resolvers.registry import understood
-from .resolvers.resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host
-from .restart_policy import Judgement, Loss
+from .resolvers.resolver import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster
+from .restart_policy import RankFailure, RestartPolicy
 from .service import Make, Service
 
 __all__ = [
     "AfterLoss",
     "CHIEF",
-    "Cluster",
+    "ResolvedCluster",
     "EVALUATOR",
     "Engine",
     "Holder",
     "Host",
     "HostsFile",
-    "Job",
+    "RunningJob",
     "Join",
-    "Judgement",
+    "RestartPolicy",
     "LocalEngine",
-    "Loss",
+    "RankFailure",
     "Make",
     "OnEvent",
     "OnOutput",
@@ -40,7 +40,7 @@ __all__ = [
     "TLS_VARIABLE",
     "TOKEN_VARIABLE",
     "TRAINERS",
-    "Team",
+    "JoinedHosts",
     "WORKER",
     "described",
     "engine_for",

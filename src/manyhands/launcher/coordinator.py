@@ -15,10 +15,10 @@ from typing import Any
 
 from ..core import Event, NoProgress, WorkerFailed, event
 from ..distributed import LOOPBACK, STEP, Device, HangReport, backend_for, interface_of, listen, serve_store
-from .engine import AfterLoss, Job, OnEvent, OnOutput
-from .processes import Crew, Hearer, Process, turn
-from .rendezvous import Summons
-from .restart_policy import Judgement, Loss
+from .engine import AfterLoss, OnEvent, OnOutput, RunningJob
+from .processes import Hearer, LocalProcesses, Process, turn
+from .rendezvous import RendezvousInfo
+from .restart_policy import RankFailure, RestartPolicy
 from .zygote_handle import ZygoteHandle
 
 SETTLE_SECONDS = 5.0
@@ -27,7 +27,7 @@ HEED_SECONDS = 5.0
 """How long a script that was asked to stop may go on without looking whether it was, or stand in one collective."""
 
 
-class Place(ABC):
+class RankHost(ABC):
     """A host with some ranks on it, as the conductor sees it."""
 
     host: str
@@ -39,7 +39,7 @@ class Place(ABC):
         return ()
 
     @abstractmethod
-    def start(self, slot: int, summons: Summons) -> None:
+    def start(self, slot: int, summons: RendezvousInfo) -> None:
         """Starts the rank of a slot."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Place(ABC):
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessExit:
     """How a rank's process ended."""
 
     done: bool
@@ -60,7 +60,7 @@ class End:
     result: Any = None
 
 
-class Meeting:
+class Rendezvous:
     """Where the ranks meet: a store on one address of this machine, opened when it is first needed."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
@@ -82,19 +82,19 @@ class Meeting:
         self._server = None
 
 
-class Here(Place, Hearer):
+class LocalHost(RankHost, Hearer):
     """This very host: hears its crew for the conductor."""
 
     def __init__(self, host: str, devices: Sequence[Device], zygote: ZygoteHandle, parcel: int) -> None:
         self.host, self.devices = host, devices
         self._zygote, self._parcel = zygote, parcel
 
-    def open(self, conductor: Conductor) -> None:
+    def open(self, conductor: Coordinator) -> None:
         """Begins to listen."""
         self._conductor = conductor
-        self.crew = Crew(self._zygote, self._parcel, self, conductor.selector)
+        self.crew = LocalProcesses(self._zygote, self._parcel, self, conductor.selector)
 
-    def start(self, slot: int, summons: Summons) -> None:
+    def start(self, slot: int, summons: RendezvousInfo) -> None:
         self.crew.start(slot, summons)
 
     def tell(self, slot: int, message: dict[str, Any]) -> None:
@@ -117,14 +117,14 @@ class Here(Place, Hearer):
 
     def heard_end(self, slot: int, process: Process) -> None:
         done = process.done and process.exit_code == 0
-        self._conductor.heard_end(self, slot, End(done, process.end, process.result))
+        self._conductor.heard_end(self, slot, ProcessExit(done, process.end, process.result))
 
 
 @dataclass(eq=False)
-class Member:
+class RankHandle:
     """A rank, whatever process it lives in; its number changes when others come and go."""
 
-    place: Place
+    place: RankHost
     slot: int
     rank: int
     is_running: bool = False
@@ -133,19 +133,19 @@ class Member:
     done: bool = False
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
-    loss: Loss | None = None
+    loss: RankFailure | None = None
     heeds: bool = False
     """Whether it will end by itself, as far as is known: it looks whether it should, and stands nowhere."""
 
 
-def seated(members: list[Member], unit: int) -> tuple[list[Member], list[Member]]:
+def seated(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list[RankHandle]]:
     """Members in the order of their new ranks, in whole groups; and who is left over.
 
     A rank keeps its place within a group, because it has that part of the network; where others lack it they get it.
     """
     count = len(members) // unit * unit or len(members)
     left = list(members)
-    seats: list[Member | None] = []
+    seats: list[RankHandle | None] = []
     for seat in range(count):
         same = (m for m in left if m.rank >= 0 and m.rank % unit == seat % unit)
         one = next(same, None) if unit > 1 else left[0]
@@ -155,13 +155,13 @@ def seated(members: list[Member], unit: int) -> tuple[list[Member], list[Member]
     return [seat if seat is not None else left.pop(0) for seat in seats], left
 
 
-class Conductor(Job):
+class Coordinator(RunningJob):
     """Calls ranks together, watches them, and calls those together that are left."""
 
     def __init__(
         self,
-        here: Here,
-        meeting: Meeting,
+        here: LocalHost,
+        meeting: Rendezvous,
         *,
         after_loss: AfterLoss,
         timeout: float,
@@ -171,9 +171,9 @@ class Conductor(Job):
         """`unit` is how many ranks hold one network together: they are called together in whole groups only."""
         self.selector = selector or selectors.DefaultSelector()
         self._here, self._meeting, self._after_loss, self._timeout = here, meeting, after_loss, timeout
-        self._judgement, self._unit = Judgement(), unit
-        self._members: list[Member] = []
-        self._newcomers: list[Member] = []
+        self._judgement, self._unit = RestartPolicy(), unit
+        self._members: list[RankHandle] = []
+        self._newcomers: list[RankHandle] = []
         """Who is taken in at the next call: those that have come, and those that were left over."""
         self._generation = -1
         self._has_begun = False
@@ -187,7 +187,7 @@ class Conductor(Job):
         self._hang: HangReport | None = None
         self._hung = -1
         """The number of the last collective that was reported to stand still."""
-        self._losses: list[Loss] = []
+        self._losses: list[RankFailure] = []
         self._settles_at: float | None = None
         self._deadline: float | None = None
         self._failed: WorkerFailed | None = None
@@ -199,14 +199,14 @@ class Conductor(Job):
 
     # -- who is in it ---------------------------------------------------------------------------------------------
 
-    def admit(self, place: Place) -> None:
+    def admit(self, place: RankHost) -> None:
         """Takes in a host's ranks: at the start, or when the ranks are called together the next time."""
         slots = range(len(place.devices))
-        self._newcomers += [Member(place, slot, -1, is_running=slot in place.running) for slot in slots]
+        self._newcomers += [RankHandle(place, slot, -1, is_running=slot in place.running) for slot in slots]
         if self._has_begun:
             self._interrupt(f"{place.host} has come")
 
-    def dismiss(self, place: Place, reason: str) -> None:
+    def dismiss(self, place: RankHost, reason: str) -> None:
         """A host is gone, with all its ranks; the others go on without it."""
         gone = [member for member in self._members if member.place is place]
         self._newcomers = [member for member in self._newcomers if member.place is not place]
@@ -216,7 +216,7 @@ class Conductor(Job):
             self._say(event("lost", rank=member.rank, host=place.host, reason=reason))
         self._members = [member for member in self._members if member.place is not place]
         if self._after_loss == "end" and self._has_begun and self._failed is None:
-            self._give_up(gone[0], Loss(gone[0].rank, place.host, reason))
+            self._give_up(gone[0], RankFailure(gone[0].rank, place.host, reason))
         elif self._after_loss == "restart" or not any(member.done for member in self._members):
             self._interrupt(f"{place.host} {reason}")
 
@@ -251,8 +251,8 @@ class Conductor(Job):
         """Return the secret of this generation's ranks, in hex, and what other hosts need to make it themselves."""
         return secrets.token_hex(32), ""
 
-    def _summons(self, rank: int, backend: str, key: str, salt: str) -> Summons:
-        return Summons(
+    def _summons(self, rank: int, backend: str, key: str, salt: str) -> RendezvousInfo:
+        return RendezvousInfo(
             generation=self._generation,
             rank=rank,
             size=len(self._members),
@@ -267,7 +267,7 @@ class Conductor(Job):
 
     # -- what is heard --------------------------------------------------------------------------------------------
 
-    def heard_event(self, place: Place, slot: int, entry: Event) -> None:
+    def heard_event(self, place: RankHost, slot: int, entry: Event) -> None:
         """A rank reported something; one that is no member any more is not heard."""
         for member in self._at(place, slot):
             if entry["kind"] in ("stalled", "stack"):
@@ -282,7 +282,7 @@ class Conductor(Job):
                 self._heard = min(self._heard, entry["step"])
             self._on_event(member.rank, entry)
 
-    def _hear_hang(self, member: Member, entry: Event) -> None:
+    def _hear_hang(self, member: RankHandle, entry: Event) -> None:
         """A rank stands still, and all are asked where they are; or one has answered."""
         if entry["kind"] == "stack":
             stands = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
@@ -294,12 +294,12 @@ class Conductor(Job):
             self._hang = HangReport(entry["number"], len(self._members))
             self._tell({"stacks": True})
 
-    def heard_output(self, place: Place, slot: int, text: str, stream: str) -> None:
+    def heard_output(self, place: RankHost, slot: int, text: str, stream: str) -> None:
         """A rank printed a line."""
         for member in self._at(place, slot):
             self._on_output(member.rank, text, stream)
 
-    def heard_lost_world(self, place: Place, slot: int, told: dict[str, Any]) -> None:
+    def heard_lost_world(self, place: RankHost, slot: int, told: dict[str, Any]) -> None:
         """A rank waits to be called together again; where nobody is known to be lost, all are."""
         self._committed = max(self._committed, int(told["step"]))
         for member in self._at(place, slot):
@@ -309,17 +309,17 @@ class Conductor(Job):
             if any(other.done for other in self._members):
                 self._lose(member, f"lost the others: {told['reason']}")
             else:
-                self._losses.append(Loss(member.rank, place.host, f"lost the others: {told['reason']}"))
+                self._losses.append(RankFailure(member.rank, place.host, f"lost the others: {told['reason']}"))
                 self._interrupt(str(self._losses[-1]))
 
-    def heard_failure(self, place: Place, slot: int, failure: dict[str, Any]) -> None:
+    def heard_failure(self, place: RankHost, slot: int, failure: dict[str, Any]) -> None:
         """A rank raised; that others lost it is only an echo."""
         for member in self._at(place, slot):
             member.failure = failure
             if not failure["echo"]:
                 self._lose(member, f"raised {failure['reason']}")
 
-    def heard_end(self, place: Place, slot: int, end: End) -> None:
+    def heard_end(self, place: RankHost, slot: int, end: ProcessExit) -> None:
         """A rank's process has ended."""
         for member in self._at(place, slot):
             member.is_running = False
@@ -331,7 +331,7 @@ class Conductor(Job):
             if member.place is place and member.slot == slot:
                 member.is_running = False
 
-    def _at(self, place: Place, slot: int) -> Iterator[Member]:
+    def _at(self, place: RankHost, slot: int) -> Iterator[RankHandle]:
         for member in list(self._members):
             if member.place is place and member.slot == slot:
                 yield member
@@ -352,7 +352,7 @@ class Conductor(Job):
             raise self._failed
         return [member.result for member in self._members if self.is_mine(member.place)]
 
-    def is_mine(self, place: Place) -> bool:
+    def is_mine(self, place: RankHost) -> bool:
         """Whether results of a host's ranks are for this program."""
         return place is self._here
 
@@ -367,7 +367,7 @@ class Conductor(Job):
                 # A script of a person's own, in which not all ranks do the same; begun anew it would come here again.
                 first = self._members[0]
                 reason = f"ranks wait for each other for ever, in collectives that do not fit: {crossed}"
-                self._give_up(first, Loss(first.rank, first.place.host, reason))
+                self._give_up(first, RankFailure(first.rank, first.place.host, reason))
         if self._has_begun and self.is_complete:
             for member in self._newcomers:
                 member.place.kill(member.slot)
@@ -420,7 +420,7 @@ class Conductor(Job):
         running = any(member.is_running for member in self._members) or not self._here.crew.is_over
         return not running and (self._failed is not None or self.is_complete)
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose(self, member: RankHandle, reason: str) -> None:
         """The others are told at once, so that nobody waits; what becomes of the job is decided a moment later."""
         if self._failed is not None or member.loss is not None or member.done:
             return
@@ -432,7 +432,7 @@ class Conductor(Job):
             failure = member.failure = {**failure, "reason": reason, "error": None}
             is_echo = False
         raised, is_ours = bool(failure) and not is_echo, bool(failure.get("is_ours")) and not is_echo
-        member.loss = Loss(member.rank, member.place.host, reason, raised, is_ours, is_echo)
+        member.loss = RankFailure(member.rank, member.place.host, reason, raised, is_ours, is_echo)
         self._losses.append(member.loss)
         if self._after_loss == "restart" and not raised:
             self._interrupt(str(member.loss))
@@ -460,7 +460,7 @@ class Conductor(Job):
         if ending:
             # They have said that they failed, or begin anew, and need not take their time to end.
             for member in ending:
-                member.loss = member.loss or Loss(member.rank, member.place.host, "was ended with the others")
+                member.loss = member.loss or RankFailure(member.rank, member.place.host, "was ended with the others")
                 member.place.kill(member.slot)
             return
         losses = [loss for loss in self._losses if not loss.is_echo] or self._losses
@@ -474,7 +474,7 @@ class Conductor(Job):
             member = next((member for member in self._members if member.loss is losses[0]), self._members[0])
             self._give_up(member, losses[0])
 
-    def _give_up(self, member: Member, loss: Loss) -> None:
+    def _give_up(self, member: RankHandle, loss: RankFailure) -> None:
         failure = member.failure
         reason, trace = failure.get("reason") or loss.reason, failure.get("traceback", "")
         if self._judgement.has_tired:
@@ -488,7 +488,7 @@ class Conductor(Job):
     def _say(self, entry: Event) -> None:
         self._on_event(0, entry)
 
-    def _tell(self, message: dict[str, Any], without: Member | None = None) -> None:
+    def _tell(self, message: dict[str, Any], without: RankHandle | None = None) -> None:
         for member in self._members:
             if member is not without and member.is_running:
                 member.place.tell(member.slot, message)

@@ -20,7 +20,7 @@ OnOutput = Callable[[int, str, str], None]
 """Called with a rank, a line that it printed, and where: "stdout" or "stderr"."""
 
 
-class Job(ABC):
+class RunningJob(ABC):
     """A function running on several devices."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Engine(ABC):
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
         unit: int = 1,
-    ) -> Job:
+    ) -> RunningJob:
         """Runs `fn(world)` on every device; `after_loss` says what becomes of it when a rank is lost.
 
         `unit` is how many ranks hold one network together: those that are left are called in whole groups only.

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from ..core import DeviceError, SettingsError
 from ..distributed import (
     DEFAULT_TIMEOUT,
+    ControlChannel,
     Device,
-    DirectLine,
-    Line,
+    DirectChannel,
     NotAuthentic,
     NullWorld,
+    RankInfo,
     RankKey,
-    Seat,
     SignedStore,
     TorchWorld,
     World,
@@ -41,7 +41,7 @@ from ..distributed import (
     this_host,
 )
 from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, token_here
-from .resolvers import CHIEF, WORKER, Cluster, Host, HostsFile, Standing, is_hosts_file, understood
+from .resolvers import CHIEF, WORKER, Host, HostsFile, ResolvedCluster, Standing, is_hosts_file, understood
 
 TRAINERS = (CHIEF, WORKER)
 """The parts of a cluster that take samples."""
@@ -49,7 +49,7 @@ _kept: list[dist.Store] = []
 """The store that this process serves, for as long as it lives."""
 
 
-def described(on: object = None, environ: Mapping[str, str] | None = None) -> Cluster | None:
+def described(on: object = None, environ: Mapping[str, str] | None = None) -> ResolvedCluster | None:
     """The cluster by a hosts file, where `on` names one, else by the environment; None where neither knows of any."""
     given = os.environ if environ is None else environ
     return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
@@ -61,7 +61,7 @@ def launched(
     *,
     per_host: bool = False,
     roles: Sequence[str] = TRAINERS,
-) -> Cluster | None:
+) -> ResolvedCluster | None:
     """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
 
     With `per_host` a process that speaks for a host with several devices is a rank too. `roles` have ranks.
@@ -99,7 +99,7 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
     return Join(address=f"{cluster.address}:{cluster.port}", hosts=len(trainers), tls=tls, on=own)  # type: ignore[arg-type]
 
 
-def _hosts_of(cluster: Cluster, roles: Sequence[str]) -> list[Host]:
+def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
     """The hosts that take part, of which this must be one."""
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
@@ -111,7 +111,7 @@ def _hosts_of(cluster: Cluster, roles: Sequence[str]) -> list[Host]:
     return found
 
 
-def _with_standing(cluster: Cluster, per_host: bool, roles: Sequence[str]) -> Cluster:
+def _with_standing(cluster: ResolvedCluster, per_host: bool, roles: Sequence[str]) -> ResolvedCluster:
     """A process that speaks for its whole host is one rank, where the host has one device or that does not matter."""
     members = _hosts_of(cluster, roles)
     many = [host for host in members if (host.num_devices or 1) > 1]
@@ -138,7 +138,7 @@ def join_launched(
         return None
     standing = cluster.standing
     assert standing is not None
-    seat = Seat(
+    seat = RankInfo(
         rank=standing.rank,
         size=standing.size,
         device=_device(standing, None if is_hosts_file(on) else on),
@@ -146,17 +146,22 @@ def join_launched(
         timeout=timeout,
     )
     if standing.size == 1:
-        world = NullWorld(seat.device, DirectLine())
+        world = NullWorld(seat.device, DirectChannel())
     else:
         world = meet(
-            cluster.address, cluster.port, seat, DirectLine(), is_served=cluster.is_served, names=_host_by_rank(cluster)
+            cluster.address,
+            cluster.port,
+            seat,
+            DirectChannel(),
+            is_served=cluster.is_served,
+            names=_host_by_rank(cluster),
         )
         require_alike(world)
     enter_world(world)
     return world
 
 
-def _host_by_rank(cluster: Cluster) -> list[str]:
+def _host_by_rank(cluster: ResolvedCluster) -> list[str]:
     """Where every rank is, as far as the source tells."""
     if cluster.size == cluster.num_hosts:
         return [host.name for host in cluster.hosts]
@@ -166,7 +171,7 @@ def _host_by_rank(cluster: Cluster) -> list[str]:
 
 
 def meet(
-    host: str, port: int, seat: Seat, line: Line, *, is_served: bool = False, names: Sequence[str] = ()
+    host: str, port: int, seat: RankInfo, line: ControlChannel, *, is_served: bool = False, names: Sequence[str] = ()
 ) -> TorchWorld:
     """Joins ranks on one or many hosts at an address of the first one, which serves the store unless somebody does.
 
@@ -199,7 +204,7 @@ def meet(
     return world
 
 
-def _end_together(store: dist.Store, seat: Seat) -> None:
+def _end_together(store: dist.Store, seat: RankInfo) -> None:
     """Lets the process that serves the store end last, for a moment: others may still ask what it said in the end."""
     if hasattr(sys, "last_value"):
         return  # It has failed, and the others hear of that by its end.
@@ -210,7 +215,7 @@ def _end_together(store: dist.Store, seat: Seat) -> None:
             time.sleep(0.01)
 
 
-def _introduced(store: dist.Store, seat: Seat, names: Sequence[str]) -> tuple[str, RankKey]:
+def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tuple[str, RankKey]:
     """Return the backend and the key of ranks that somebody else has launched; they tell each other what they have.
 
     The backend is NCCL beside gloo where every rank has a GPU of its own. The key comes from the token in

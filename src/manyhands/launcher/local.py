@@ -10,8 +10,8 @@ from typing import Any
 
 from ..core import DeviceError
 from ..distributed import DEFAULT_TIMEOUT, Device, World, this_host
-from .coordinator import Conductor, Here, Meeting
-from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
+from .coordinator import Coordinator, LocalHost, Rendezvous
+from .engine import AfterLoss, Engine, OnEvent, OnOutput, RunningJob, ignore
 from .local_service import LocalService
 from .pickles import pack, require_unpacked
 from .rank import Assignment
@@ -44,13 +44,13 @@ class LocalEngine(Engine):
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
         unit: int = 1,
-    ) -> Job:
+    ) -> RunningJob:
         _require_linux()
         require_unpacked()
         parcel = pack(Assignment.here(fn, devices, timeout, after_loss == "regroup"))
         try:
-            here = Here(this_host(), devices, self.warm_up(), parcel)
-            job = Conductor(here, Meeting(), after_loss=after_loss, timeout=timeout, unit=unit)
+            here = LocalHost(this_host(), devices, self.warm_up(), parcel)
+            job = Coordinator(here, Rendezvous(), after_loss=after_loss, timeout=timeout, unit=unit)
             job.call()
             return job
         finally:

@@ -11,12 +11,12 @@ import threading
 from typing import Any
 
 from ..core import Event, WorkerFailed
-from ..distributed import ANSWER, Device, SocketLine, World
+from ..distributed import ANSWER, Device, SocketChannel, World
 from .engine import OnEvent, OnOutput
 from .pickles import pack, unpack
-from .processes import Crew, Hearer, Process, turn
+from .processes import Hearer, LocalProcesses, Process, turn
 from .rank import Assignment, core_share, failure_of
-from .rendezvous import Summons
+from .rendezvous import RendezvousInfo
 from .service import Attendant, Make, Service
 from .zygote_handle import ZygoteHandle
 
@@ -42,10 +42,10 @@ class LocalService(Service, Hearer):
         parcel = pack(_assignment(make, device, timeout), "the service")
         try:
             self._selector = selectors.DefaultSelector()
-            self._crew = Crew(zygote, parcel, self, self._selector)
+            self._crew = LocalProcesses(zygote, parcel, self, self._selector)
         finally:
             os.close(parcel)
-        self._crew.start(0, Summons(generation=0, rank=0, size=1, port=0))
+        self._crew.start(0, RendezvousInfo(generation=0, rank=0, size=1, port=0))
         threading.Thread(target=self._watch, name="manyhands-service", daemon=True).start()
 
     def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class _Attending:
 
     def __call__(self, world: World) -> None:
         line = world.line
-        assert isinstance(line, SocketLine)
+        assert isinstance(line, SocketChannel)
         attendant = Attendant(self.make(world))
         while (call := line.calls.get()) is not None:
             number, parcel = call
@@ -121,7 +121,7 @@ def _opened(parcel: int) -> Any:
         os.close(parcel)
 
 
-def _answer(line: SocketLine, number: int, good: bool, outcome: Any) -> None:
+def _answer(line: SocketChannel, number: int, good: bool, outcome: Any) -> None:
     try:
         parcel = pack(outcome, "the answer")
     except Exception as error:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import Event, RunError
-from ..distributed import ANSWER, CALL, CONTROL, EVENT, RESULT, Frames, frame, send_frame
+from ..distributed import ANSWER, CALL, CONTROL, EVENT, RESULT, FrameReader, frame, send_frame
 from .pickles import unpack
-from .rendezvous import Summons
+from .rendezvous import RendezvousInfo
 from .zygote import MAX_REQUEST
 from .zygote_handle import ZygoteHandle
 
@@ -77,7 +77,7 @@ class Process:
         self.result: Any = None
         self.done = False
         self.failure: dict[str, Any] | None = None
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.text = {self.out: b"", self.err: b""}
         self.open: set[int] = {self.line.fileno(), self.fate.fileno(), self.out, self.err}
 
@@ -126,7 +126,7 @@ class Process:
         return f"ended with exit code {code} before it was done"
 
 
-class Crew:
+class LocalProcesses:
     """Processes of ranks, at most one alive per slot."""
 
     def __init__(self, zygote: ZygoteHandle, parcel: int, hearer: Hearer, selector: selectors.BaseSelector) -> None:
@@ -135,7 +135,7 @@ class Crew:
         self._processes: list[Process] = []
         self._looked_at = 0.0
 
-    def start(self, slot: int, summons: Summons) -> None:
+    def start(self, slot: int, summons: RendezvousInfo) -> None:
         """Forks a rank that meets the others where the summons says."""
         process = Process(slot)
         self._processes.append(process)

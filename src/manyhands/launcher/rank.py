@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..core import ManyhandsError, PeerLost
-from ..distributed import FAILURE, RESULT, Device, Seat, SocketLine, World, current_world, this_host
+from ..distributed import FAILURE, RESULT, Device, RankInfo, SocketChannel, World, current_world, this_host
 from .pickles import pack, unpack
-from .rendezvous import Summons, join
+from .rendezvous import RendezvousInfo, join
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ _kept: list[object] = []
 
 def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
     """Runs one rank and returns its exit code; the outcome travels up the line."""
-    line = SocketLine(sock)
+    line = SocketChannel(sock)
     slot = int(request["slot"])
     try:
         _settle_signals()
@@ -111,8 +111,8 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         if assignment.confines:
             # A world tries its device, which starts the driver's threads: too early for a process to be confined.
             device = Device("cpu")
-        seat = Seat(device=device, host=host, timeout=assignment.timeout)
-        world = join(Summons(**request["summons"]), seat, line)
+        seat = RankInfo(device=device, host=host, timeout=assignment.timeout)
+        world = join(RendezvousInfo(**request["summons"]), seat, line)
         _pin(assignment, slot)
         fd = pack(assignment.fn(world), "the result")
         (current_world() or world).close()
@@ -179,7 +179,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _send_failure(line: SocketLine, error: BaseException) -> None:
+def _send_failure(line: SocketChannel, error: BaseException) -> None:
     with contextlib.suppress(Exception):
         fd = pack(failure_of(error), "the failure")
         line.send(FAILURE, b"", (fd,))

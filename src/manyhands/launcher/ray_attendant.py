@@ -11,7 +11,7 @@ import cloudpickle
 import ray
 
 from ..core import Event
-from ..distributed import Device, Line, NullWorld, Seat
+from ..distributed import ControlChannel, Device, NullWorld, RankInfo
 from .rank import failure_of
 from .ray_host import Mailbox, News, facts_here, settle_here
 from .service import Attendant
@@ -38,7 +38,7 @@ class RayAttendant:
         """Makes the object; what kept it from that, if something did."""
         try:
             address = facts_here()["address"]
-            seat = Seat(device=device, host=device.host, address=address, timeout=timeout)
+            seat = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
             world = NullWorld(line=self._line, seat=seat)
             self._attendant = Attendant(cloudpickle.loads(make)(world))
         except Exception as error:
@@ -72,7 +72,7 @@ class RayAttendant:
         return self._mail.take(seconds)
 
 
-class _MailLine(Line):
+class _MailLine(ControlChannel):
     """Reports go into the mailbox."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:

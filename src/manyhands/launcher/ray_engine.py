@@ -25,10 +25,10 @@ import torch
 
 from ..core import DeviceError, SettingsError, WorkerFailed
 from ..distributed import DEFAULT_TIMEOUT, LOOPBACK, Device, World
-from .coordinator import Conductor, End, Here, Place
-from .engine import AfterLoss, Engine, Job, OnEvent, OnOutput, ignore
+from .coordinator import Coordinator, LocalHost, ProcessExit, RankHost
+from .engine import AfterLoss, Engine, OnEvent, OnOutput, RunningJob, ignore
 from .ray_service import READY_SECONDS, RayService, brief, pickled
-from .rendezvous import Summons
+from .rendezvous import RendezvousInfo
 from .service import Make, Service
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RayEngine(Engine):
         timeout: float = DEFAULT_TIMEOUT,
         after_loss: AfterLoss = "end",
         unit: int = 1,
-    ) -> Job:
+    ) -> RunningJob:
         return RayJob(self._connected(), pickled(fn), devices, timeout=timeout, after_loss=after_loss, unit=unit)
 
     def start_service(
@@ -118,7 +118,7 @@ class RayEngine(Engine):
         return ray
 
 
-class RayJob(Conductor):
+class RayJob(Coordinator):
     """Ranks on hosts that Ray has placed; all results come to the caller."""
 
     def __init__(
@@ -151,10 +151,10 @@ class RayJob(Conductor):
     def ray(self) -> Any:
         return self._ray
 
-    def is_mine(self, place: Place) -> bool:
+    def is_mine(self, place: RankHost) -> bool:
         return True
 
-    def dismiss(self, place: Place, reason: str) -> None:
+    def dismiss(self, place: RankHost, reason: str) -> None:
         gone = [member for member in self._members if member.place is place and member.is_running]
         if gone and self._after_loss == "end":
             for member in gone:
@@ -207,7 +207,7 @@ class RayJob(Conductor):
         return actor.prepare.remote(self._work, devices, self._timeout, self._after_loss == "regroup")
 
 
-class _RayPlace(Place):
+class _RayPlace(RankHost):
     """A host of the Ray cluster; when it is gone, Ray is asked for another one in its bundle."""
 
     def __init__(self, job: RayJob, bundle: int, devices: Sequence[Device], returns: bool) -> None:
@@ -244,7 +244,7 @@ class _RayPlace(Place):
         address = LOOPBACK if len(self._job.places) == 1 else self._address
         return address, int(self._job.ray.get(self.actor.meet.remote(address), timeout=READY_SECONDS))
 
-    def start(self, slot: int, summons: Summons) -> None:
+    def start(self, slot: int, summons: RendezvousInfo) -> None:
         self._do("start", slot, summons.to_dict())
 
     def tell(self, slot: int, message: dict[str, Any]) -> None:
@@ -347,7 +347,7 @@ class _RayPlace(Place):
         elif kind == "failure":
             job.heard_failure(self, slot, rest)
         else:
-            job.heard_end(self, slot, End(*rest))
+            job.heard_end(self, slot, ProcessExit(*rest))
 
 
 class _RayMeeting:
@@ -392,13 +392,13 @@ class _NoCrew:
         """There is nothing to leave behind."""
 
 
-class _Nowhere(Here):
+class _Nowhere(LocalHost):
     """The caller's own host, on which no rank runs."""
 
     def __init__(self) -> None:
         self.host, self.devices = "", ()
 
-    def open(self, conductor: Conductor) -> None:
+    def open(self, conductor: Coordinator) -> None:
         self.crew = _NoCrew()  # type: ignore[assignment]
 
 

@@ -20,9 +20,9 @@ import torch
 from ..core import Event
 from ..distributed import Device, address_towards, interface_of, listen, serve_store, this_host
 from .pickles import pack
-from .processes import Crew, Hearer, Process, turn
+from .processes import Hearer, LocalProcesses, Process, turn
 from .rank import Assignment
-from .rendezvous import Summons
+from .rendezvous import RendezvousInfo
 from .zygote_handle import ZygoteHandle
 
 News = tuple[str, int, Any]
@@ -63,7 +63,7 @@ class RayHost(Hearer):
         self._awake, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._awake, selectors.EVENT_READ, lambda: self._awake.recv(4096))
-        self._crew: Crew | None = None
+        self._crew: LocalProcesses | None = None
         self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
         self._is_over = False
         self._store: object = None
@@ -77,7 +77,7 @@ class RayHost(Hearer):
         """Takes what the ranks are to do, pickled."""
         parcel = pack(Assignment.here(cloudpickle.loads(work), devices, timeout, recovers))
         try:
-            self._crew = Crew(self._zygote, parcel, self, self._selector)
+            self._crew = LocalProcesses(self._zygote, parcel, self, self._selector)
         finally:
             os.close(parcel)
         self._thread.start()
@@ -122,7 +122,7 @@ class RayHost(Hearer):
         assert self._crew is not None
         if what == "start":
             slot, summons = values
-            self._crew.start(slot, Summons(**_through(summons)))
+            self._crew.start(slot, RendezvousInfo(**_through(summons)))
         elif what == "tell":
             slot, message = values
             if "summons" in message:

@@ -9,11 +9,21 @@ from datetime import timedelta
 from typing import Any
 
 from ..core import PeerLost
-from ..distributed import LOOPBACK, Line, NullWorld, RankKey, Seat, TorchWorld, World, enter_world, reach_store
+from ..distributed import (
+    LOOPBACK,
+    ControlChannel,
+    NullWorld,
+    RankInfo,
+    RankKey,
+    TorchWorld,
+    World,
+    enter_world,
+    reach_store,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summons:
+class RendezvousInfo:
     """What a controller tells a rank: plain data that travels as JSON."""
 
     generation: int
@@ -34,7 +44,7 @@ class Summons:
         """As it travels."""
         return dataclasses.asdict(self)
 
-    def answer(self, seat: Seat, line: Line) -> World:
+    def answer(self, seat: RankInfo, line: ControlChannel) -> World:
         """Joins the others; `seat` says what does not change: the device, the host, the time limit."""
         mine = dataclasses.replace(seat, rank=self.rank, size=self.size, generation=self.generation, heard=self.heard)
         if self.size == 1:
@@ -50,7 +60,7 @@ class Summons:
         return TorchWorld(mine, line, store, self.backend, RankKey(bytes.fromhex(self.key)))
 
 
-def join(summons: Summons, seat: Seat, line: Line) -> World:
+def join(summons: RendezvousInfo, seat: RankInfo, line: ControlChannel) -> World:
     """The world that a rank is called into; where it is over before it began, the next one."""
     while True:
         try:
@@ -74,9 +84,9 @@ def regroup(world: World, why: BaseException, step: int) -> World:
     return join(summons, world.seat, world.line)
 
 
-def _next(line: Line, generation: int, why: BaseException, step: int) -> Summons:
+def _next(line: ControlChannel, generation: int, why: BaseException, step: int) -> RendezvousInfo:
     line.confess(generation, str(why), step)
     told = line.wait_for_summons(generation)
     if told is None:
         raise why
-    return Summons(**told)
+    return RendezvousInfo(**told)

@@ -10,7 +10,7 @@ MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Loss:
+class RankFailure:
     """How a rank was lost."""
 
     rank: int
@@ -27,7 +27,7 @@ class Loss:
         return f"rank {self.rank} on {self.host} {self.reason}"
 
 
-class Judgement:
+class RestartPolicy:
     """Counts rounds without progress.
 
     >>> judge = Judgement()
@@ -49,7 +49,7 @@ class Judgement:
         self._raised: set[int] = set()
         """Ranks that raised since the last progress."""
 
-    def goes_on(self, losses: Sequence[Loss], *, size: int, step: int) -> bool:
+    def goes_on(self, losses: Sequence[RankFailure], *, size: int, step: int) -> bool:
         """Whether lost ranks are replaced: `step` is the last one that is known to be committed."""
         if any(loss.is_ours for loss in losses):
             return False

@@ -6,11 +6,11 @@ from .curve import Curve, Curves, Remedy
 from .efficiency import best_batch, noise_scale, steps_needed
 from .estimate import Correction, Estimate, estimate, waiting, waiting_for
 from .kinds import as_clusters
-from .many import One, Way, many, stacking_gain
+from .many import ManyNetworksEstimate, One, many, stacking_gain
 from .memory import Footprint, footprint
 from .plan import SUFFIX, Comparison, Measure, Pick, Plan, compare, make_plan, read_plan, require_same
 from .schedules import makespan
-from .search import Option, Search
+from .search import PlanOption, Search
 from .simulate import Turn, run
 from .workload import Workload
 
@@ -25,7 +25,7 @@ __all__ = [
     "SUFFIX",
     "Measure",
     "Search",
-    "Option",
+    "PlanOption",
     "Curve",
     "Curves",
     "Remedy",
@@ -46,7 +46,7 @@ __all__ = [
     "steps_needed",
     "best_batch",
     "One",
-    "Way",
+    "ManyNetworksEstimate",
     "many",
     "stacking_gain",
     "makespan",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import SettingsError
-from ..costs import Chip, Group, Link, chip, link, make_chip
+from ..costs import Chip, ExchangeGroup, Link, chip, link, make_chip
 
 _SHAPE = re.compile(
     r"(?:(?P<hosts>\d+)\s*(?:hosts?|nodes?|servers?|machines?)?\s*[x*]\s*)?"
@@ -158,11 +158,11 @@ class Cluster:
             network = link("Ethernet", 1.25e9) if self.chip.name == "CPU" else link("InfiniBand", 12.5e9 * per_host)
         return replace(self, hosts=hosts, per_host=per_host, network=network)
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> ExchangeGroup:
         """Ranks that lie `stride` apart: how many of them share a host, and how many such groups share its card."""
         together = max(1, min(size, self.per_host // stride)) if stride < self.per_host else 1
         sharing = max(1, min(self.per_host, self.num_devices) // together) if size > together else 1
-        return Group(
+        return ExchangeGroup(
             size=size,
             per_host=together,
             inside=self.inside,

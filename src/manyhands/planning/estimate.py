@@ -9,7 +9,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from ..core import StrategySpec
-from ..costs import Chip, Group, Network, Piece, Servers, Work, all_gather, all_reduce, blend, send
+from ..costs import Chip, ExchangeGroup, Network, NetworkPart, PassCost, Servers, all_gather, all_reduce, blend, send
 from .clusters import Cluster
 from .memory import ROOM, Footprint, footprint
 from .schedules import cut, in_flight, makespan
@@ -189,7 +189,7 @@ def _waited(spec: StrategySpec) -> float:
 class _Stage:
     """Pieces that run on one rank, and the seconds of a micro-batch."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[NetworkPart, ...]
     forward: float
     backward: float
     exchange: float
@@ -208,7 +208,7 @@ class _Times:
         samples = rows / network.rows
         self.device = self.whole = 0.0
         self._rows = []
-        cached: dict[Piece, tuple[float, float, float, float]] = {}
+        cached: dict[NetworkPart, tuple[float, float, float, float]] = {}
         for piece in network.pieces:
             key = _kind(piece)
             if key not in cached:
@@ -250,7 +250,7 @@ class _Times:
         return stages[0].forward + stages[0].backward
 
 
-def _units(pieces: Sequence[Piece]) -> list[int]:
+def _units(pieces: Sequence[NetworkPart]) -> list[int]:
     """Where a network may be cut: between its blocks; what stands before and behind them stays with them."""
     blocks = [index for index, piece in enumerate(pieces) if piece.is_repeated]
     if len(blocks) > 1:
@@ -259,9 +259,9 @@ def _units(pieces: Sequence[Piece]) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _kind(piece: Piece) -> Piece:
+def _kind(piece: NetworkPart) -> NetworkPart:
     """The same without its name and place, so that equal blocks are computed once."""
-    return Piece(
+    return NetworkPart(
         name="",
         forward=piece.forward,
         backward=piece.backward,
@@ -272,7 +272,13 @@ def _kind(piece: Piece) -> Piece:
 
 
 def _piece_times(
-    piece: Piece, chip: Chip, spec: StrategySpec, samples: float, group: Group, late: float, recorded: bool
+    piece: NetworkPart,
+    chip: Chip,
+    spec: StrategySpec,
+    samples: float,
+    group: ExchangeGroup,
+    late: float,
+    recorded: bool,
 ) -> tuple[float, float, float]:
     """Forward, backward, and how much of both is waiting for sums between devices that share its products."""
     spread = spec.tensor if piece.products else 1
@@ -294,9 +300,9 @@ def _piece_times(
     return result[0], result[1], waited
 
 
-def _repeated(work: Work, spec: StrategySpec) -> Work:
+def _repeated(work: PassCost, spec: StrategySpec) -> PassCost:
     """What backward computes again: all of a block, or all but its products."""
-    return Work(moved=work.moved / 2, operations=work.operations) if spec.recompute == "selective" else work
+    return PassCost(moved=work.moved / 2, operations=work.operations) if spec.recompute == "selective" else work
 
 
 def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: _Stage, micros: int) -> float:
@@ -322,7 +328,7 @@ def _exchanged(workload: Workload, cluster: Cluster, spec: StrategySpec, stage: 
     return waited
 
 
-def _overlapped(stage: _Stage, group: Group, share: float, *, overlaps: bool) -> float:
+def _overlapped(stage: _Stage, group: ExchangeGroup, share: float, *, overlaps: bool) -> float:
     """Buckets leave as soon as backward has filled them; what is still under way when it ends is waited for."""
     now = end = size = travelling = 0.0
     limit = FIRST_BUCKET
@@ -356,7 +362,7 @@ def _served(stage: _Stage, servers: Servers, sizes: Sequence[float], pushers: in
     return waited + max(0.0, end - now)
 
 
-def _update(network: Network, pieces: Sequence[Piece], chip: Chip, spec: StrategySpec) -> float:
+def _update(network: Network, pieces: Sequence[NetworkPart], chip: Chip, spec: StrategySpec) -> float:
     """The optimizer reads and writes parameters and its state once, and reads gradients."""
     own = sum(piece.gradient_bytes for piece in pieces)
     state = 2 * network.state_bytes * own / max(1, network.gradient_bytes)

@@ -31,7 +31,7 @@ class One:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ManyNetworksEstimate:
     """How many networks are trained together, and the seconds in which each of them takes one step."""
 
     name: str
@@ -51,7 +51,7 @@ def stacking_gain(one: One, count: int) -> float:
     return count * one.seconds / (one.start + count * one.each * one.batch_size)
 
 
-def many(one: One, count: int, cluster: Cluster) -> list[Way]:
+def many(one: One, count: int, cluster: Cluster) -> list[ManyNetworksEstimate]:
     """Every way of training so many networks on a cluster, the fastest first."""
     if count < 1:
         raise SettingsError("there is at least one network", got=count, remedy="pass 1 or more")
@@ -78,6 +78,7 @@ def many(one: One, count: int, cluster: Cluster) -> list[Way]:
         "one per device": (share * one.seconds * late, 1),
     }
     ways = [
-        Way(name=name, seconds=time, together=together, gain=alone / time) for name, (time, together) in seconds.items()
+        ManyNetworksEstimate(name=name, seconds=time, together=together, gain=alone / time)
+        for name, (time, together) in seconds.items()
     ]
     return sorted(ways, key=lambda way: way.seconds)

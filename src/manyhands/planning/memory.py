@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import StrategySpec
-from ..costs import Network, Piece
+from ..costs import Network, NetworkPart
 
 ROOM = 0.92
 """The part of a device's memory that a step may take: its context, the allocator's gaps and libraries take the rest."""
@@ -29,7 +29,7 @@ class Footprint:
 
 
 def footprint(
-    network: Network, pieces: Sequence[Piece], spec: StrategySpec, rows: float, in_flight: int = 1
+    network: Network, pieces: Sequence[NetworkPart], spec: StrategySpec, rows: float, in_flight: int = 1
 ) -> Footprint:
     """What a rank with these pieces holds, with micro-batches of so many rows, of which it keeps so many at a time."""
     shards, replicas = spec.shards or 1, spec.replicas or 1
@@ -57,7 +57,7 @@ def footprint(
     )
 
 
-def _kept(piece: Piece, spec: StrategySpec, samples: float) -> float:
+def _kept(piece: NetworkPart, spec: StrategySpec, samples: float) -> float:
     if spec.recompute and piece.is_repeated:
         # Its input alone, which is as large as what it gives on; what products made stays with "selective".
         share = 0.5 if spec.recompute == "selective" else 0.0
@@ -66,7 +66,7 @@ def _kept(piece: Piece, spec: StrategySpec, samples: float) -> float:
 
 
 def _peak(
-    pieces: Sequence[Piece], spec: StrategySpec, samples: float, kept: Sequence[float], gradients: float
+    pieces: Sequence[NetworkPart], spec: StrategySpec, samples: float, kept: Sequence[float], gradients: float
 ) -> tuple[float, float, float]:
     """Activations, working memory and gradients at the moment when their sum is largest."""
     held, best = 0.0, (0.0, 0.0, 0.0)
@@ -90,7 +90,7 @@ def _peak(
     return max(best, (0.0, 0.0, grown), key=sum)
 
 
-def _gathered(pieces: Sequence[Piece], spec: StrategySpec) -> float:
+def _gathered(pieces: Sequence[NetworkPart], spec: StrategySpec) -> float:
     """Whole parameters of the block that runs and of the next one; all of them where they stay whole until backward."""
     if (spec.shards or 1) == 1:
         return 0.0

@@ -13,9 +13,9 @@ from .clusters import Cluster
 from .curve import Curve, Curves
 from .efficiency import steps_needed
 from .estimate import estimate
-from .many import One, Way, many
+from .many import ManyNetworksEstimate, One, many
 from .memory import ROOM
-from .search import Option, Search
+from .search import PlanOption, Search
 from .workload import Workload, is_lossy
 
 Measure = Callable[[StrategySpec], float | str]
@@ -37,8 +37,8 @@ class Plan:
     name: str
     workload: Workload
     cluster: Cluster
-    options: tuple[Option, ...]
-    control: Option
+    options: tuple[PlanOption, ...]
+    control: PlanOption
     """Plain data parallel, beside which no pick may be slower."""
     alone: float
     """Seconds of a step on one device."""
@@ -46,7 +46,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     num_networks: int = 1
-    ways: tuple[Way, ...] = ()
+    ways: tuple[ManyNetworksEstimate, ...] = ()
     """How to train so many such networks, the fastest first, where several were asked for."""
 
     @property
@@ -61,12 +61,12 @@ class Plan:
         """How far predicted times may be off, as a part of them."""
         return BANDS["calibrated" if self.cluster.measured else "catalogue"]
 
-    def efficiency(self, option: Option) -> float:
+    def efficiency(self, option: PlanOption) -> float:
         """Speed-up over one device, for each device."""
         devices = 1 if self.cluster.shared else option.estimate.num_devices
         return self.alone / option.seconds / devices
 
-    def cost(self, option: Option, samples: float = 1e6) -> float | None:
+    def cost(self, option: PlanOption, samples: float = 1e6) -> float | None:
         """Money for so many samples, where a price is known."""
         if self.cluster.price is None:
             return None
@@ -142,7 +142,7 @@ class Plan:
             "notes": list(self.notes),
         }
 
-    def _row(self, option: Option) -> dict[str, Any]:
+    def _row(self, option: PlanOption) -> dict[str, Any]:
         made = option.estimate
         return {
             "strategy": str(option.spec),
@@ -163,7 +163,7 @@ class Plan:
 class Pick:
     """The pick of a plan: `fit(task, plan.best.spec)`, or `save` it, edit it, and `fit(task, "plan.toml")`."""
 
-    option: Option
+    option: PlanOption
     plan: Plan
 
     @property
@@ -273,7 +273,7 @@ def make_plan(
     )
 
 
-def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[Way]:
+def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -> list[ManyNetworksEstimate]:
     """How to train many such networks: a step of one is what two batch sizes say, t = start + each · samples."""
     if networks == 1:
         return []
@@ -290,7 +290,7 @@ def _ways(workload: Workload, cluster: Cluster, search: Search, networks: int) -
     return many(one, networks, each)
 
 
-def _tried(options: list[Option], control: Option, measure: Measure, tries: int) -> list[Option]:
+def _tried(options: list[PlanOption], control: PlanOption, measure: Measure, tries: int) -> list[PlanOption]:
     """The best few and the control, measured; what was not measured is scaled by what those were off by."""
     able = [option for option in options if option.can_run]
     chosen = {option.spec: option for option in [*able[:tries], *([control] if control.can_run else [])]}
@@ -309,7 +309,7 @@ def _tried(options: list[Option], control: Option, measure: Measure, tries: int)
     return sorted(result, key=lambda o: (not o.can_run, o.measured is None, o.seconds))
 
 
-def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[Option]) -> StrategyError:
+def _nothing_fits(workload: Workload, cluster: Cluster, search: Search, options: list[PlanOption]) -> StrategyError:
     """An error that says what would fit: more devices, narrow numbers, or a smaller batch."""
     near = min(options, key=lambda option: option.estimate.memory.total)
     need, have = near.estimate.memory.total / 2**30, ROOM * cluster.chip.memory / 2**30

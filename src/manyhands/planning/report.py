@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .curve import Curve
-    from .many import Way
+    from .many import ManyNetworksEstimate
     from .plan import Plan
-    from .search import Option
+    from .search import PlanOption
 
 COLUMNS = ("strategy", "devices", "step", "compute", "exchange", "bubble", "stragglers", "input", "memory", "samples/s")
 BAR = 48
@@ -54,7 +54,7 @@ def header(plan: Plan) -> tuple[str, ...]:
     return (*COLUMNS, "efficiency", *(["per 1M samples"] if plan.cluster.price is not None else []))
 
 
-def cells(plan: Plan, option: Option) -> list[str]:
+def cells(plan: Plan, option: PlanOption) -> list[str]:
     """A row of the table."""
     made = option.estimate
     parts = made.parts()
@@ -95,7 +95,7 @@ def lines(plan: Plan) -> list[str]:
     return said
 
 
-def _way(way: Way) -> str:
+def _way(way: ManyNetworksEstimate) -> str:
     together = f", {way.together} on a device at a time" if way.together > 1 else ""
     return f"{way.name}{together}: {way.gain:.3g} times one after another"
 

@@ -16,7 +16,7 @@ Refuses = Callable[[StrategySpec], str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class PlanOption:
     """One way of splitting and what it would cost."""
 
     estimate: Estimate
@@ -51,9 +51,9 @@ class Search:
     refuses: Refuses = lambda spec: ""
     correction: Correction | None = None
 
-    def options(self, workload: Workload, cluster: Cluster) -> list[Option]:
+    def options(self, workload: Workload, cluster: Cluster) -> list[PlanOption]:
         """All of them, those that can run first, the fastest first; data parallel and one device are always in."""
-        found: dict[StrategySpec, Option] = {}
+        found: dict[StrategySpec, PlanOption] = {}
         for spec in (self.control(workload, cluster), StrategySpec(precision=self.precision)):
             found[spec] = self.option(workload, cluster, spec)
         has_tables = any(piece.table_bytes for piece in workload.network(self.precision).pieces)
@@ -71,10 +71,10 @@ class Search:
         """Plain data parallel on all devices, or on as many as there are samples."""
         return StrategySpec(replicas=min(cluster.num_devices, workload.batch_size), precision=self.precision)
 
-    def option(self, workload: Workload, cluster: Cluster, spec: StrategySpec) -> Option:
+    def option(self, workload: Workload, cluster: Cluster, spec: StrategySpec) -> PlanOption:
         """One of them."""
         made = estimate(workload, cluster, spec, correction=self.correction)
-        return Option(estimate=made, refused=self.refuses(spec))
+        return PlanOption(estimate=made, refused=self.refuses(spec))
 
     def _filled(self, workload: Workload, cluster: Cluster, layout: StrategySpec) -> Iterator[StrategySpec]:
         """A layout with its precision, micro-batches and recomputation: as few of these as memory allows."""

@@ -1,8 +1,8 @@
 """Where the time and the memory of a step go, and what to do about it."""
 
 from .advice import Advice
-from .memory import Memory
-from .operations import ModuleTime, Operation, Operations
+from .memory import MemoryProfile
+from .operations import ModuleTime, OperationStats, OperationTable
 from .probe import Larger, Largest, RankProfile, probe
 from .profile import Profile, of_run
 
@@ -12,10 +12,10 @@ __all__ = [
     "of_run",
     "probe",
     "Advice",
-    "Operation",
-    "Operations",
+    "OperationStats",
+    "OperationTable",
     "ModuleTime",
-    "Memory",
+    "MemoryProfile",
     "Largest",
     "Larger",
 ]

@@ -21,7 +21,7 @@ MAX_POINTS = 300
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryProfile:
     """Bytes by kind over a step. Moments are parts of the step, from 0 to 1."""
 
     moments: tuple[float, ...]
@@ -137,7 +137,7 @@ class MemoryWatch(TorchDispatchMode):
             elif key:
                 self._standing[key] = gradient.untyped_storage().nbytes()
 
-    def found(self) -> Memory:
+    def found(self) -> MemoryProfile:
         """What was seen."""
         self._tick()
         held, state = self._held, self._state
@@ -174,14 +174,14 @@ class _Following(Spans):
         self._watch.enter_phase(name)
 
 
-def _thinned(rows: list[dict[str, int]], phases: list[str]) -> Memory:
+def _thinned(rows: list[dict[str, int]], phases: list[str]) -> MemoryProfile:
     """At most so many moments: of each stretch the one at which most is held."""
     stretch = max(1, -(-len(rows) // MAX_POINTS))
     picked = []
     for start in range(0, len(rows), stretch):
         part = range(start, min(len(rows), start + stretch))
         picked.append(max(part, key=lambda at: sum(rows[at].values())))
-    return Memory(
+    return MemoryProfile(
         moments=tuple(round(at / max(1, len(rows) - 1), 5) for at in picked),
         bytes={kind: tuple(rows[at][kind] for at in picked) for kind in KINDS},
         phases=tuple(phases[min(at, len(phases) - 1)] for at in picked),

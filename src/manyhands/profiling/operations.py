@@ -30,7 +30,7 @@ _NAMES = (MODULE, STEP, "Optimizer.")
 
 @message
 @dataclass(frozen=True)
-class Operation:
+class OperationStats:
     """One kind of operation: how often it runs in a step, and the seconds that it itself takes."""
 
     name: str
@@ -65,10 +65,10 @@ class Bar(NamedTuple):
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Operations:
+class OperationTable:
     """What ran in a step, on average over those that were watched."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[OperationStats, ...]
     modules: tuple[ModuleTime, ...]
     bars: tuple[Bar, ...]
     """Of the last step that was watched."""
@@ -80,7 +80,7 @@ class Operations:
     """Operations that the host starts in a step."""
 
 
-def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_steps: int) -> Operations:
+def watch(model: nn.Module, device: torch.device, take: Callable[[], None], num_steps: int) -> OperationTable:
     """Takes some steps and tells what ran in them."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     profiler = torch.profiler.profile(activities=activities, acc_events=True)
@@ -140,7 +140,7 @@ def _naming_modules(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _summed(events: list[Any], device: torch.device) -> Operations:
+def _summed(events: list[Any], device: torch.device) -> OperationTable:
     on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     on_device = [event for event in kernels if not event.name.startswith(_NAMES)]
@@ -166,11 +166,11 @@ def _summed(events: list[Any], device: torch.device) -> Operations:
         if owner is not None:
             modules.add(owner, step, own)
     usual, often = seconds.medians(), counts.medians()
-    operations = [Operation(name, often[name], spent) for name, spent in usual.items() if spent > 0]
+    operations = [OperationStats(name, often[name], spent) for name, spent in usual.items() if spent > 0]
     spent, usually = modules.medians(), others.medians()
     names = dict.fromkeys(name for name, _ in spent)
     times = [ModuleTime(name, spent.get((name, 0), 0.0), spent.get((name, 1), 0.0)) for name in names]
-    return Operations(
+    return OperationTable(
         operations=tuple(sorted(operations, key=lambda one: -one.seconds)),
         modules=tuple(sorted(times, key=lambda one: -one.seconds)),
         bars=tuple(_bars(on_host, on_device, steps)),

@@ -13,7 +13,7 @@ from .report import closing, headline, memory_rows, module_rows, operation_rows
 from .units import duration, size
 
 if TYPE_CHECKING:
-    from .memory import Memory
+    from .memory import MemoryProfile
     from .profile import Profile
 
 COLOURS = {
@@ -87,7 +87,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
     return f"<h2>{escape(title)}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-def held_svg(memory: Memory) -> str:
+def held_svg(memory: MemoryProfile) -> str:
     """Bytes by kind over a step, one upon another."""
     top = max(memory.totals) or 1
     below = [0.0] * len(memory.moments)

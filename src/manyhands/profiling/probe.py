@@ -17,8 +17,8 @@ from ..core import StrategySpec, Task
 from ..distributed import World, message
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
 from .ceiling import ceiling
-from .memory import Memory, MemoryWatch
-from .operations import Operations, watch
+from .memory import MemoryProfile, MemoryWatch
+from .operations import OperationTable, watch
 
 WARMUP = 3
 WATCHED = 3
@@ -62,10 +62,10 @@ class RankProfile:
     samples: tuple[Sample, ...] = ()
     plain: Breakdown | None = None
     """Of steps as they are written, where steps run from a recording."""
-    watched: Operations | None = None
+    watched: OperationTable | None = None
     watched_sample: Sample | None = None
     """The step whose operations are in the timeline."""
-    memory: Memory | None = None
+    memory: MemoryProfile | None = None
     ceiling: float | None = None
     """Operations per second that this device reaches at the most, while all ranks work."""
     device: str = ""
@@ -171,7 +171,7 @@ class _Probe:
                 torch.set_num_threads(threads)
         return found
 
-    def _held(self) -> tuple[Memory, Largest | None]:
+    def _held(self) -> tuple[MemoryProfile, Largest | None]:
         """Memory over one step, and the parameter that weighs most."""
         weight, following = _Weights(self._hand), MemoryWatch(self._hand)
         try:

@@ -9,11 +9,11 @@ from .batcher import BatchSettings
 from .client import Client
 from .limits import Limits
 from .metrics import BOUNDS, Histogram
-from .security import Tls
+from .security import ServingTls
 
 if TYPE_CHECKING:
     from .background import ListenSettings
-    from .probation import Probation
+    from .probation import RolloutGuard
     from .routing import PlacedServer, Router, RouteSettings, ScaledRouter, Scaling
     from .server import Server, ServeSettings
 
@@ -26,10 +26,10 @@ __all__ = [
     "ScaledRouter",
     "Scaling",
     "PlacedServer",
-    "Tls",
+    "ServingTls",
     "BatchSettings",
     "Limits",
-    "Probation",
+    "RolloutGuard",
     "Client",
     "Histogram",
     "BOUNDS",

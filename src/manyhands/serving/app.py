@@ -12,7 +12,7 @@ from .http import BadRequest, Inflating, Request, inflated
 from .limits import Limits
 from .parsing import Parsing
 from .protocols.protocol import RestHandler, answer_failure, answer_refusal, cancel
-from .security import Sites, Token
+from .security import AccessToken, Sites
 
 METRICS = ("/metrics", "/monitoring/prometheus/metrics")
 HEALTH = ("/v2/health/live", "/v2/health/ready")
@@ -26,7 +26,7 @@ meanwhile."""
 class Access:
     """Who may use a listener. Asked as soon as the headers of a request are there, before its body is read."""
 
-    def __init__(self, token: Token, sites: Sites, closed: str = "") -> None:
+    def __init__(self, token: AccessToken, sites: Sites, closed: str = "") -> None:
         self._token, self._sites, self._closed = token, sites, closed
 
     def __call__(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:

@@ -21,12 +21,12 @@ from typing import Any, Self
 from ..core import SettingsError, event
 from .app import Access
 from .grpc_process import GrpcProcess
-from .http import Listener
+from .http import HttpListener
 from .limits import Bodies, Limits
 from .logs import Logs
 from .protocols import GrpcListener
 from .scheduling import shorten_slice
-from .security import Sites, Tls, Token, is_loopback
+from .security import AccessToken, ServingTls, Sites, is_loopback
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
@@ -56,7 +56,7 @@ class ListenSettings:
     """The same for management, which the other token does not open."""
     allow: tuple[str, ...] = ()
     """Further names of this server in URLs, and origins (`https://...`) of web pages that may use it."""
-    tls: Tls | None = None
+    tls: ServingTls | None = None
     """A certificate for all listeners."""
     timeout: float = 30.0
     """Seconds for a request at most."""
@@ -98,12 +98,14 @@ class ListenSettings:
     @property
     def access(self) -> Access:
         """Who may ask."""
-        return Access(Token(self.token), Sites(self.host, self.allow, checks_host=not self.token))
+        return Access(AccessToken(self.token), Sites(self.host, self.allow, checks_host=not self.token))
 
     @property
     def manage_access(self) -> Access:
         """Who may manage: nobody where there is a token for asking and none for this."""
-        return Access(Token(self.manage_token, "management token"), Sites(self.manage_host, self.allow), self.closed)
+        return Access(
+            AccessToken(self.manage_token, "management token"), Sites(self.manage_host, self.allow), self.closed
+        )
 
     @property
     def closed(self) -> str:
@@ -217,7 +219,7 @@ class Background(ABC):
         self._log.event(entry)
         self.on_event(entry)
 
-    async def _listen(self, public: Listener, remote: GrpcListener | GrpcProcess, private: Listener) -> None:
+    async def _listen(self, public: HttpListener, remote: GrpcListener | GrpcProcess, private: HttpListener) -> None:
         settings = self._listening
         public.bodies = private.bodies = remote.bodies = Bodies(settings.limits.bodies)
         if settings.log is not None:
@@ -226,7 +228,7 @@ class Background(ABC):
         self.grpc = await opened(remote, settings.host, settings.grpc)
         self.manage = await opened(private, settings.manage_host, settings.manage)
 
-    async def _drain(self, public: Listener, remote: GrpcListener | GrpcProcess) -> None:
+    async def _drain(self, public: HttpListener, remote: GrpcListener | GrpcProcess) -> None:
         """Takes nothing new, and lets what is there finish."""
         public.stop_listening()
         until = time.monotonic() + self._listening.patience
@@ -239,7 +241,7 @@ class Background(ABC):
         return "http" if self._listening.tls is None else "https"
 
 
-async def opened(listener: Listener | GrpcListener | GrpcProcess, host: str, port: int) -> int:
+async def opened(listener: HttpListener | GrpcListener | GrpcProcess, host: str, port: int) -> int:
     """Listens; the port that it got."""
     try:
         return await listener.open(host, port)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core import RequestRefused, SettingsError
 from .kinds import Array
-from .pace import Pace
+from .pace import BatchTimeModel
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]
@@ -79,7 +79,7 @@ class Ticket:
 
 
 @dataclass
-class Part:
+class TicketPart:
     """Consecutive rows of a ticket, computed in one batch."""
 
     ticket: Ticket
@@ -91,10 +91,10 @@ class Part:
 
 
 @dataclass
-class Batch:
+class RequestBatch:
     """What a replica computes at once."""
 
-    parts: list[Part]
+    parts: list[TicketPart]
     rows: int
     size: int
     """Rows with padding."""
@@ -137,7 +137,7 @@ class Worker(Protocol):
     def num_rows(self) -> int:
         """Rows that it has taken and not answered."""
 
-    def send(self, batch: Batch) -> None:
+    def send(self, batch: RequestBatch) -> None:
         """Takes a batch."""
 
 
@@ -155,12 +155,12 @@ class Batcher:
         self.workers: list[Worker] = []
         self.num_queued = 0
         """Rows that wait."""
-        self.pace = Pace()
-        self.on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None
+        self.pace = BatchTimeModel()
+        self.on_batch: Callable[[RequestBatch, float], None] = lambda batch, seconds: None
         self.rows_fitting: Callable[[Shapes], int] = lambda shapes: settings.max_rows
         """How many rows of some shapes a replica's memory can hold."""
         self._inputs, self._soon, self._now = list(inputs), soon, now
-        self._queues: dict[tuple[int, Shapes], deque[Part]] = {}
+        self._queues: dict[tuple[int, Shapes], deque[TicketPart]] = {}
         self._live: set[Ticket] = set()
         self._scheduled = False
 
@@ -186,7 +186,7 @@ class Batcher:
             raise RequestRefused("INVALID_ARGUMENT", f"rows of {size} bytes are more than a batch can hold")
         ticket = Ticket(inputs, rows, deadline, priority, done)
         self._live.add(ticket)
-        self._queue(Part(ticket, 0, rows))
+        self._queue(TicketPart(ticket, 0, rows))
         self.num_queued += rows
         self._schedule()
         return ticket
@@ -239,7 +239,7 @@ class Batcher:
         for ticket in list(self._live):
             self._refuse(ticket, refusal)
 
-    def answered(self, batch: Batch, outputs: Arrays, seconds: float) -> None:
+    def answered(self, batch: RequestBatch, outputs: Arrays, seconds: float) -> None:
         """A replica has computed a batch in so many seconds; the arrays are its memory, soon used again."""
         self.pace.learn(batch.rows, seconds)
         self.on_batch(batch, seconds)
@@ -250,7 +250,7 @@ class Batcher:
             row += part.rows
         self._schedule()
 
-    def failed(self, batch: Batch, reason: str) -> None:
+    def failed(self, batch: RequestBatch, reason: str) -> None:
         """The network raised. Only who is guilty hears of it: each part is tried alone."""
         if len(batch.parts) == 1:
             self._refuse(batch.parts[0].ticket, RequestRefused("INTERNAL", f"the model failed: {reason}"))
@@ -258,7 +258,7 @@ class Batcher:
             self._again(batch.parts, alone=True)
         self._schedule()
 
-    def lost(self, batch: Batch) -> None:
+    def lost(self, batch: RequestBatch) -> None:
         """A replica died over a batch; others compute it, and what kills every replica is refused."""
         for part in batch.parts:
             part.attempts += 1
@@ -272,7 +272,7 @@ class Batcher:
         rows, most = self.num_queued, self.settings.max_rows
         return math.ceil(rows / most) * self.pace.seconds(min(rows, most)) / max(1, len(self.workers))
 
-    def _queue(self, part: Part, *, first: bool = False) -> None:
+    def _queue(self, part: TicketPart, *, first: bool = False) -> None:
         queue = self._queues.setdefault((part.ticket.priority, self._shapes(part.ticket.inputs)), deque())
         (queue.appendleft if first else queue.append)(part)
 
@@ -286,7 +286,7 @@ class Batcher:
             (size for size in self.settings.sizes if size <= fitting), default=0 if self.settings.sizes else fitting
         )
 
-    def _again(self, parts: Sequence[Part], *, alone: bool) -> None:
+    def _again(self, parts: Sequence[TicketPart], *, alone: bool) -> None:
         for part in reversed(parts):
             if not part.ticket.over:
                 part.alone = alone
@@ -318,7 +318,7 @@ class Batcher:
             return None
         return worker
 
-    def _take(self) -> Batch | None:
+    def _take(self) -> RequestBatch | None:
         while self._queues:
             key = min(self._queues, key=self._urgency) if len(self._queues) > 1 else next(iter(self._queues))
             queue = self._queues[key]
@@ -326,14 +326,14 @@ class Batcher:
             if not queue:
                 del self._queues[key]
             if parts:
-                return Batch(parts, rows, self.settings.padded(rows), key[1])
+                return RequestBatch(parts, rows, self.settings.padded(rows), key[1])
         return None
 
     def _urgency(self, key: tuple[int, Shapes]) -> tuple[int, float]:
         return key[0], self._queues[key][0].ticket.deadline
 
-    def _take_parts(self, queue: deque[Part], most: int) -> tuple[list[Part], int]:
-        parts: list[Part] = []
+    def _take_parts(self, queue: deque[TicketPart], most: int) -> tuple[list[TicketPart], int]:
+        parts: list[TicketPart] = []
         rows, now = 0, self._now()
         while queue and rows < most:
             part = queue[0]
@@ -345,8 +345,8 @@ class Batcher:
             if parts and (part.alone or rows + part.rows > most):
                 break
             if part.rows > most:
-                queue[0] = Part(ticket, part.start + most, part.rows - most, part.attempts, part.alone)
-                part = Part(ticket, part.start, most, part.attempts, part.alone)
+                queue[0] = TicketPart(ticket, part.start + most, part.rows - most, part.attempts, part.alone)
+                part = TicketPart(ticket, part.start, most, part.attempts, part.alone)
             else:
                 queue.popleft()
             ticket.queued -= part.rows
@@ -357,7 +357,7 @@ class Batcher:
                 break
         return parts, rows
 
-    def _give(self, part: Part, outputs: dict[str, Array]) -> None:
+    def _give(self, part: TicketPart, outputs: dict[str, Array]) -> None:
         ticket = part.ticket
         if part.rows == ticket.rows:
             ticket.outputs = outputs

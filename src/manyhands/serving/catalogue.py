@@ -15,16 +15,16 @@ from typing import Any
 from ..core import ManyhandsError, Predictor, RequestRefused
 from .batcher import BatchSettings
 from .computing import Exported, Given
-from .folder import NAME, Policy, Print, complete_versions, models_in
+from .folder import NAME, Print, VersionPolicy, complete_versions, models_in
 from .model import Model, Unknown
-from .probation import Probation
-from .version import END, Place, Version, end_all, nothing
+from .probation import RolloutGuard
+from .version import END, ReplicaPlacement, Version, end_all, nothing
 
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0
 
 
 @dataclass(frozen=True)
-class Share:
+class TrafficShare:
     """A part of a split's requests, and who answers them."""
 
     model: str
@@ -47,8 +47,8 @@ class CatalogueSettings:
 
     root: Path | None = None
     given: Mapping[str, Predictor] | None = None
-    policy: Policy
-    probation: Probation
+    policy: VersionPolicy
+    probation: RolloutGuard
     batch: BatchSettings
     precision: str = "fp32"
     compiles: bool = False
@@ -62,10 +62,10 @@ class CatalogueSettings:
 class Catalogue:
     """Models by name. All of it happens on the server's loop."""
 
-    def __init__(self, settings: CatalogueSettings, place: Place, say: Callable[..., None]) -> None:
+    def __init__(self, settings: CatalogueSettings, place: ReplicaPlacement, say: Callable[..., None]) -> None:
         self.settings = settings
         self.models: dict[str, Model] = {}
-        self.splits: dict[str, list[Share]] = {}
+        self.splits: dict[str, list[TrafficShare]] = {}
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
         """What a version does before it is available."""
         self._place, self._say = place, say
@@ -120,7 +120,7 @@ class Catalogue:
             raise Unknown(name)
         return self.models[name]
 
-    def set_split(self, name: str, shares: list[Share]) -> None:
+    def set_split(self, name: str, shares: list[TrafficShare]) -> None:
         """Shares a name's requests out among versions, or among models; none ends the split."""
         if not NAME.fullmatch(name):
             raise RequestRefused("INVALID_ARGUMENT", "a model's name has letters, digits, dashes and underscores")
@@ -166,7 +166,9 @@ class Catalogue:
         await end_all(list(model.versions.values()), self.settings.patience)
         model.forget_ended()
 
-    async def reload(self, policies: Mapping[str, Policy | None], labels: Mapping[str, Mapping[str, int]]) -> None:
+    async def reload(
+        self, policies: Mapping[str, VersionPolicy | None], labels: Mapping[str, Mapping[str, int]]
+    ) -> None:
         """Serves these models from now on, and no others."""
         if self.settings.root is None:
             raise RequestRefused("FAILED_PRECONDITION", "the models of this server do not come from a folder")
@@ -369,7 +371,7 @@ class Catalogue:
         task.add_done_callback(self._tasks.discard)
 
 
-def _pick(split: list[Share], key: bytes) -> Share:
+def _pick(split: list[TrafficShare], key: bytes) -> TrafficShare:
     """The share of a key, or of chance where there is none."""
     # Which part of a split answers is no secret.
     chance = random.random()  # noqa: S311

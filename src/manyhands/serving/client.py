@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSpec
 from .kinds import BY_OPEN, BY_TORCH, Array
-from .security import Tls
+from .security import ServingTls
 
 _CODES = {
     400: "INVALID_ARGUMENT",
@@ -57,7 +57,7 @@ class Client:
         cert: str | Path | None = None,
         key: str | Path | None = None,
     ) -> None:
-        tls = Tls.of(cert, key, ca) or Tls()
+        tls = ServingTls.of(cert, key, ca) or ServingTls()
         self._wire = _Wire(url, token, timeout, tls)
         self._manage = _Wire(manage, manage_token, timeout, tls)
 
@@ -153,7 +153,7 @@ class Client:
 class _Wire:
     """Connections to one address, one for each thread."""
 
-    def __init__(self, url: str, token: str | None, timeout: float, tls: Tls) -> None:
+    def __init__(self, url: str, token: str | None, timeout: float, tls: ServingTls) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(

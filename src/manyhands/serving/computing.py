@@ -30,7 +30,7 @@ from .kinds import BY_TORCH, Array
 from .precision import in_precision
 from .sandbox import Protection, Sandbox, default_memory, kept_environment
 from .scheduling import shorten_slice
-from .slots import Dims, Layout, Slots
+from .slots import Dims, ReplicaSlots, SlotLayout
 from .ways import Run, fastest
 
 MAX_MESSAGE = 65536
@@ -54,7 +54,7 @@ class Starved(RunError):
     """A replica that stepped back for those who serve got no core at all."""
 
 
-class Source(Protocol):
+class PredictorSource(Protocol):
     """Where a predictor comes from."""
 
     @property
@@ -132,7 +132,7 @@ def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *,
 class Computing:
     """A replica as a function for an engine."""
 
-    source: Source
+    source: PredictorSource
     device: Device
     meeting: str
     """The socket where the server waits."""
@@ -206,12 +206,12 @@ class Computing:
         compute.choose_threads(self.sizes[-1])
         return compute
 
-    def _introduce(self, server: socket.socket, signature: Signature) -> Slots:
+    def _introduce(self, server: socket.socket, signature: Signature) -> ReplicaSlots:
         server.send(json.dumps({"signature": signature.to_dict()}).encode())
         server.settimeout(_PATIENCE)
         _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
         server.settimeout(None)
-        slots = Slots(Layout(signature, self.sizes[-1]), fd)
+        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1]), fd)
         os.close(fd)
         return slots
 
@@ -219,7 +219,7 @@ class Computing:
 class Compute:
     """Answers one batch after another, in a replica's own memory."""
 
-    def __init__(self, run: Run, signature: Signature, slots: Slots, device: torch.device) -> None:
+    def __init__(self, run: Run, signature: Signature, slots: ReplicaSlots, device: torch.device) -> None:
         self._compute, self._signature, self._slots = run, signature, slots
         self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
         self.num_threads = 1
@@ -351,7 +351,7 @@ def waited(thread: int | None) -> float:
     return 0.0
 
 
-def _pin(slots: Slots) -> None:
+def _pin(slots: ReplicaSlots) -> None:
     """Tells the driver that the memory stays where it is, so that copies to the GPU need no detour."""
     address, size = slots.address
     if size <= 1 << 28:

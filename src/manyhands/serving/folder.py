@@ -59,7 +59,7 @@ class Versions:
     refused: dict[int, str]
 
 
-def complete_versions(model: Path, policy: Policy | None = None, rejected: Collection[int] = ()) -> Versions:
+def complete_versions(model: Path, policy: VersionPolicy | None = None, rejected: Collection[int] = ()) -> Versions:
     """Find versions whose files all have the sizes that their manifest says, so that half a copy is not seen.
 
     A policy that wants the latest ones needs no look at those before them: old versions pile up, and a look is taken
@@ -146,7 +146,7 @@ def require_name(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Policy:
+class VersionPolicy:
     """Which versions are served: the latest so many, all, or those that are named.
 
     >>> Policy.parse("latest:2").wanted({1, 2, 3})
@@ -159,7 +159,7 @@ class Policy:
     specific: frozenset[int] | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
+    def parse(cls, text: str) -> VersionPolicy:
         """From "latest", "latest:2", "all" or "1,3"."""
         kind, _, rest = text.partition(":")
         if kind == "latest" and (not rest or (rest.isdecimal() and int(rest) > 0)):

@@ -28,11 +28,11 @@ from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
-from .meeting import Meeting
+from .meeting import ReplicaRendezvous
 from .protocols.grpc_service import GrpcListener, GrpcService, Method, parsing, said
 from .protocols.protocol import KEY, STATUS, TRACE
 from .scheduling import step_aside
-from .security import Tls, Token
+from .security import AccessToken, ServingTls
 
 HEAD = struct.Struct("<BQII")
 """Of a frame: its kind, the number of its call, and the bytes of its header and of its message."""
@@ -49,7 +49,7 @@ NAME = "manyhands-grpc"
 OnFrame = Callable[[int, int, bytes, bytes], None]
 
 
-class Frames(asyncio.BufferedProtocol):
+class FrameSocket(asyncio.BufferedProtocol):
     """One end of the socket between the server and the process: reads and writes frames."""
 
     def __init__(self, on_frame: OnFrame, on_end: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Frames(asyncio.BufferedProtocol):
         """A frame that does not fit the buffer: its bytes, how many have come, and its kind, number and header size."""
 
     @classmethod
-    async def over(cls, sock: socket.socket, on_frame: OnFrame, on_end: Callable[[], None]) -> Frames:
+    async def over(cls, sock: socket.socket, on_frame: OnFrame, on_end: Callable[[], None]) -> FrameSocket:
         """Read and write frames on a connected socket."""
         sock.setblocking(False)
         _, frames = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_frame, on_end), sock=sock)
@@ -144,9 +144,9 @@ class Frontend:
     key: str
     host: str
     port: int
-    token: Token
+    token: AccessToken
     limits: Limits
-    tls: Tls | None
+    tls: ServingTls | None
     methods: Mapping[str, bool]
     closed: str
 
@@ -174,7 +174,7 @@ class Frontend:
             _, (descriptor,), _, _ = socket.recv_fds(server, 16, 1)
         stopping: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         forwarding = Forwarding(self.methods, stopping)
-        frames = await Frames.over(socket.socket(fileno=descriptor), forwarding.hear, forwarding.end)
+        frames = await FrameSocket.over(socket.socket(fileno=descriptor), forwarding.hear, forwarding.end)
         forwarding.frames = frames
         listener = GrpcListener([], self.token, self.limits, self.tls, closed=self.closed)
         listener.others = forwarding
@@ -195,7 +195,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._methods, self._stopping = methods, stopping
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._num = 0
-        self.frames: Frames
+        self.frames: FrameSocket
         self.guard: Callable[[str, Method | None], Method]
 
     def service(self, details: Any) -> Any:
@@ -246,7 +246,7 @@ class Forwarding(grpc.GenericRpcHandler):  # type: ignore[misc]
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-class Call:
+class CallContext:
     """What services may ask about a call: as much of gRPC's context as they use."""
 
     def __init__(self, left: float | None, headers: Mapping[str, str]) -> None:
@@ -268,9 +268,9 @@ class GrpcProcess:
     def __init__(
         self,
         services: Sequence[GrpcService],
-        token: Token,
+        token: AccessToken,
         limits: Limits,
-        tls: Tls | None = None,
+        tls: ServingTls | None = None,
         *,
         manages: bool = False,
         closed: str = "",
@@ -282,7 +282,7 @@ class GrpcProcess:
         self.on_answer: Callable[[str, int, int, int, float], None] | None = None
         """Called with a method, its status as HTTP has it, the bytes of both messages, and when the call came."""
         self.engine: Engine
-        self.meeting: Meeting
+        self.meeting: ReplicaRendezvous
         self._methods: dict[str, Method] = {}
         self._is_here: dict[str, bool] = {}
         for service in services:
@@ -291,7 +291,7 @@ class GrpcProcess:
                 self._methods[path] = parsing(method, asked)
                 self._is_here[path] = manages or name not in service.managing
         self._service: Service | None = None
-        self._frames: Frames | None = None
+        self._frames: FrameSocket | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._restarting: asyncio.Task[None] | None = None
@@ -341,7 +341,7 @@ class GrpcProcess:
                 arrival = coming.result().socket
                 socket.send_fds(arrival, [b"frames"], [theirs.fileno()])
                 arrival.close()
-                self._frames = await Frames.over(ours, self._hear, self._end)
+                self._frames = await FrameSocket.over(ours, self._hear, self._end)
                 told = await self._ready
         except TimeoutError:
             raise RunError(f"the process for gRPC did not start within {START_SECONDS:.0f} s") from None
@@ -385,7 +385,7 @@ class GrpcProcess:
         refusal: RequestRefused | None = None
         try:
             with self.bodies.holding(len(message)):
-                answer = await self._methods[path](message, Call(head["left"], head["headers"]))
+                answer = await self._methods[path](message, CallContext(head["left"], head["headers"]))
             status = 200
         except asyncio.CancelledError:
             status = STATUS["CANCELLED"]

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..core import RequestRefused
 from .limits import Bodies, Limits
-from .security import Tls
+from .security import ServingTls
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _PHRASES[499] = b"Client Closed Request"
@@ -210,7 +210,7 @@ def inflated(body: bytes, coding: bytes, limit: int, inflation: int) -> bytes:
 Handler = Callable[[Request], None]
 
 
-class Pending:
+class PendingConnection:
     """A connection whose first head is not complete: a socket, and no more than that."""
 
     __slots__ = ("address", "has_begun", "since", "socket")
@@ -263,9 +263,9 @@ class Entrance:
 
     def __init__(
         self,
-        enter: Callable[[Pending], bool],
-        go_in: Callable[[Pending], None],
-        leave: Callable[[Pending], None],
+        enter: Callable[[PendingConnection], bool],
+        go_in: Callable[[PendingConnection], None],
+        leave: Callable[[PendingConnection], None],
         limits: Limits,
         *,
         is_secured: bool,
@@ -275,7 +275,7 @@ class Entrance:
         self._is_secured = is_secured
         self._most = 1 if is_secured else _NUM_ENTERING
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingConnection] = {}
         self._epoll = select.epoll()
         self._sockets: list[socket.socket] = []
         self._readers: dict[int, Callable[[], bool]] = {}
@@ -301,7 +301,7 @@ class Entrance:
             self._watch(sock.fileno(), functools.partial(self._accept, sock))
         return int(self._sockets[0].getsockname()[1])
 
-    def forget(self, pending: Pending) -> None:
+    def forget(self, pending: PendingConnection) -> None:
         """Look at a connection no more."""
         number = pending.socket.fileno()
         if self._pending.pop(number, None) is not None:
@@ -350,7 +350,7 @@ class Entrance:
                 # No descriptor is free. Waiting connections stay where they are.
                 return True
             accepted.setblocking(False)
-            pending = Pending(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
+            pending = PendingConnection(accepted, str(peer[0]) if isinstance(peer, tuple) else "")
             if self._enter(pending):
                 self._pending[accepted.fileno()] = pending
                 # Edge-triggered: what was looked at is not reported again.
@@ -373,7 +373,7 @@ class Entrance:
                 break
         return True
 
-    def _look_at(self, pending: Pending, *, is_over: bool) -> bool:
+    def _look_at(self, pending: PendingConnection, *, is_over: bool) -> bool:
         """Close a connection whose client sends no more, or let it in; return whether it was let in."""
         try:
             data = pending.socket.recv(_NUM_READ, socket.MSG_PEEK)
@@ -396,14 +396,14 @@ class Entrance:
         return True
 
 
-class Listener:
+class HttpListener:
     """The connections of one address, and what they may do."""
 
     def __init__(
         self,
         handler: Handler,
         limits: Limits,
-        tls: Tls | None = None,
+        tls: ServingTls | None = None,
         admit: Admit = lambda path, headers: None,
     ) -> None:
         self.handler, self.limits, self.admit = handler, limits, admit
@@ -414,7 +414,7 @@ class Listener:
         self._addresses: Counter[str] = Counter()
         self._waiting: dict[str, dict[Connection, None]] = {}
         """By address the connections without a request that is being answered, longest first."""
-        self._pending: dict[str, dict[Pending, None]] = {}
+        self._pending: dict[str, dict[PendingConnection, None]] = {}
         """By address the connections whose first head is not complete, longest first."""
         self.num_pending = 0
         self._turns: deque[Connection] = deque()
@@ -485,7 +485,7 @@ class Listener:
     def _num_evictable(self, address: str) -> int:
         return len(self._pending.get(address, ())) + len(self._waiting.get(address, ()))
 
-    def _enter_pending(self, pending: Pending) -> bool:
+    def _enter_pending(self, pending: PendingConnection) -> bool:
         if not self._make_room(pending.address):
             pending.has_begun = True
             pending.refuse(503, self.full)
@@ -495,18 +495,18 @@ class Listener:
         self.num_pending += 1
         return True
 
-    def _leave_pending(self, pending: Pending) -> None:
+    def _leave_pending(self, pending: PendingConnection) -> None:
         if self._pending.get(pending.address, {}).pop(pending, self) is None:
             self.num_pending -= 1
             self._count_less(pending.address)
 
-    def _end_pending(self, pending: Pending, status: int, reason: str) -> None:
+    def _end_pending(self, pending: PendingConnection, status: int, reason: str) -> None:
         assert self._entrance is not None
         self._entrance.forget(pending)
         self._leave_pending(pending)
         pending.refuse(status, reason)
 
-    def _go_in(self, pending: Pending) -> None:
+    def _go_in(self, pending: PendingConnection) -> None:
         self._leave_pending(pending)
         if len(self._connecting) >= _MAX_CONNECTING:
             pending.socket.close()
@@ -593,7 +593,7 @@ class Listener:
         for connection in list(self.connections):
             connection.close()
 
-    def _all_pending(self) -> list[Pending]:
+    def _all_pending(self) -> list[PendingConnection]:
         return [pending for crowd in self._pending.values() for pending in crowd]
 
     async def _sweep(self) -> None:
@@ -611,7 +611,7 @@ class Listener:
 class Connection(asyncio.BufferedProtocol):
     """One client: reads requests, hands them on one after the other, writes answers in their order."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: HttpListener) -> None:
         self._listener, self.limits = listener, listener.limits
         self.address = ""
         self._parser: Any = httptools.HttpRequestParser(self)

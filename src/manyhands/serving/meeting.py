@@ -25,7 +25,7 @@ class Arrival:
         self.socket, self.pid = sock, pid
 
 
-class Meeting:
+class ReplicaRendezvous:
     """Waits for replicas, each with a key of its own."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .batcher import Batch
+from .batcher import RequestBatch
 
 _FIRST, _RATIO = 20e-6, 1.08
 BOUNDS = [_FIRST * _RATIO**i for i in range(200)]
@@ -66,7 +66,7 @@ class Histogram:
         yield math.inf, self.num
 
 
-class Figures:
+class VersionMetrics:
     """What a version has done so far."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Figures:
         if code == "OK":
             self.latency.add(seconds)
 
-    def count_batch(self, batch: Batch, seconds: float) -> None:
+    def count_batch(self, batch: RequestBatch, seconds: float) -> None:
         """Counts a batch."""
         self.batches.add(batch.rows)
         self.compute += seconds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from ..core import RequestRefused
-from .folder import Policy
-from .probation import Judge, Probation
+from .folder import VersionPolicy
+from .probation import Judge, RolloutGuard
 from .version import AVAILABLE, END, LOADING, Version
 
 
@@ -37,7 +37,7 @@ class Model:
         """Versions that were sent back; they are not loaded again until somebody asks."""
         self.asked: set[int] = set()
         """Versions that somebody asked for, whatever the policy says."""
-        self.policy: Policy | None = None
+        self.policy: VersionPolicy | None = None
         """Which versions, where somebody said so for this model."""
         self.is_unloaded = False
         """Whether somebody asked for none."""
@@ -116,7 +116,7 @@ class Model:
             if version.state == END and not version.error:
                 del self.versions[number]
 
-    def verdict(self, rule: Probation) -> str:
+    def verdict(self, rule: RolloutGuard) -> str:
         """Why the current version should be sent back, compared with the one before; empty where it should not."""
         current, before = self.current, self.before
         if current is None or before is None or time.monotonic() - self.taken_over > rule.seconds:

@@ -8,7 +8,7 @@ _LAST = 16
 """Batches that count: what happened before them, a burst or a stall, says nothing about the next one."""
 
 
-class Pace:
+class BatchTimeModel:
     """So much for any batch and so much for each row, a line through the last ones.
 
     Rows a second would not do: after requests that came one by one, it would take a full batch for as many of these.

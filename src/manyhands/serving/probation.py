@@ -15,7 +15,7 @@ _SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probation:
+class RolloutGuard:
     """When a new version is sent back: within so many seconds of its takeover, compared with the one before."""
 
     seconds: float = 30.0
@@ -28,7 +28,7 @@ class Probation:
     """The time within which nine of ten requests are answered, over the old version's; one hiccup says nothing."""
 
 
-class Trial:
+class ShadowComparison:
     """A suspicion looked into: the old version computes the same requests at the same time, for nobody.
 
     Times of yesterday, or of a quiet hour, prove nothing: a machine that is busy makes any version slow.
@@ -74,7 +74,7 @@ class Judge:
     """Decides about one takeover."""
 
     def __init__(self) -> None:
-        self._trial: Trial | None = None
+        self._trial: ShadowComparison | None = None
 
     def dismiss(self) -> None:
         """There is nothing to decide any more."""
@@ -82,7 +82,7 @@ class Judge:
             self._trial.end()
             self._trial = None
 
-    def verdict(self, rule: Probation, current: Version, before: Version) -> str:
+    def verdict(self, rule: RolloutGuard, current: Version, before: Version) -> str:
         """Why a version should be sent back; empty where it should not."""
         figures, older = current.figures, before.figures
         num, failed = figures.num_requests, figures.codes["INTERNAL"]
@@ -92,7 +92,7 @@ class Judge:
             return f"{failed} of {num} requests failed"
         if self._trial is None:
             if self._is_suspicious(rule, current, before):
-                self._trial = Trial(current, before, rule.num_requests)
+                self._trial = ShadowComparison(current, before, rule.num_requests)
             return ""
         if not self._trial.is_over:
             return ""
@@ -102,7 +102,7 @@ class Judge:
             return f"p90 is {1000 * now:.1f} ms, and {1000 * then:.1f} of version {before.number} at the same time"
         return ""
 
-    def _is_suspicious(self, rule: Probation, current: Version, before: Version) -> bool:
+    def _is_suspicious(self, rule: RolloutGuard, current: Version, before: Version) -> bool:
         """Whether it is slower than the old one used to be, and can be compared with it."""
         latency, older = current.figures.latency, before.figures.latency
         return (

@@ -17,14 +17,14 @@ from typing import Any
 
 from ..core import ArchiveError, Event, ManyhandsError, RunError, Signature
 from ..distributed import Device
-from ..launcher import Engine, Job
+from ..launcher import Engine, RunningJob
 from ..storage import OutputMismatch
-from .batcher import Batch, Batcher
-from .computing import JOB, MAX_MESSAGE, REPLY, Computing, Source, Starved, require_rows
+from .batcher import Batcher, RequestBatch
+from .computing import JOB, MAX_MESSAGE, REPLY, Computing, PredictorSource, Starved, require_rows
 from .kinds import Array
-from .meeting import Arrival, Meeting
+from .meeting import Arrival, ReplicaRendezvous
 from .sandbox import Protection, remove_cgroup, resident_bytes
-from .slots import NUM_SLOTS, Dims, Layout, Slots
+from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
 
 ENDING_SECONDS = 10.0
 """For a process that is not wanted any more."""
@@ -38,7 +38,7 @@ MAX_TENSORS, MAX_RANK, MAX_NAME = 256, 32, 64
 """Of a signature."""
 
 
-class Replica:
+class ServingReplica:
     """A worker of a batcher: takes batches, writes them into slots, and reports what came of them."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Replica:
         computing: Computing,
         arrival: Arrival,
         signature: Signature,
-        slots: Slots,
+        slots: ReplicaSlots,
         ending: asyncio.Future[None],
         kill: Callable[[], None],
     ) -> None:
@@ -58,9 +58,9 @@ class Replica:
         self._socket, self._ending, self._kill = arrival.socket, ending, kill
         self._loop = asyncio.get_running_loop()
         self._batcher: Batcher | None = None
-        self._on_lost: Callable[[Replica], None] = lambda replica: None
+        self._on_lost: Callable[[ServingReplica], None] = lambda replica: None
         self._on_failed: Callable[[str], str] = lambda detail: detail
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, RequestBatch] = {}
         self._asked: dict[int, float] = {}
         """When each of them was sent."""
         self._free = list(range(NUM_SLOTS))
@@ -75,13 +75,13 @@ class Replica:
     async def start(
         cls,
         engine: Engine,
-        meeting: Meeting,
-        source: Source,
+        meeting: ReplicaRendezvous,
+        source: PredictorSource,
         device: Device,
         sizes: tuple[int, ...],
         *,
         quietly: bool = True,
-    ) -> Replica:
+    ) -> ServingReplica:
         """Starts a process, and returns when it has loaded and warmed up; raises what kept it from that."""
         key, coming = meeting.expect()
         sandbox = source.sandbox(device, f"manyhands-{key}")
@@ -94,13 +94,13 @@ class Replica:
 
     @classmethod
     async def _start(
-        cls, engine: Engine, meeting: Meeting, computing: Computing, coming: asyncio.Future[Arrival]
-    ) -> Replica:
+        cls, engine: Engine, meeting: ReplicaRendezvous, computing: Computing, coming: asyncio.Future[Arrival]
+    ) -> ServingReplica:
         loop, device = asyncio.get_running_loop(), computing.device
         ending = loop.create_future()
         ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
-        jobs: list[Job] = []
+        jobs: list[RunningJob] = []
         is_over = threading.Event()
 
         def work() -> None:
@@ -125,7 +125,7 @@ class Replica:
                 opening = _Opening(coming.result().socket, ending)
                 protection = await opening.protection()
                 signature = await opening.signature()
-                slots = opening.send_slots(Layout(signature, computing.sizes[-1]))
+                slots = opening.send_slots(SlotLayout(signature, computing.sizes[-1]))
                 await opening.told("ready")
             replica = cls(computing, coming.result(), signature, slots, ending, jobs[0].kill)
             replica.protection = protection
@@ -146,7 +146,7 @@ class Replica:
     def join(
         self,
         batcher: Batcher,
-        on_lost: Callable[[Replica], None],
+        on_lost: Callable[[ServingReplica], None],
         on_failed: Callable[[str], str] = lambda detail: detail,
     ) -> None:
         """Begins to serve, unless it was lost while it waited for the others to load.
@@ -167,7 +167,7 @@ class Replica:
     def num_free(self) -> int:
         return len(self._free)
 
-    def send(self, batch: Batch) -> None:
+    def send(self, batch: RequestBatch) -> None:
         slot = self._free.pop()
         self._batches[slot], self._asked[slot] = batch, time.monotonic()
         self.num_rows += batch.rows
@@ -253,7 +253,7 @@ class Replica:
         finally:
             self._free.append(slot)
 
-    def _outputs(self, slot: int, batch: Batch, message: bytes) -> dict[str, Array]:
+    def _outputs(self, slot: int, batch: RequestBatch, message: bytes) -> dict[str, Array]:
         return self._slots.outputs(slot, batch.size, self._dims_out.unpack(message, REPLY.size))
 
     def _lose(self) -> None:
@@ -289,9 +289,9 @@ class _Opening:
             raise RunError("the replica told a malformed signature") from None
         return signature
 
-    def send_slots(self, layout: Layout) -> Slots:
+    def send_slots(self, layout: SlotLayout) -> ReplicaSlots:
         try:
-            slots, fd = Slots.create(layout)
+            slots, fd = ReplicaSlots.create(layout)
         except (OSError, ValueError, OverflowError) as error:
             raise RunError(f"batches of {layout.slot_bytes} bytes cannot be held in memory: {error}") from None
         try:

@@ -16,7 +16,7 @@ from ..core import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tls:
+class ServingTls:
     """Encryption: a certificate with its key, and whose certificates the other side must show.
 
     For a server `ca` is the authority of clients, where they must have a certificate; for a client that of servers.
@@ -39,7 +39,7 @@ class Tls:
                 raise SettingsError(f"{name} is a file", got=f"{str(path)!r}, which is none", remedy="correct the name")
 
     @classmethod
-    def of(cls, cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> Tls | None:
+    def of(cls, cert: str | Path | None, key: str | Path | None, ca: str | Path | None) -> ServingTls | None:
         """From names of files; None where none is given."""
         paths = [Path(each) if each is not None else None for each in (cert, key, ca)]
         return cls(cert=paths[0], key=paths[1], ca=paths[2]) if any(paths) else None
@@ -131,7 +131,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Token:
+class AccessToken:
     """The word that clients must say, compared in constant time."""
 
     def __init__(self, token: str | None, name: str = "token") -> None:

@@ -16,27 +16,27 @@ from .background import Background, ListenSettings, opened
 from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
-from .folder import Policy, is_one_model, require_name
+from .folder import VersionPolicy, is_one_model, require_name
 from .grpc_process import GrpcProcess
-from .http import Listener, Request
-from .meeting import Meeting
+from .http import HttpListener, Request
+from .meeting import ReplicaRendezvous
 from .parsing import Parsing
 from .precision import require_precision
-from .probation import Probation
+from .probation import RolloutGuard
 from .protocols import (
     GRPC,
     REST,
-    Desk,
     GrpcService,
+    InferenceGateway,
     Management,
     OpenInferenceRest,
     RestProtocol,
     TensorflowRest,
 )
-from .security import Token
+from .security import AccessToken
 from .tracing import Tracing
-from .version import Place
-from .warmup import Recorder, Warmup
+from .version import ReplicaPlacement
+from .warmup import Warmup, WarmupRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ServeSettings(ListenSettings):
     versions: str = "latest"
     poll: float = 1.0
     batch: BatchSettings = field(default_factory=BatchSettings)
-    probation: Probation = field(default_factory=Probation)
+    probation: RolloutGuard = field(default_factory=RolloutGuard)
     precision: str = "fp32"
     """Or bf16: computed in bfloat16 where torch thinks that safe."""
     compiles: bool = False
@@ -64,7 +64,7 @@ class ServeSettings(ListenSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Policy.parse(self.versions)
+        VersionPolicy.parse(self.versions)
         require_precision(self.precision)
         if self.manage_grpc is not None and not 0 <= self.manage_grpc < 65536:
             raise SettingsError("manage_grpc must be a port", got=self.manage_grpc, remedy="pass manage_grpc=8503")
@@ -75,7 +75,7 @@ class ServeSettings(ListenSettings):
 class Repository(OpenInferenceRest):
     """The v2 protocol where models may be managed too: it also loads and unloads."""
 
-    def __init__(self, desk: Desk, management: Management) -> None:
+    def __init__(self, desk: InferenceGateway, management: Management) -> None:
         super().__init__(desk)
         self._management = management
 
@@ -118,7 +118,7 @@ class Server(Background):
         self._catalogue = CatalogueSettings(
             root=root,
             given=given,
-            policy=Policy.parse(self.settings.versions),
+            policy=VersionPolicy.parse(self.settings.versions),
             probation=self.settings.probation,
             batch=self.settings.batch,
             precision=self.settings.precision,
@@ -129,17 +129,19 @@ class Server(Background):
         )
         self._management: Management | None = None
         self._warmup = Warmup(self.settings.warmup, self._say) if self.settings.warmup is not None else None
-        self._recorder = Recorder(self.settings.record) if self.settings.record is not None else None
+        self._recorder = WarmupRecorder(self.settings.record) if self.settings.record is not None else None
         self._tracing = Tracing() if self.settings.traces else None
 
     def state(self) -> dict[str, Any]:
         assert self._management is not None
         return self._management.state()
 
-    def _grpc_listeners(self, services: Sequence[GrpcService], meeting: Meeting) -> tuple[GrpcProcess, GrpcProcess]:
+    def _grpc_listeners(
+        self, services: Sequence[GrpcService], meeting: ReplicaRendezvous
+    ) -> tuple[GrpcProcess, GrpcProcess]:
         """For requests, and for management too."""
         settings = self.settings
-        token, manage_token = Token(settings.token), Token(settings.manage_token, "management token")
+        token, manage_token = AccessToken(settings.token), AccessToken(settings.manage_token, "management token")
         remote = GrpcProcess(services, token, settings.limits, settings.tls)
         managing = GrpcProcess(
             services, manage_token, settings.limits, settings.tls, manages=True, closed=settings.closed
@@ -150,10 +152,10 @@ class Server(Background):
 
     async def serve(self, stopping: asyncio.Event, is_up: Callable[[], None]) -> None:
         settings = self.settings
-        meeting = Meeting()
-        catalogue = Catalogue(self._catalogue, Place(self._engine, meeting, self._devices), self._say)
+        meeting = ReplicaRendezvous()
+        catalogue = Catalogue(self._catalogue, ReplicaPlacement(self._engine, meeting, self._devices), self._say)
         parsing = Parsing(self._engine)
-        desk = Desk(catalogue, settings.limits, settings.timeout, parsing)
+        desk = InferenceGateway(catalogue, settings.limits, settings.timeout, parsing)
         catalogue.warm_up = self._warmup or catalogue.warm_up
         desk.record, desk.trace = self._recorder, self._tracing.over if self._tracing is not None else None
         self._management = Management(desk)
@@ -161,7 +163,7 @@ class Server(Background):
         full: list[RestProtocol] = [TensorflowRest(desk), Repository(desk, self._management), self._management]
         remote, managing = self._grpc_listeners([service(desk) for service in GRPC], meeting)
         public, private = (
-            Listener(
+            HttpListener(
                 App({one.prefix: one for one in protocols}, lambda: exposition(catalogue), settings.limits, parsing),
                 settings.limits,
                 settings.tls,

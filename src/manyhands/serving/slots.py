@@ -28,7 +28,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """How a slot is cut: first the inputs, then the outputs."""
 
     signature: Signature
@@ -56,16 +56,16 @@ class Layout:
         return room // each
 
 
-class Slots:
+class ReplicaSlots:
     """The slots of one replica, seen from either side."""
 
-    def __init__(self, layout: Layout, fd: int) -> None:
+    def __init__(self, layout: SlotLayout, fd: int) -> None:
         self.layout = layout
         self._memory = mmap.mmap(fd, NUM_SLOTS * layout.slot_bytes)
         self._bytes: Array = np.frombuffer(self._memory, np.uint8)
 
     @classmethod
-    def create(cls, layout: Layout) -> tuple[Slots, int]:
+    def create(cls, layout: SlotLayout) -> tuple[ReplicaSlots, int]:
         """New slots, and the descriptor that a replica opens them with; the caller closes it."""
         fd = os.memfd_create("manyhands-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(fd, NUM_SLOTS * layout.slot_bytes)

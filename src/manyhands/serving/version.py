@@ -14,11 +14,11 @@ from ..core import ManyhandsError, RequestRefused, RunError, Signature
 from ..distributed import Device
 from ..launcher import Engine
 from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
-from .computing import Source
-from .meeting import Meeting
-from .metrics import Figures
-from .replica import Replica
-from .slots import Layout
+from .computing import PredictorSource
+from .meeting import ReplicaRendezvous
+from .metrics import VersionMetrics
+from .replica import ServingReplica
+from .slots import SlotLayout
 
 START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"
 """States, as TensorFlow Serving names them."""
@@ -29,22 +29,24 @@ _SWEEP = 0.05
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaPlacement:
     """Where replicas live: what starts them, where they come, and on which devices."""
 
     engine: Engine
-    meeting: Meeting
+    meeting: ReplicaRendezvous
     devices: Sequence[Device]
 
 
 class Version:
     """One version: its replicas, its queue, its figures."""
 
-    def __init__(self, model: str, number: int, source: Source, place: Place, settings: BatchSettings) -> None:
+    def __init__(
+        self, model: str, number: int, source: PredictorSource, place: ReplicaPlacement, settings: BatchSettings
+    ) -> None:
         self.model, self.number = model, number
         self.state, self.error = START, ""
-        self.figures = Figures()
-        self.replicas: list[Replica] = []
+        self.figures = VersionMetrics()
+        self.replicas: list[ServingReplica] = []
         self.on_event: Callable[..., None] = lambda kind, **values: None
         self.warm_up: Callable[[Version], Awaitable[None]] = nothing
         self.shadow: Callable[[Arrays, int, float], None] | None = None
@@ -110,7 +112,7 @@ class Version:
             raise RequestRefused("ABORTED", "it was unloaded while it was loading")
         self._batcher = Batcher(self._settings, list(self.signature.inputs), asyncio.get_running_loop().call_soon)
         self._batcher.on_batch = self.figures.count_batch
-        self._batcher.rows_fitting = Layout(self.signature, self._settings.max_rows).rows_fitting
+        self._batcher.rows_fitting = SlotLayout(self.signature, self._settings.max_rows).rows_fitting
         for replica in list(self.replicas):
             replica.join(self._batcher, self._lose, self._fail)
         self._spawn(self._sweep())
@@ -151,11 +153,11 @@ class Version:
             replica.close()
         self.replicas.clear()
 
-    async def _start(self, device: Device, *, quietly: bool) -> Replica:
+    async def _start(self, device: Device, *, quietly: bool) -> ServingReplica:
         """A replica that is ready; from now on it ends with this version, whoever waited for it."""
         sizes = self._settings.sizes or tuple(sorted({1, self._settings.max_rows}))
         place = self._place
-        replica = await Replica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
+        replica = await ServingReplica.start(place.engine, place.meeting, self._source, device, sizes, quietly=quietly)
         self._signature = self._signature or replica.signature
         if replica.signature != self._signature:
             replica.close()
@@ -172,14 +174,14 @@ class Version:
         self.on_event("model_failed", error=number, detail=detail)
         return f"{self.model} version {self.number}, error {number} in the server's log"
 
-    def _lose(self, replica: Replica) -> None:
+    def _lose(self, replica: ServingReplica) -> None:
         """A replica died: its requests are queued again by now; another one takes its place."""
         if replica in self.replicas:
             self.replicas.remove(replica)
         if not self.is_over:
             self._spawn(self._replace(replica))
 
-    async def _replace(self, lost: Replica) -> None:
+    async def _replace(self, lost: ServingReplica) -> None:
         reason = await lost.ended()
         self.on_event("replica_lost", device=str(lost.device), pid=lost.pid, reason=reason.partition("\n")[0])
         wait = 0.1

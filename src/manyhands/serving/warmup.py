@@ -64,7 +64,7 @@ class Warmup:
         return "OK" if ticket.refusal is None else ticket.refusal.code
 
 
-class Recorder:
+class WarmupRecorder:
     """Writes the first requests of every model down, as a warm-up reads them."""
 
     def __init__(self, folder: Path) -> None:

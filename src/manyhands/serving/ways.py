@@ -27,7 +27,7 @@ CLOSE = 0.05
 """How far answers of two ways may lie apart, as a share of the largest: kernels sum in their own order."""
 
 
-class Plain:
+class EagerExecution:
     """Computes batches of any size, as the network is written."""
 
     def __init__(self, predictor: Predictor, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Recorded:
 class Fastest:
     """Computes a batch by the smallest recording that holds it, or plainly."""
 
-    def __init__(self, plain: Plain, recorded: Sequence[Recorded] = ()) -> None:
+    def __init__(self, plain: EagerExecution, recorded: Sequence[Recorded] = ()) -> None:
         self._plain, self._recorded = plain, sorted(recorded, key=lambda way: way.size)
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class Fastest:
 
 def fastest(predictor: Predictor, device: torch.device, max_rows: int, *, compiles: bool) -> Fastest:
     """Tries the ways that there are on a device for what nothing but tensors goes through."""
-    plain = Plain(predictor, device)
+    plain = EagerExecution(predictor, device)
     if not isinstance(_inner(predictor), Archive) or _is_free(predictor.signature):
         return Fastest(plain)
     if compiles:
@@ -105,9 +105,9 @@ def num_rows(inputs: Tensors) -> int:
     return len(next(iter(inputs.values())))
 
 
-def _compiled(plain: Plain, device: torch.device, max_rows: int) -> Plain:
+def _compiled(plain: EagerExecution, device: torch.device, max_rows: int) -> EagerExecution:
     """The network compiled, where that is faster."""
-    other = Plain(_compile(plain.predictor), device)
+    other = EagerExecution(_compile(plain.predictor), device)
     batches = [_batch(plain.predictor.signature, rows) for rows in (1, max_rows)]
     try:
         _require_alike(plain, other, batches)
@@ -128,7 +128,7 @@ def _compile(predictor: Predictor) -> Predictor:
     return Archive(module, predictor.signature, predictor.version, predictor.meta, predictor.device)
 
 
-def _recorded(plain: Plain, device: torch.device, max_rows: int) -> list[Recorded]:
+def _recorded(plain: EagerExecution, device: torch.device, max_rows: int) -> list[Recorded]:
     """Recordings of batches of some sizes: those that answer as the network does, and faster."""
     signature = plain.predictor.signature
     statics = {name: tensor.to(device) for name, tensor in _batch(signature, max_rows).items()}

@@ -42,7 +42,7 @@ Json = Any
 
 
 @dataclass(frozen=True)
-class Traced:
+class StoredProgram:
     """A network as data: the program, and the tensors that it names."""
 
     program: dict[str, Json]
@@ -51,7 +51,7 @@ class Traced:
     """dtype and shape of every output; None where the size follows the batch."""
 
 
-def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> Traced:
+def trace(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[Collection[int]]) -> StoredProgram:
     """Traces a network of tensors to a tuple of tensors, free in the batch dimension of all inputs and in `free`."""
     exported = _exported(network, examples, free)
     lower(exported.graph_module)
@@ -156,11 +156,11 @@ class _Encoder:
         self.weights: dict[str, Tensor] = {}
         self._keys: dict[Any, str] = {}
 
-    def traced(self) -> Traced:
+    def traced(self) -> StoredProgram:
         inputs = self._inputs()
         self._graph(self.exported.graph_module, inputs)
         program = {"format": FORMAT, "torch": str(torch.__version__), "graphs": self.graphs}
-        return Traced(program, self.weights, self._shapes())
+        return StoredProgram(program, self.weights, self._shapes())
 
     def _inputs(self) -> list[Json]:
         found: list[Json] = []

@@ -18,7 +18,7 @@ from .realise import MAIN, Probe, in_double, lay_out, optimizers_of, realise, re
 from .recompute import keep_all, recompute
 from .replica import Replica
 from .skipping import keep_where
-from .table import Row, Table, size_text, table_of
+from .table import LayerRow, SplitTable, size_text, table_of
 
 if TYPE_CHECKING:
     from .tensor import Layout
@@ -48,8 +48,8 @@ __all__ = [
     "first_rows",
     "declaring",
     "keep_where",
-    "Table",
-    "Row",
+    "SplitTable",
+    "LayerRow",
     "table_of",
     "size_text",
     "Layout",

@@ -15,7 +15,7 @@ WORTH = 0.3
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicyChoice:
     """A policy for a network, with the reason and the figures behind it."""
 
     sync: str
@@ -33,7 +33,7 @@ def is_undecided(replica: Replica) -> bool:
     return isinstance(make_policy(replica.spec.sync), Auto) and replica.world.size > 1
 
 
-def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
+def choice_for(replica: Replica, *, exact: float, alone: float) -> PolicyChoice:
     """The policy for a replica whose steps take so many seconds, and so many without the network; all ranks agree."""
     world, auto = replica.world, make_policy(replica.spec.sync)
     assert isinstance(auto, Auto)
@@ -48,7 +48,7 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
     figures = {"latency": links.latency, "bandwidth": links.bandwidth, "exact": exact, "alone": alone}
     predicted = {str(forecast.policy): forecast.seconds for forecast in first}
     policy = chosen.policy
-    return Choice(
+    return PolicyChoice(
         sync=str(policy),
         changes=policy.changes_mathematics,
         warmup=policy.warmup,
@@ -58,13 +58,13 @@ def choice_for(replica: Replica, *, exact: float, alone: float) -> Choice:
     )
 
 
-def _exact(auto: Auto, exact: float, alone: float) -> Choice:
+def _exact(auto: Auto, exact: float, alone: float) -> PolicyChoice:
     waits = f"{1000 * (exact - alone):.3g} ms of {1000 * exact:.3g} in a step wait for the network"
     reason = f"sync=allreduce is kept: {waits}"
     if not auto.lossy and exact - alone > WORTH * exact:
         reason += "; mh.sync.Auto(lossy=True) may choose what changes the mathematics and sends less"
     figures = {"exact": exact, "alone": alone}
-    return Choice(sync="allreduce", changes=False, warmup=0, every=1, reason=reason, figures=figures)
+    return PolicyChoice(sync="allreduce", changes=False, warmup=0, every=1, reason=reason, figures=figures)
 
 
 def under(replica: Replica, sync: str) -> Replica:

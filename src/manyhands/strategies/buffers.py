@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Rule:
+class BufferRule:
     """How the values that parts of a batch leave in a buffer are combined."""
 
     is_mean: bool = False
@@ -46,13 +46,13 @@ class Rule:
         return total if self.is_mean else total - (num_parts - 1) * self.decay * old
 
 
-Rules = dict[str, Rule]
+Rules = dict[str, BufferRule]
 
 
 class Buffers:
     """The buffers of a network that its forward updates, and what the parts of the step under way left in them."""
 
-    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], world: World) -> None:
+    def __init__(self, model: nn.Module, rules: Mapping[str, BufferRule], world: World) -> None:
         self._model, self._rules, self._world = model, dict(rules), world
         self._old: dict[str, Tensor]
         self._sums: dict[str, Tensor]
@@ -245,14 +245,14 @@ class _Trial:
         return bool((self.kept(name) - decay * self.old[name]).abs().amax() <= TOLERANCE * largest)
 
 
-def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> Rule:
+def _rule(model: nn.Module, name: str, trials: Sequence[_Trial]) -> BufferRule:
     if all(trial.is_same(name) for trial in trials):
-        return Rule()
+        return BufferRule()
     if all(trial.is_mean(name) for trial in trials):
-        return Rule(is_mean=True)
+        return BufferRule(is_mean=True)
     decay = next((found for trial in reversed(trials) if (found := trial.decay(name)) is not None), 1.0)
     if all(trial.is_sum(name, decay) for trial in trials):
-        return Rule(is_sum=True, decay=decay)
+        return BufferRule(is_sum=True, decay=decay)
     owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.removeprefix("FSDP")
     raise StrategyError(
         "where a batch is split, a buffer that forward updates must be a mean or a sum over samples",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .homes import parameters_of
 from .placement import Cut, Placement
-from .table import Table
+from .table import SplitTable
 
 WIDTH, HEIGHT, GAP = 210, 74, 46
 
@@ -51,7 +51,7 @@ class Outline:
     title: str
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
-    table: Table | None = None
+    table: SplitTable | None = None
     """How the ranks of a stage hold it, where several do; bytes are those of the largest stage."""
     notes: tuple[str, ...] = ()
     """What to know of the cut besides."""

@@ -24,7 +24,7 @@ WHOLE = 1 << 28
 _declaring = False
 
 
-class RowSource(Protocol):
+class EmbeddingRows(Protocol):
     """Whoever gives a table's rows."""
 
     def rows(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
@@ -83,7 +83,7 @@ class Embedding(nn.Embedding):
         else:
             _require_room(rows, dim)
             super().__init__(rows, dim)
-        self.source: RowSource | None = None
+        self.source: EmbeddingRows | None = None
         self.name = ""
         self.whole: Tensor | None = None
         """The whole table, where it is on its way from or to the servers."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..core import StrategySpec
 from ..distributed import NullWorld, World
-from ..sync import Agreement, AllReduce, Buckets, Local, State, acting, average, make_policy
+from ..sync import Agreement, AllReduce, Buckets, Local, PolicyState, acting, average, make_policy
 from .batch_stats import BatchStats
 from .mirrored import MirroredReplica, comparable, odd_ones
 from .replica import Replica
@@ -104,17 +104,17 @@ class LocalReplica(Replica):
             agreement.restart()
 
     def policy_state(self) -> dict[str, Tensor]:
-        joined = State.joined(agreement.state() for agreement in self._agreements.values())
+        joined = PolicyState.joined(agreement.state() for agreement in self._agreements.values())
         return joined.gathered(self.world).tensors()
 
     def own_policy_state(self) -> dict[str, Tensor]:
-        return State.joined(agreement.state().own() for agreement in self._agreements.values()).tensors()
+        return PolicyState.joined(agreement.state().own() for agreement in self._agreements.values()).tensors()
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not saved:
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
         for agreement in self._agreements.values():
-            agreement.take_over(State.of(saved).share(self.world))
+            agreement.take_over(PolicyState.of(saved).share(self.world))
         return ""
 
     def align_buffers(self) -> None:

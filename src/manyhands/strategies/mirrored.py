@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..core import StrategySpec, TaskError
 from ..distributed import World
-from ..sync import Buckets, State, acting, make_policy
+from ..sync import Buckets, PolicyState, acting, make_policy
 from .batch_stats import BatchStats
 from .replica import Replica
 
@@ -66,12 +66,12 @@ class MirroredReplica(Replica):
     def policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
             return {}
-        return State.joined(buckets.state() for buckets in self._buckets.values()).tensors()
+        return PolicyState.joined(buckets.state() for buckets in self._buckets.values()).tensors()
 
     def own_policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
             return {}
-        return State.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
+        return PolicyState.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not self._policy.changes_mathematics:
@@ -79,7 +79,7 @@ class MirroredReplica(Replica):
         if not saved:
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
         for buckets in self._buckets.values():
-            buckets.load_state(State.of(saved))
+            buckets.load_state(PolicyState.of(saved))
         return ""
 
     def defer(self, is_deferred: bool) -> None:

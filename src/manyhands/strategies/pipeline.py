@@ -19,10 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import StrategyError, StrategySpec
 from ..distributed import World, place_of
-from ..graph import Call, Piece, Works, crossings, in_stages
+from ..graph import Call, GraphPiece, Works, crossings, in_stages
 from .homes import able_ranks, balanced, parameters_of
 from .marks import marks_of
-from .placed import Elsewhere, PlacedReplica, autocast_of
+from .placed import OutputOnOtherRank, PlacedReplica, autocast_of
 from .placement import Cut, Placement, calling, placed_homes, require_cuttable
 from .relay import Flow, Relay
 from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
@@ -229,7 +229,7 @@ class PipelineReplica(PlacedReplica):
         result = self._through(relay, micro.flow, micro.stage)
         if self._is_last(micro.stage):
             return self.answer_of(cut, micro.flow, result)
-        raise Elsewhere
+        raise OutputOnOtherRank
 
     def _through(self, relay: Relay, flow: Flow, stage: int) -> list[Tensor]:
         result = relay.forward(flow, relay.pieces[stage])
@@ -261,7 +261,7 @@ class PipelineReplica(PlacedReplica):
         elif self._is_mine(stage):
             micro.halves.pop(stage)()
 
-    def _inputs_first(self, relay: Relay, flow: Flow, piece: Piece) -> Callable[[], None]:
+    def _inputs_first(self, relay: Relay, flow: Flow, piece: GraphPiece) -> Callable[[], None]:
         """The gradients that another rank waits for; returns what computes those of the weights."""
         made, gradients = relay.gathered(flow, piece)
         inputs = [flow.held[name] for name in piece.takes if flow.held[name].requires_grad]
@@ -279,7 +279,7 @@ class PipelineReplica(PlacedReplica):
 
         return weigh
 
-    def _weights(self, works: Works, piece: Piece) -> list[Any]:
+    def _weights(self, works: Works, piece: GraphPiece) -> list[Any]:
         named = dict(self.model.named_parameters())
         return [self.holding.work(named[name]) for name in parameters_of(works, piece.nodes) if name in named]
 

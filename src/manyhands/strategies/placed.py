@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from ..core import DATA_AXES, Mean, StrategySpec
 from ..distributed import World
-from ..graph import Call, Clock
-from ..sync import Buckets, State, acting, make_policy
+from ..graph import Call, DrawCounter
+from ..sync import Buckets, PolicyState, acting, make_policy
 from .batch_stats import BatchStats
 from .drawing import Outline, drawn
 from .holding import Holding
@@ -37,7 +37,7 @@ def autocast_of(spec: StrategySpec, device: torch.device) -> Callable[[], Abstra
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-class Elsewhere(Exception):
+class OutputOnOtherRank(Exception):
     """The network's answer is on another rank, so the loss ends here."""
 
 
@@ -69,7 +69,7 @@ class PlacedReplica(Replica):
         data = world.along(spec.axes, *DATA_AXES)
         self._stats = BatchStats(None, data) if spec.batch_stats != "local" and data.size > 1 else None
         self.holding.stats = self._stats
-        self._clock = Clock()
+        self._clock = DrawCounter()
         self._relays: dict[int, tuple[Cut, Relay]] = {}
         self.flow: Flow | None = None
         self._cut: Cut | None = None
@@ -113,7 +113,7 @@ class PlacedReplica(Replica):
         self._has_called = False
         try:
             value: Tensor | Mean = function(self.model, data)
-        except Elsewhere:
+        except OutputOnOtherRank:
             return self.nothing()
         return value
 
@@ -151,7 +151,7 @@ class PlacedReplica(Replica):
         if self.spec.deterministic:
             torch.default_generator.manual_seed(flow.start + cut.works.facts.num_draws)
         if not self.has_answer:
-            raise Elsewhere
+            raise OutputOnOtherRank
         # Not a leaf: a loss may change what it is given in place.
         made = {name: tensor.view_as(tensor) for name, tensor in zip(cut.returned, result, strict=True)}
         return _filled(cut, made)
@@ -328,26 +328,26 @@ class PlacedReplica(Replica):
     def policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
             return {}
-        state = State.joined(buckets.own_state() for buckets in self._buckets.values())
+        state = PolicyState.joined(buckets.own_state() for buckets in self._buckets.values())
         whole = {name: self.holding.joined(part, name) for name, part in state.feedback.items()}
-        return self.gathered(State(whole, state.shared, state.num_steps).gathered(self.outer).tensors())
+        return self.gathered(PolicyState(whole, state.shared, state.num_steps).gathered(self.outer).tensors())
 
     def own_policy_state(self) -> dict[str, Tensor]:
         if not self._policy.changes_mathematics:
             return {}
-        return State.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
+        return PolicyState.joined(buckets.own_state() for buckets in self._buckets.values()).tensors()
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
         if not self._policy.changes_mathematics:
             return super().load_policy_state(saved)
         if not saved:
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
-        state = State.of(saved)
+        state = PolicyState.of(saved)
         if not state.is_own:
             mine = state.share(self.outer).feedback
             held = {name for group in self.held.values() for name in group}
             parts = {name: self.holding.cut(whole, name) for name, whole in mine.items() if name in held}
-            state = State(parts, state.shared, state.num_steps).own()
+            state = PolicyState(parts, state.shared, state.num_steps).own()
         for buckets in self._buckets.values():
             buckets.load_state(state)
         return ""

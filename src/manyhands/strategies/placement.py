@@ -22,10 +22,10 @@ from ..core import Mean, StrategyError, StrategySpec, TaskError, random_state, r
 from ..distributed import World
 from ..graph import (
     Call,
-    Clock,
     Crossing,
-    Piece,
-    Traced,
+    DrawCounter,
+    GraphPiece,
+    TracedGraph,
     Works,
     changed_at_root,
     crossings,
@@ -162,7 +162,7 @@ class Cut:
     """A network in pieces, for calls of one kind and size."""
 
     works: Works
-    pieces: list[Piece]
+    pieces: list[GraphPiece]
     crossings: list[Crossing]
     returned: list[str]
     """The results that the loss, or whoever called, is given; the others stay where they are."""
@@ -197,7 +197,7 @@ class Placement:
     """What each unit of the first cut costs, where that was asked."""
     _known: dict[bool, list[Any]] = field(default_factory=dict)
     """The settings of the network's modules when it was traced, in training and in evaluation."""
-    _traced: dict[Any, Traced] = field(default_factory=dict)
+    _traced: dict[Any, TracedGraph] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
     # -- the first cut ---------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Placement:
     def _key(self, call: Call, training: bool) -> Any:
         return training, call.key, call.shapes, torch.is_autocast_enabled(self.device.type)
 
-    def _trace(self, call: Call) -> Traced:
+    def _trace(self, call: Call) -> TracedGraph:
         """A graph that holds for this call: one that is there already, or a new one."""
         key = (self.model.training, call.key)
         known = [traced for other, traced in self._traced.items() if other[:2] == key and traced.fits(call)]
@@ -304,7 +304,7 @@ class Placement:
         self._traced[*key, call.shapes] = traced
         return traced
 
-    def _works(self, call: Call, training: bool, traced: Traced) -> Works:
+    def _works(self, call: Call, training: bool, traced: TracedGraph) -> Works:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         with contextlib.nullcontext() if training else torch.no_grad():
             draws = self.spec.deterministic
@@ -341,7 +341,7 @@ class Placement:
         self,
         cut: Cut,
         world: World,
-        clock: Clock,
+        clock: DrawCounter,
         substitute: Callable[[fx.Node, str], Any],
         holding: Holding,
         own_buffers: Collection[str] = (),

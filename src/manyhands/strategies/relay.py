@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending, World
-from ..graph import Clock, Crossing, Piece, Segment, Works
+from ..graph import Crossing, DrawCounter, GraphPiece, Segment, Works
 
 MAX_CROSSINGS = 1 << 16
 """Tags of one micro-batch: more than any network has crossings."""
@@ -53,12 +53,12 @@ class Relay:
     def __init__(
         self,
         works: Works,
-        pieces: Sequence[Piece],
+        pieces: Sequence[GraphPiece],
         crossings: Sequence[Crossing],
         world: World,
         segments: Mapping[int, Sequence[Segment]],
         tensor_of: Callable[[str], Tensor],
-        clock: Clock,
+        clock: DrawCounter,
         plain: Callable[[Tensor], Tensor],
         own_buffers: Collection[str] = (),
         in_turn: Collection[str] = (),
@@ -76,13 +76,13 @@ class Relay:
         """Whose gradients are complete after each piece."""
 
     @property
-    def end(self) -> Piece:
+    def end(self) -> GraphPiece:
         """The piece that holds what the network returns."""
         return self.pieces[-1]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, flow: Flow, piece: Piece) -> list[Tensor]:
+    def forward(self, flow: Flow, piece: GraphPiece) -> list[Tensor]:
         """Takes part in a piece's forward: computes it here, or begins to receive what it gives; returns its last."""
         if piece.rank != self._world.rank:
             for crossing in self.given[piece.index]:
@@ -129,7 +129,7 @@ class Relay:
     def _arriving(self, name: str) -> list[Crossing]:
         return [c for cs in self.given.values() for c in cs if c.name == name and c.to == self._world.rank]
 
-    def _give(self, flow: Flow, piece: Piece, env: Mapping[str, Any]) -> None:
+    def _give(self, flow: Flow, piece: GraphPiece, env: Mapping[str, Any]) -> None:
         made = {name: self._plain(env[name]) for name in piece.gives}
         if torch.is_grad_enabled():
             flow.made[piece.index] = made
@@ -143,7 +143,7 @@ class Relay:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(self, flow: Flow, piece: Piece) -> None:
+    def backward(self, flow: Flow, piece: GraphPiece) -> None:
         """Takes part in a piece's backward, of all that it gave; the end's own is the loss's."""
         if piece.rank != self._world.rank:
             for crossing in self._taken[piece.index]:
@@ -155,7 +155,7 @@ class Relay:
             torch.autograd.backward(made, gradients)
         self.hand_back(flow, piece)
 
-    def gathered(self, flow: Flow, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:
+    def gathered(self, flow: Flow, piece: GraphPiece) -> tuple[list[Tensor], list[Tensor]]:
         """What a piece gave, and the gradients that came back for it."""
         made, gradients = [], []
         for name, tensor in flow.made.pop(piece.index, {}).items():
@@ -170,7 +170,7 @@ class Relay:
                 gradients.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         return made, gradients
 
-    def hand_back(self, flow: Flow, piece: Piece) -> None:
+    def hand_back(self, flow: Flow, piece: GraphPiece) -> None:
         """Sends back gradients that are complete now."""
         for crossing in self._taken[piece.index]:
             if self._has_gradient(crossing.name) and crossing.source.rank != self._world.rank:

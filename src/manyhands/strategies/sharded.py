@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..core import DATA_AXES, Mean, StrategyError, StrategySpec
 from ..distributed import World
-from ..sync import Agreement, Course, Local, State, average, make_policy, tell
+from ..sync import Agreement, BucketExchange, Local, PolicyState, average, make_policy, tell
 from .batch_stats import BatchStats
 from .by_block import SameBlocks
 from .deferred import Take
@@ -145,9 +145,9 @@ class ShardedReplica(Replica):
         """The modules that gather their parameters when they are called."""
         self._outer = world.along(spec.axes, "replicas")
         self._inner = [axis for axis in spec.axes if axis != "replicas"]
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, BucketExchange] = {}
         self._course_of: dict[str, tuple[str, ...]] = {}
-        self._saved: State | None = None
+        self._saved: PolicyState | None = None
         """What a checkpoint knew of the policy, until gradients come for it."""
         self._agreement: Agreement | None = None
         if isinstance(self._policy, Local) and self._outer.size > 1:
@@ -277,10 +277,10 @@ class ShardedReplica(Replica):
         parts = [part.view_as(gradient) for part, gradient in zip(flat.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(gradients, parts)
 
-    def _course_for(self, key: str, parts: Mapping[str, Tensor]) -> Course:
+    def _course_for(self, key: str, parts: Mapping[str, Tensor]) -> BucketExchange:
         """The course of these parts; where others are used than before, what is known of them goes along."""
         if self._course_of.get(key) != tuple(parts):
-            made = Course(self._policy, self._outer, parts)
+            made = BucketExchange(self._policy, self._outer, parts)
             made.measures = True
             known = self._courses[key].state() if key in self._courses else self._saved
             if known is not None:
@@ -288,9 +288,9 @@ class ShardedReplica(Replica):
             self._courses[key], self._course_of[key] = made, tuple(parts)
         return self._courses[key]
 
-    def _remembered(self) -> State | None:
+    def _remembered(self) -> PolicyState | None:
         """What the policy knows of all gradients."""
-        known = State.joined(course.state() for course in self._courses.values()) if self._courses else None
+        known = PolicyState.joined(course.state() for course in self._courses.values()) if self._courses else None
         return self._saved if known is None else known
 
     @property
@@ -305,7 +305,7 @@ class ShardedReplica(Replica):
         state = self._agreement.state()
         shared = {key: _global(held, self._parameter(key)) for key, held in state.shared.items()}
         whole = {key: self.whole(value, key.partition("/")[2]) for key, value in shared.items()}
-        return State({}, whole, state.num_steps).tensors()
+        return PolicyState({}, whole, state.num_steps).tensors()
 
     def own_policy_state(self) -> dict[str, Tensor]:
         if self._agreement is not None:
@@ -319,13 +319,13 @@ class ShardedReplica(Replica):
         """What the policy keeps of every replica, each parameter whole; the first rank alone has it in the end."""
         if not self._courses or not self._policy.changes_mathematics or self._outer.size == 1:
             return {}
-        state, kept = State.joined(course.state() for course in self._courses.values()), {}
+        state, kept = PolicyState.joined(course.state() for course in self._courses.values()), {}
         for name, part in state.feedback.items():
             whole = self.whole(_global(part.contiguous(), self._named(name)), name)
             stacked = self._outer.all_gather(whole)
             if self.world.is_first:
                 kept[name] = stacked.cpu()
-        return State(kept, {}, state.num_steps).tensors()
+        return PolicyState(kept, {}, state.num_steps).tensors()
 
     def _named(self, name: str) -> nn.Parameter:
         return next(group[name] for group in self.groups.values() if name in group)
@@ -334,28 +334,28 @@ class ShardedReplica(Replica):
         return next(iter(self.groups.values()))[key.partition("/")[2]]
 
     def load_policy_state(self, saved: Mapping[str, Tensor]) -> str:
-        if saved and State.of(saved).is_own:
-            self._saved = State.of(saved)
+        if saved and PolicyState.of(saved).is_own:
+            self._saved = PolicyState.of(saved)
             if self._agreement is not None:
                 self._agreement.restart()
                 self._agreement.take_over(self._saved)
             return ""
         if self._agreement is not None and saved:
-            state = State.of(saved)
+            state = PolicyState.of(saved)
             parts = {
                 key: own_part(self.part_for(held, self._parameter(key), key.partition("/")[2]))
                 for key, held in state.shared.items()
             }
-            self._agreement.take_over(State({}, parts, state.num_steps))
+            self._agreement.take_over(PolicyState({}, parts, state.num_steps))
             return ""
         if not self._policy.changes_mathematics or self._outer.size == 1:
             return super().load_policy_state(saved)
         if not saved:
             return f"the checkpoint knows nothing of sync={self._policy}: it starts anew"
-        state = State.of(saved).share(self._outer)
+        state = PolicyState.of(saved).share(self._outer)
         known = {name: held for name, held in state.feedback.items() if name in self.names.values()}
         mine = {name: own_part(self.part_for(held, self._named(name), name)) for name, held in known.items()}
-        self._saved = State(mine, {}, state.num_steps)
+        self._saved = PolicyState(mine, {}, state.num_steps)
         return ""
 
     def _gradients(self, key: str) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """Layers of one kind: those whose names differ in numbers only."""
 
     name: str
@@ -31,11 +31,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class SplitTable:
     """How a network is split. Bytes are those of one device, the first; the others hold as much or less."""
 
     spec: StrategySpec
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     parameters: int
     gradients: int
     optimizer: int
@@ -84,7 +84,7 @@ def table_of(
     slots: float = 0.0,
     rows: float = 0.0,
     names: Collection[str] | None = None,
-) -> Table:
+) -> SplitTable:
     """The table of a network under a spec with definite axes; `slots` is the optimizer's state for a byte of parameter,
     `rows` how many times the batch of a rank is what was followed to find the layout, `names` the parameters of which a
     device holds something, where that is not all of them.
@@ -106,7 +106,7 @@ def table_of(
         traffic["replicas"] = 2 * gradients * (replicas - 1) // replicas
     if layout is not None:
         traffic["tensor"] = round(layout.traffic * rows)
-    return Table(
+    return SplitTable(
         spec=spec,
         rows=tuple(_rows(model, held, at_rest, layout)),
         parameters=sum(at_rest.values()),
@@ -132,7 +132,7 @@ def _held(parameter: Tensor, spec: StrategySpec, place: Any) -> tuple[int, int]:
 
 def _rows(
     model: nn.Module, held: Mapping[str, tuple[int, int]], at_rest: Mapping[str, int], layout: Layout | None
-) -> Iterator[Row]:
+) -> Iterator[LayerRow]:
     found: dict[tuple[str, str, str], list[int]] = {}
     whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     for name, module in model.named_modules():
@@ -147,7 +147,7 @@ def _rows(
         entry[1] += sum(whole[k] for k in mine)
         entry[2] += sum(at_rest[k] for k in mine)
     for (name, kind, way), (count, size, part) in found.items():
-        yield Row(name, kind, way, count, size, part)
+        yield LayerRow(name, kind, way, count, size, part)
 
 
 def size_text(count: float) -> str:

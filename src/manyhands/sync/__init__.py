@@ -5,15 +5,15 @@ from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .buckets import Buckets
 from .carrying import carrying
 from .coded import BF16, FP16, Coded, Int8
-from .course import Course, State, tell, with_own_feedback
+from .course import BucketExchange, PolicyState, tell, with_own_feedback
 from .hosts import acting
 from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
-from .memory import Memory, key_of
+from .memory import PolicyMemory, key_of
 from .policy import POLICIES, AllReduce, Policy, make_policy
 from .powersgd import PowerSGD
 from .topk import TopK
-from .wire import Wire
+from .wire import PolicyCollectives
 
 __all__ = [
     "Policy",
@@ -38,14 +38,14 @@ __all__ = [
     "make_policy",
     "carrying",
     "acting",
-    "Wire",
-    "Memory",
+    "PolicyCollectives",
+    "PolicyMemory",
     "key_of",
     "Buckets",
     "Agreement",
     "average",
-    "Course",
-    "State",
+    "BucketExchange",
+    "PolicyState",
     "with_own_feedback",
     "tell",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core import TaskError, event
 from ..distributed import World
 from .buckets import pieces
-from .course import Course, State, is_look, sizes_told
+from .course import BucketExchange, PolicyState, is_look, sizes_told
 from .local import Local
 from .memory import key_of, wide
 
@@ -35,7 +35,7 @@ class Agreement:
         self._policy, self._world, self._buffers = policy, world, buffers
         self._parameters, self._here = parameters, here
         self._rows: list[Tensor] = []
-        self._courses: list[tuple[list[str], Course]] = []
+        self._courses: list[tuple[list[str], BucketExchange]] = []
         for name, parameter in parameters.items():
             _require_real(policy, name, parameter)
         self._trained = _trainable(parameters)
@@ -142,7 +142,7 @@ class Agreement:
         alike = {name: self._anchors[name] for name in trained}
         carrier = self._policy.carrier
         made = [piece for piece in pieces(alike, carrier.bucket_bytes) if piece]
-        self._courses = [(list(piece), Course(carrier, self._world, piece)) for piece in made]
+        self._courses = [(list(piece), BucketExchange(carrier, self._world, piece)) for piece in made]
         for _, course in self._courses:
             course.take_over(_of_carrier(state))
 
@@ -169,15 +169,15 @@ class Agreement:
         self._world.line.report(event("sync", num_lossy=self.num_meetings, **values))
         self._world.line.report(event("notice", text=text))
 
-    def state(self) -> State:
+    def state(self) -> PolicyState:
         """What is remembered besides the parameters, as it lies here; complete only where an agreement is reached."""
-        state = State.joined(course.state() for _, course in self._courses)
+        state = PolicyState.joined(course.state() for _, course in self._courses)
         velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
         anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
-        return State(state.feedback, {**state.shared, **velocities, **anchors}, self.num_steps)
+        return PolicyState(state.feedback, {**state.shared, **velocities, **anchors}, self.num_steps)
 
     @torch.no_grad()
-    def take_over(self, state: State) -> None:
+    def take_over(self, state: PolicyState) -> None:
         """Goes on from the state of the same parameters."""
         self.num_steps = state.num_steps
         for kind, held in ((VELOCITY, self._velocities), (ANCHOR, self._anchors)):
@@ -208,7 +208,7 @@ def average(world: World, tensors: Iterable[Tensor]) -> None:
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _of_carrier(state: State) -> State:
+def _of_carrier(state: PolicyState) -> PolicyState:
     """What of a state belongs to the policy that carries the ways."""
     shared = {key: held for key, held in state.shared.items() if key.partition("/")[0] not in (ANCHOR, VELOCITY)}
     return replace(state, shared=shared)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..distributed import NullWorld, Pending, World
-from .course import Course, State
+from .course import BucketExchange, PolicyState
 from .links import Links
 from .local import Local
-from .memory import Memory
+from .memory import PolicyMemory
 from .policy import AllReduce, Policy, make_policy, require
-from .wire import Wire
+from .wire import PolicyCollectives
 
 OVERLAP = 0.4
 """The part of a step in which gradients can travel while others are computed."""
@@ -63,7 +63,7 @@ class Auto(Policy):
         super().__post_init__()
         require(isinstance(self.lossy, bool), "lossy is True or False", self.lossy)
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield wire.all_reduce(gradient)
 
 
@@ -158,8 +158,8 @@ class _DryRun:
         taken = sum(parameter.numel() for parameter in some.values())
         factor = sum(parameter.numel() for parameter in parameters.values()) / max(1, taken)
         first = next(iter(some.values()))
-        course = Course(policy, _Alone(first.device, size), some)
-        course.take_over(State(num_steps=SETTLED))
+        course = BucketExchange(policy, _Alone(first.device, size), some)
+        course.take_over(PolicyState(num_steps=SETTLED))
         seconds, rounds = math.inf, 0
         gradient = torch.randn(taken, dtype=torch.float32, device=first.device).to(first.dtype)
         for _ in range(3):

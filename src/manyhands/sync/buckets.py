@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import TaskError
 from ..distributed import World
-from .course import Course, State, tell
+from .course import BucketExchange, PolicyState, tell
 from .memory import lay_like
 from .policy import Policy
 
@@ -79,22 +79,22 @@ class Buckets:
         """Bytes that the exact sums would have taken."""
         return sum(bucket.course.num_exact_bytes for bucket in self._buckets)
 
-    def state(self) -> State:
+    def state(self) -> PolicyState:
         """What the policy remembers, of all replicas; every one must call it."""
         return self._state().gathered(self._world)
 
-    def own_state(self) -> State:
+    def own_state(self) -> PolicyState:
         """What the policy remembers of this replica alone, as it lies here."""
         return self._state().own()
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: PolicyState) -> None:
         """Goes on from what `state` gave, on any number of replicas."""
         self._take_over(state.share(self._world))
 
-    def _state(self) -> State:
-        return State.joined([bucket.course.state() for bucket in self._buckets])
+    def _state(self) -> PolicyState:
+        return PolicyState.joined([bucket.course.state() for bucket in self._buckets])
 
-    def _take_over(self, state: State) -> None:
+    def _take_over(self, state: PolicyState) -> None:
         for bucket in self._buckets:
             bucket.course.take_over(state)
 
@@ -203,7 +203,7 @@ class _Bucket:
         self.gradients, self._used, self.riders = self.flat.split(parts)
         self._views = [lay_like(p, part) for part, p in zip(self.gradients.split(sizes), self.parameters, strict=True)]
         self.ready: set[Tensor] = set()
-        self.course = Course(policy, world, parameters)
+        self.course = BucketExchange(policy, world, parameters)
         self.is_used = [True] * len(sizes)
         """Which parameters some replica used, as of the last look."""
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import Memory
+from .memory import PolicyMemory
 from .policy import Policy
-from .wire import Wire
+from .wire import PolicyCollectives
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -40,7 +40,7 @@ class Coded(Policy):
         """Whether numbers of a type need scales at all."""
         return True
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         if wire.size <= 2:
             yield from self._swap(wire, gradient, memory)
             return
@@ -58,7 +58,7 @@ class Coded(Policy):
         yield pending
         gradient.copy_(self._decode(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
-    def _swap(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def _swap(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         blocks = _blocks(gradient, 1, memory)
         sent, said = self._encode(blocks, memory, "parts")
         room = memory.room("received", (wire.size, sent.shape[1]), sent.dtype)
@@ -67,7 +67,7 @@ class Coded(Policy):
         yield pending
         gradient.copy_(self._sum(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
-    def _encode(self, blocks: Tensor, memory: Memory, name: str) -> tuple[Tensor, Tensor]:
+    def _encode(self, blocks: Tensor, memory: PolicyMemory, name: str) -> tuple[Tensor, Tensor]:
         """Rows of bytes, each its scales and then its codes; and what they say, as numbers."""
         rows, num_blocks, block = blocks.shape
         width = self._width(blocks)
@@ -87,14 +87,14 @@ class Coded(Policy):
         codes.copy_(numbers)
         numbers.copy_(codes)
 
-    def _decode(self, sent: Tensor, like: Tensor, memory: Memory) -> Tensor:
+    def _decode(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
         """Rows of blocks of numbers from rows of bytes."""
         width = self._width(like)
         numbers = memory.room(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
         numbers.view(len(sent), -1).copy_(sent[:, width:].view(self.kind))
         return numbers.mul_(sent[:, :width].view(like.dtype).unsqueeze(-1)) if width else numbers
 
-    def _sum(self, sent: Tensor, like: Tensor, memory: Memory) -> Tensor:
+    def _sum(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
         """The sum of what several rows say, in their order."""
         total = memory.room("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
         for row in range(1, len(sent)):
@@ -106,7 +106,7 @@ class Coded(Policy):
         return blocks.shape[1] * blocks.element_size() if self.has_scales(blocks.dtype) else 0
 
 
-def _blocks(gradient: Tensor, rows: int, memory: Memory) -> Tensor:
+def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
     """A flat gradient in so many rows of blocks; a copy only where it must be filled up."""
     size, share = gradient.numel(), -(-gradient.numel() // rows)
     # A multiple of 8, so that codes lie where numbers may lie.

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from ..core import TaskError, event
 from ..distributed import Pending, World
-from .hosts import Hosts
-from .memory import Memory
+from .hosts import HierarchicalSum
+from .memory import PolicyMemory
 from .policy import Policy
-from .wire import Wire
+from .wire import PolicyCollectives
 
 STEPS, OWN = "steps", "own"
 
 
 @dataclass
-class State:
+class PolicyState:
     """What a policy remembers, by the names of parameters, so that it fits however they lie in buckets."""
 
     feedback: dict[str, Tensor] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class State:
     """Whether it is meant for the replica that it came from, and nobody else's feedback is in it."""
 
     @classmethod
-    def joined(cls, states: Iterable[State]) -> State:
+    def joined(cls, states: Iterable[PolicyState]) -> PolicyState:
         """The state of several buckets."""
         whole = cls()
         for state in states:
@@ -41,20 +41,20 @@ class State:
             whole.is_own = state.is_own
         return whole
 
-    def own(self) -> State:
+    def own(self) -> PolicyState:
         """The same, meant for this replica."""
         return replace(self, is_own=True)
 
-    def gathered(self, world: World) -> State:
+    def gathered(self, world: World) -> PolicyState:
         """The feedback of all replicas; one parameter after another, and kept by the first one only."""
         kept = {}
         for name, tensor in self.feedback.items():
             stacked = world.all_gather(tensor)
             if world.is_first:
                 kept[name] = stacked.cpu()
-        return State(kept, self.shared, self.num_steps)
+        return PolicyState(kept, self.shared, self.num_steps)
 
-    def share(self, world: World) -> State:
+    def share(self, world: World) -> PolicyState:
         """This replica's part of stacked feedback; among another number of replicas the sum is dealt out evenly."""
         if self.is_own:
             return self
@@ -62,7 +62,9 @@ class State:
         def mine(stacked: Tensor) -> Tensor:
             return stacked[world.rank] if len(stacked) == world.size else stacked.sum(0) / world.size
 
-        return State({name: mine(stacked) for name, stacked in self.feedback.items()}, self.shared, self.num_steps)
+        return PolicyState(
+            {name: mine(stacked) for name, stacked in self.feedback.items()}, self.shared, self.num_steps
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it under flat names, for a checkpoint."""
@@ -72,7 +74,7 @@ class State:
         return {STEPS: torch.tensor(self.num_steps), **own, **feedback, **shared}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> State:
+    def of(cls, tensors: Mapping[str, Tensor]) -> PolicyState:
         """The inverse of `tensors`.
 
         >>> State.of(State({"w": torch.ones(1, 2)}, {}, 3).tensors())
@@ -88,31 +90,31 @@ class State:
 
 def with_own_feedback(shared: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a policy shares, of one replica's state, and of another's what it has not sent yet; both as `tensors`."""
-    own = State.of(mine).feedback if mine else {}
-    return replace(State.of(shared), feedback=own).tensors()
+    own = PolicyState.of(mine).feedback if mine else {}
+    return replace(PolicyState.of(shared), feedback=own).tensors()
 
 
-class Course:
+class BucketExchange:
     """Takes a flat gradient over the replicas. What lies behind the gradient in its buffer is always summed exactly."""
 
     def __init__(self, policy: Policy, world: World, parameters: Mapping[str, Tensor]) -> None:
         self._policy, self._world = policy, world
-        self._wire = Wire(world)
+        self._wire = PolicyCollectives(world)
         self._rounds: Iterator[Pending] = iter(())
         self._waits_for: Pending | None = None
         self._size = sum(parameter.numel() for parameter in parameters.values())
-        self._memory: Memory | None = None
+        self._memory: PolicyMemory | None = None
         self.measures = False
         """Whether the result is compared with the exact sum now and then."""
         self.error: Tensor | None = None
         """How far the last result was from the exact sum, relative to it, where somebody looked."""
         self.num_exact_bytes = 0
-        self._hosts: Hosts | None = None
+        self._hosts: HierarchicalSum | None = None
         if policy.changes_mathematics and self._size:
             _require_real(policy, parameters)
-            self._memory = Memory(parameters)
+            self._memory = PolicyMemory(parameters)
         if policy.between == "hosts" and self._size:
-            self._hosts = Hosts(policy, world, next(iter(parameters.values())), self._size)
+            self._hosts = HierarchicalSum(policy, world, next(iter(parameters.values())), self._size)
 
     @property
     def num_bytes(self) -> int:
@@ -159,7 +161,7 @@ class Course:
         yield from self._hosts.reduce(gradient, None)
         yield tail_sums
 
-    def _lossy(self, memory: Memory, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
+    def _lossy(self, memory: PolicyMemory, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
         exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
@@ -182,19 +184,19 @@ class Course:
         if self._memory is not None:
             self._memory.feedback_by_name()[name].add_(unused, alpha=1 / self._wire.size)
 
-    def state(self) -> State:
+    def state(self) -> PolicyState:
         """What is remembered, as it lies here."""
         if self._memory is None:
-            return State()
-        return State(self._memory.feedback_by_name(), dict(self._memory.shared), self._memory.num_steps)
+            return PolicyState()
+        return PolicyState(self._memory.feedback_by_name(), dict(self._memory.shared), self._memory.num_steps)
 
-    def take_over(self, state: State) -> None:
+    def take_over(self, state: PolicyState) -> None:
         """Goes on from the state of the same parameters."""
         if self._memory is not None:
             self._memory.take_over(state.feedback, state.shared, state.num_steps)
 
 
-def tell(world: World, policy: Policy, course: Course, num_bytes: int, num_exact_bytes: int) -> None:
+def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
     """Says how far a policy's result was from the exact one, where that was measured, and what it saves."""
     if course.error is None or not world.is_first:
         return

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending, World
-from .memory import Memory
+from .memory import PolicyMemory
 from .policy import AllReduce, Policy
-from .wire import Wire
+from .wire import PolicyCollectives
 
 
 def acting(policy: Policy, world: World) -> Policy:
@@ -24,7 +24,7 @@ def acting(policy: Policy, world: World) -> Policy:
     return policy
 
 
-class Hosts:
+class HierarchicalSum:
     """How a flat gradient is summed by hosts: each rank of a host carries its part of the host's sum to the others.
 
     A policy that looks at whole parameters carries all of them on every rank.
@@ -32,11 +32,11 @@ class Hosts:
 
     def __init__(self, policy: Policy, world: World, like: Tensor, size: int) -> None:
         inside, between = world.by_hosts()
-        self._policy, self._inside, self._between = policy, Wire(inside), Wire(between)
+        self._policy, self._inside, self._between = policy, PolicyCollectives(inside), PolicyCollectives(between)
         each = -(-size // inside.size)
         self._mine = slice(each * inside.rank, min(size, each * (inside.rank + 1)))
         self._part = torch.zeros(each, dtype=like.dtype, device=like.device)
-        self._memory: Memory | None = None
+        self._memory: PolicyMemory | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Hosts:
     def num_bytes(self, count: int) -> None:
         self._between.num_bytes = count
 
-    def reduce(self, gradient: Tensor, memory: Memory | None) -> Iterator[Pending]:
+    def reduce(self, gradient: Tensor, memory: PolicyMemory | None) -> Iterator[Pending]:
         """Replaces a gradient by its sum; without a memory the sum is exact."""
         yield self._inside.all_reduce(gradient)
         if memory is not None and self._policy.needs_matrices:
@@ -64,13 +64,13 @@ class Hosts:
         yield pending
         gradient.copy_(gathered.view(-1)[: gradient.numel()])
 
-    def _carry(self, part: Tensor, count: int, memory: Memory | None) -> Iterator[Pending]:
+    def _carry(self, part: Tensor, count: int, memory: PolicyMemory | None) -> Iterator[Pending]:
         """Sums one part of the gradient over the hosts."""
         if memory is None:
             yield self._between.all_reduce(part)
             return
         if self._memory is None:
-            self._memory = Memory({"": part})
+            self._memory = PolicyMemory({"": part})
         self._memory.feedback.zero_()
         yield from self._policy.reduce(self._between, part, self._memory)
         memory.feedback[self._mine].copy_(self._memory.feedback[:count])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import Memory
+from .memory import PolicyMemory
 from .policy import Policy, make_policy, require
-from .wire import Wire
+from .wire import PolicyCollectives
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Local(Policy):
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:
         """How far all replicas go from where they last agreed, by the mean of the ways that they went."""
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield from self.carrier.reduce(wire, gradient, memory)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Memory:
+class PolicyMemory:
     """Feedback and other state of some parameters, laid out as their gradients are."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

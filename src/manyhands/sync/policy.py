@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..core import StrategyError, check_policies_by, split_settings
 from ..distributed import Pending
-from .memory import Memory
-from .wire import Wire
+from .memory import PolicyMemory
+from .wire import PolicyCollectives
 
 POLICIES: dict[str, type[Policy]] = {}
 """Policies by the name that a StrategySpec gives; a subclass of Policy with a `name` enters itself."""
@@ -79,7 +79,7 @@ class Policy(metaclass=_Made):
         require(isinstance(self.warmup, int) and self.warmup >= 0, "warmup is a whole number from 0", self.warmup)
 
     @abstractmethod
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         """Replaces a flat gradient by its sum over the replicas; yields whatever it must wait for.
 
         The feedback is in the gradient already, and zero: what this replica does not send goes there, so that over the
@@ -106,7 +106,7 @@ class AllReduce(Policy):
     name = "allreduce"
     changes_mathematics = False
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield wire.all_reduce(gradient)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import Memory, key_of
+from .memory import PolicyMemory, key_of
 from .policy import Policy, require
-from .wire import Wire
+from .wire import PolicyCollectives
 
 NEGLIGIBLE = 1e-5
 """What is left of a row, compared with what it was, when it lies in the span of those before it."""
@@ -36,7 +36,7 @@ class PowerSGD(Policy):
         is_count = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         require(is_count and self.rank >= 1, "rank is a whole number from 1", self.rank)
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         matrices, rest = self._parts(gradient, memory)
         # Factors lie as a few long rows: products with few columns are several times slower on a CPU.
         fresh = [_fresh(m.shape[1], self.rank, m.dtype, m.device) for m in matrices.values()]
@@ -55,7 +55,7 @@ class PowerSGD(Policy):
             part.copy_(sums)
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
 
-    def _parts(self, gradient: Tensor, memory: Memory) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def _parts(self, gradient: Tensor, memory: PolicyMemory) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The matrices that are worth it, and all other parts, as views of the gradient."""
         matrices, rest = {}, []
         for (name, shape), part in zip(memory.shapes.items(), gradient.split(memory.sizes), strict=True):
@@ -67,13 +67,13 @@ class PowerSGD(Policy):
                 rest.append(part)
         return matrices, rest
 
-    def _start(self, name: str, matrix: Tensor, memory: Memory) -> Tensor:
+    def _start(self, name: str, matrix: Tensor, memory: PolicyMemory) -> Tensor:
         """Where the iteration goes on: from the last step's factor."""
         held = memory.shared.get(key_of("q", name))
         wanted = (self.rank, matrix.shape[1])
         return held if held is not None and held.shape == wanted else matrix.new_zeros(wanted)
 
-    def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: Memory) -> None:
+    def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: PolicyMemory) -> None:
         """What this replica's factors leave out."""
         kept, _ = self._parts(memory.feedback, memory)
         for name, p, q in zip(matrices, left, own, strict=True):
@@ -88,7 +88,9 @@ def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) ->
     return places.square_().mul_(12.9898).sin_().to(dtype).view(rank, columns)
 
 
-def _together(wire: Wire, matrices: list[Tensor], rest: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Pending]:
+def _together(
+    wire: PolicyCollectives, matrices: list[Tensor], rest: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], Pending]:
     """Sums several tensors in one collective; the sums are views, complete when it is."""
     parts = [*matrices, *rest]
     if not parts:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import Memory
+from .memory import PolicyMemory
 from .policy import Policy, require
-from .wire import Wire
+from .wire import PolicyCollectives
 
 EARLY, HALVES = 0.25, 10
 """The part of the numbers that travels after the warm-up, and the steps after which it is halved."""
@@ -48,7 +48,7 @@ class TopK(Policy):
         early = EARLY * 0.5 ** ((step - 1) // HALVES) if self.warmup else 0.0
         return max(self.fraction, early)
 
-    def reduce(self, wire: Wire, gradient: Tensor, memory: Memory) -> Iterator[Pending]:
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         count = max(1, round(self.fraction_at(memory.num_steps - self.warmup) * gradient.numel()))
         places = largest(gradient, count)
         values = gradient[places]

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..distributed import Pending, World
 
 
-class Wire:
+class PolicyCollectives:
     """The replicas, as a policy sees them. Every collective is begun here and waited for by yielding it."""
 
     def __init__(self, world: World) -> None:

@@ -1,8 +1,8 @@
 """Fakes and contract kits that we ship: threads with scripted faults, hosts, contracts, a look for leaks."""
 
 from .contracts import Runner, WorldContract
-from .hosts import Host, Hosts
-from .leaks import Footprint, no_leaks
+from .hosts import NamespaceHost, NamespaceHosts
+from .leaks import ResourceSnapshot, no_leaks
 from .policies import PolicyContract
 from .ports import held_ports
 from .services import ServiceContract
@@ -17,9 +17,9 @@ __all__ = [
     "PolicyContract",
     "ServiceContract",
     "Runner",
-    "Host",
-    "Hosts",
-    "Footprint",
+    "NamespaceHost",
+    "NamespaceHosts",
+    "ResourceSnapshot",
     "no_leaks",
     "held_ports",
 ]

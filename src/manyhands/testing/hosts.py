@@ -31,7 +31,7 @@ _count = itertools.count()
 
 
 @dataclass(frozen=True)
-class Host:
+class NamespaceHost:
     """One of some hosts: a namespace, its name and its address."""
 
     name: str
@@ -73,7 +73,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *named]
 
 
-class Hosts(Sequence[Host]):
+class NamespaceHosts(Sequence[NamespaceHost]):
     """Hosts that see each other and nothing else, under the same names and addresses each time.
 
     Their switch is a namespace too, so nothing of this machine's own network is touched, and several may exist at once.
@@ -83,7 +83,9 @@ class Hosts(Sequence[Host]):
         """`rate` limits what each host sends, in the words of tc: "100mbit"."""
         mark = f"mh{os.getpid()}-{next(_count)}"
         self._switch, self._rate = f"{mark}-switch", rate
-        self._hosts = [Host(f"host{number}", f"10.77.0.{number}", f"{mark}-{number}") for number in range(1, count + 1)]
+        self._hosts = [
+            NamespaceHost(f"host{number}", f"10.77.0.{number}", f"{mark}-{number}") for number in range(1, count + 1)
+        ]
 
     def __enter__(self) -> Self:
         try:
@@ -172,7 +174,7 @@ class Hosts(Sequence[Host]):
     def __getitem__(self, index: Any) -> Any:
         return self._hosts[index]
 
-    def __iter__(self) -> Iterator[Host]:
+    def __iter__(self) -> Iterator[NamespaceHost]:
         return iter(self._hosts)
 
 

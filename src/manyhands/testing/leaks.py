@@ -22,7 +22,7 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(frozen=True)
-class Footprint:
+class ResourceSnapshot:
     """What this process holds at a moment."""
 
     processes: frozenset[int]
@@ -34,7 +34,7 @@ class Footprint:
     hosts: frozenset[str]
 
     @classmethod
-    def now(cls) -> Footprint:
+    def now(cls) -> ResourceSnapshot:
         """Looks at this process and its children."""
         me = psutil.Process()
         return cls(
@@ -52,7 +52,7 @@ class Footprint:
             hosts=frozenset(path.name for path in NAMESPACES.glob(f"mh{os.getpid()}-*")),
         )
 
-    def beyond(self, before: Footprint) -> list[str]:
+    def beyond(self, before: ResourceSnapshot) -> list[str]:
         """What is here and was not before, in words."""
         found = {kind: getattr(self, kind) - getattr(before, kind) for kind in self.__dataclass_fields__}
         if found["shared_memory"]:
@@ -63,10 +63,10 @@ class Footprint:
 @contextmanager
 def no_leaks(patience: float = 3.0) -> Iterator[None]:
     """Fails when what runs inside leaves something behind; gives it a moment to go away."""
-    before = Footprint.now()
+    before = ResourceSnapshot.now()
     yield
     end = time.monotonic() + patience
-    while (left := Footprint.now().beyond(before)) and time.monotonic() < end:
+    while (left := ResourceSnapshot.now().beyond(before)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left, f"left behind: {'; '.join(left)}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import World
-from ..sync import Course, Policy, State, make_policy
+from ..sync import BucketExchange, Policy, PolicyState, make_policy
 from .threads import run_threads
 
 Gradients = Sequence[Mapping[str, Tensor]]
@@ -22,7 +22,7 @@ TAIL = [3.0, 1.0, 4194303.0]
 
 
 @dataclass
-class Sums:
+class PolicyOutcome:
     """What came of one step on one replica."""
 
     result: Tensor
@@ -157,24 +157,24 @@ class PolicyContract:
         return {name: (tensor * factor).to(dtype) for name, tensor in made.items()}
 
     def _exchange(
-        self, size: int, steps: Sequence[Gradients], policy: Policy | None = None, state: State | None = None
-    ) -> list[list[Sums]]:
+        self, size: int, steps: Sequence[Gradients], policy: Policy | None = None, state: PolicyState | None = None
+    ) -> list[list[PolicyOutcome]]:
         """What comes of the steps, by rank."""
 
-        def work(world: World) -> list[Sums]:
+        def work(world: World) -> list[PolicyOutcome]:
             mine = steps[world.rank]
-            course = Course(policy or self.policy, world, mine[0])
+            course = BucketExchange(policy or self.policy, world, mine[0])
             if state is not None:
                 course.take_over(state.share(world))
             return [_step(course, gradient) for gradient in mine]
 
         return self.run(work, size)
 
-    def _state_after(self, world: World, gradients: Gradients) -> State:
-        course = Course(self.policy, world, gradients[0])
+    def _state_after(self, world: World, gradients: Gradients) -> PolicyState:
+        course = BucketExchange(self.policy, world, gradients[0])
         for gradient in gradients:
             _step(course, gradient)
-        return State.of(course.state().gathered(world).tensors())
+        return PolicyState.of(course.state().gathered(world).tensors())
 
 
 CASES = [
@@ -186,7 +186,7 @@ CASES = [
 ]
 
 
-def _step(course: Course, gradient: Mapping[str, Tensor]) -> Sums:
+def _step(course: BucketExchange, gradient: Mapping[str, Tensor]) -> PolicyOutcome:
     own = _flat(gradient)
     flat = torch.cat([own, torch.tensor(TAIL, dtype=own.dtype)])
     course.begin(flat)
@@ -194,7 +194,7 @@ def _step(course: Course, gradient: Mapping[str, Tensor]) -> Sums:
         pass
     feedback = torch.cat([part.reshape(-1) for part in course.state().feedback.values()])
     result, tail = flat.split([own.numel(), len(TAIL)])
-    return Sums(result, feedback, tail, course.num_bytes, course.num_exact_bytes)
+    return PolicyOutcome(result, feedback, tail, course.num_bytes, course.num_exact_bytes)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import PeerLost, UsageError
-from ..distributed import DirectLine, ObjectGather, Pending, RankKey, Seat, World
+from ..distributed import DirectChannel, ObjectGather, Pending, RankInfo, RankKey, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Meeting:
+class ThreadRendezvous:
     """Where the threads of a world exchange values; a lost rank breaks it for all."""
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -93,7 +93,7 @@ class InjectedFault(RuntimeError):
 class _Letter(Pending):
     """A tensor that another thread is going to send."""
 
-    def __init__(self, meeting: Meeting, into: Tensor, source: int, to: int, tag: int) -> None:
+    def __init__(self, meeting: ThreadRendezvous, into: Tensor, source: int, to: int, tag: int) -> None:
         self._meeting, self._into, self._way = meeting, into, (source, to, tag)
 
     def wait(self) -> None:
@@ -103,8 +103,8 @@ class _Letter(Pending):
 class ThreadWorld(World):
     """One rank of a world of threads."""
 
-    def __init__(self, rank: int, meeting: Meeting, faults: Faults) -> None:
-        super().__init__(Seat(rank=rank, size=meeting.size, host="threads"), DirectLine())
+    def __init__(self, rank: int, meeting: ThreadRendezvous, faults: Faults) -> None:
+        super().__init__(RankInfo(rank=rank, size=meeting.size, host="threads"), DirectChannel())
         self._meeting, self._faults = meeting, faults
         self._objects = ObjectGather(meeting.key, "threads", rank)
         self._operations = 0
@@ -155,7 +155,7 @@ def run_threads(
     fn: Callable[[World], Any], size: int, *, faults: Faults | None = None, timeout: float = 10.0
 ) -> list[Any]:
     """Runs `fn(world)` on so many threads; returns results, or exceptions in their place when faults were scripted."""
-    meeting = Meeting(size, timeout)
+    meeting = ThreadRendezvous(size, timeout)
     outcomes: list[Any] = [None] * size
 
     def work(rank: int) -> None:

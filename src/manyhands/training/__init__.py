@@ -10,19 +10,19 @@ from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
 from .fitting import fit_in
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
-from .loop import CHECKPOINTS, Job, Outcome, check_schedule, own_stream, train
+from .loop import CHECKPOINTS, Job, ReplicaResult, check_schedule, own_stream, train
 from .memory import Account, account, held_now, host_bytes, limited, parse_bytes
 from .metrics import Meter, check_metrics, parted
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers, inputs_of
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
-from .roles import Place, place_here, take_part
+from .roles import ProcessRole, place_here, take_part
 from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
-from .sampling import EVERY, Breakdown, Sample, Sampler, Window, breakdowns
+from .sampling import EVERY, Breakdown, Sample, Sampler, StepTimer, breakdowns
 from .schedule import follow_schedule
 from .served import check_served, has_own_optimizer, tables_in, train_served
-from .sinks import DROPPED, About, LogTo, NumberSink, Outlets, Sink, make_sinks
+from .sinks import DROPPED, About, LogTo, NumberSink, Sink, SinkDispatcher, make_sinks
 from .snapshot import restore_snapshot, take_snapshot
 from .spans import IDLE, PHASES, Span, Spans, by_phase
 from .start import check_start
@@ -38,14 +38,14 @@ __all__ = [
     "SCRIPT_END",
     "joined_world",
     "Job",
-    "Outcome",
+    "ReplicaResult",
     "train",
     "train_served",
     "check_served",
     "check_statistics",
     "has_own_optimizer",
     "tables_in",
-    "Place",
+    "ProcessRole",
     "place_here",
     "take_part",
     "check_schedule",
@@ -115,7 +115,7 @@ __all__ = [
     "Sample",
     "Sampler",
     "EVERY",
-    "Window",
+    "StepTimer",
     "Breakdown",
     "breakdowns",
     "View",
@@ -124,7 +124,7 @@ __all__ = [
     "Sink",
     "NumberSink",
     "About",
-    "Outlets",
+    "SinkDispatcher",
     "DROPPED",
     "LogTo",
     "make_sinks",

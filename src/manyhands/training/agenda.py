@@ -15,7 +15,7 @@ from ..data import Ids, part_of
 
 
 @dataclass(order=True)
-class Ticket:
+class WorkTicket:
     """Some samples of one step, to be computed by one worker."""
 
     number: int
@@ -42,17 +42,17 @@ class Agenda(ABC):
         self.number = number
         """The next ticket's."""
         self._next_step = step
-        self._waiting: list[Ticket] = []
-        self.out: dict[int, Ticket] = {}
+        self._waiting: list[WorkTicket] = []
+        self.out: dict[int, WorkTicket] = {}
         """Tickets that workers have."""
-        self._in: dict[int, list[Ticket]] = {}
+        self._in: dict[int, list[WorkTicket]] = {}
         """By step: tickets that came back with a gradient."""
         self.late = 0
         """Gradients that came after their step was closed."""
         self._sizes: dict[int, int] = {}
         """By step: how many tickets its batch was cut into."""
 
-    def take(self, limit: int, *, again: bool = False) -> Ticket | None:
+    def take(self, limit: int, *, again: bool = False) -> WorkTicket | None:
         """The next ticket of a step before `limit`, for a worker that has done one of the open step `again` or not."""
         if not self._waiting or not self.may_take(self._waiting[0], again):
             self._cut(limit)
@@ -62,12 +62,12 @@ class Agenda(ABC):
         self.out[ticket.number] = ticket
         return self.taken(ticket)
 
-    def taken(self, ticket: Ticket) -> Ticket:
+    def taken(self, ticket: WorkTicket) -> WorkTicket:
         """What happens to a ticket that is handed out."""
         return ticket
 
     @abstractmethod
-    def may_take(self, ticket: Ticket, again: bool) -> bool:
+    def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         """Whether a ticket may be worked on now, by a worker that has done one of the open step or not."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Agenda(ABC):
         if ticket is not None:
             heapq.heappush(self._waiting, ticket)
 
-    def deliver(self, number: int) -> Ticket | None:
+    def deliver(self, number: int) -> WorkTicket | None:
         """Takes a ticket back whose gradient the servers have; None where nobody has it, or it comes too late."""
         ticket = self.out.pop(number, None)
         if ticket is None:
@@ -91,13 +91,13 @@ class Agenda(ABC):
         self._in.setdefault(ticket.step, []).append(ticket)
         return ticket
 
-    def _put_back(self, ticket: Ticket) -> None:
+    def _put_back(self, ticket: WorkTicket) -> None:
         """A gradient that came too late: its samples are handed out again."""
         self.late += 1
         heapq.heappush(self._waiting, ticket)
 
     @abstractmethod
-    def complete(self) -> list[Ticket] | None:
+    def complete(self) -> list[WorkTicket] | None:
         """The tickets of the open step if it is complete; then the next one opens."""
 
     @property
@@ -114,12 +114,12 @@ class Agenda(ABC):
         for part in range(self._parts):
             mine = part_of(ids, part, self._parts, self._accumulate)
             if len(mine):
-                heapq.heappush(self._waiting, Ticket(self.number, self._next_step, mine))
+                heapq.heappush(self._waiting, WorkTicket(self.number, self._next_step, mine))
                 self.number += 1
                 self._sizes[self._next_step] = self._sizes.get(self._next_step, 0) + 1
         self._next_step += 1
 
-    def _close(self) -> list[Ticket] | None:
+    def _close(self) -> list[WorkTicket] | None:
         came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
         if not needed or len(came) < needed:
             return None
@@ -137,13 +137,13 @@ class InOrder(Agenda):
         super().__init__(windows, step, number, parts, accumulate)
         self._ahead = ahead
 
-    def may_take(self, ticket: Ticket, again: bool) -> bool:
+    def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         return ticket.step <= self.step + self._ahead
 
     def may_cut(self, step: int) -> bool:
         return step <= self.step + self._ahead
 
-    def complete(self) -> list[Ticket] | None:
+    def complete(self) -> list[WorkTicket] | None:
         return self._close()
 
 
@@ -158,7 +158,7 @@ class FirstCome(Agenda):
         self._begun = 0
         """Tickets that were handed out for the open step."""
 
-    def may_take(self, ticket: Ticket, again: bool) -> bool:
+    def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         # Whoever is done early must be free when the next step opens, not busy with what will come too late.
         return self._begun < self._needed + (0 if again else self._backup)
 
@@ -166,7 +166,7 @@ class FirstCome(Agenda):
         # One batch ahead, so that backup workers have something to do.
         return step <= self.step + 1
 
-    def taken(self, ticket: Ticket) -> Ticket:
+    def taken(self, ticket: WorkTicket) -> WorkTicket:
         ticket.step = self.step
         self._begun += 1
         return ticket
@@ -180,7 +180,7 @@ class FirstCome(Agenda):
     def _needed(self) -> int:
         return self._sizes.get(self.step, 0) or self._parts
 
-    def complete(self) -> list[Ticket] | None:
+    def complete(self) -> list[WorkTicket] | None:
         came, needed = self._in.get(self.step, []), self._sizes.get(self.step, 0)
         for ticket in came[needed:] if needed else ():
             self._put_back(ticket)
@@ -194,19 +194,19 @@ class FirstCome(Agenda):
 class Free(Agenda):
     """Every ticket is a batch, and a step by itself, in whatever order they come."""
 
-    def may_take(self, ticket: Ticket, again: bool) -> bool:
+    def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         return True
 
     def may_cut(self, step: int) -> bool:
         return True
 
-    def deliver(self, number: int) -> Ticket | None:
+    def deliver(self, number: int) -> WorkTicket | None:
         ticket = self.out.pop(number, None)
         if ticket is not None:
             self._in.setdefault(0, []).append(ticket)
         return ticket
 
-    def complete(self) -> list[Ticket] | None:
+    def complete(self) -> list[WorkTicket] | None:
         came = self._in.get(0, [])
         if not came:
             return None

@@ -27,7 +27,7 @@ MAX_DEPTH = 60
 
 
 @dataclass
-class Operation:
+class RecordedCall:
     """One call of a torch function: what it is called, where it is written, and what it returned."""
 
     name: str
@@ -46,12 +46,12 @@ class Operation:
         return all(bool(value.isfinite().all()) for value in self.values if value.is_floating_point())
 
 
-class Operations(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Keeps the operations of each call of a loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[list[Operation]] = []
+        self.calls: list[list[RecordedCall]] = []
         self._path: list[str] = []
 
     def watched(self, task: Task) -> Task:
@@ -92,7 +92,7 @@ class Operations(TorchFunctionMode):
             values = [value.detach().clone() for value in tensors(result) if not value.is_meta]
         if values:
             name = getattr(func, "__name__", str(func)).strip("_")
-            self.calls[-1].append(Operation(name, self._path[-1] if self._path else "", _line(), values))
+            self.calls[-1].append(RecordedCall(name, self._path[-1] if self._path else "", _line(), values))
         return result
 
 
@@ -163,7 +163,9 @@ def _line_of(part: nn.Module) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def first_difference(whole: Sequence[Operation], parts: Sequence[Sequence[Operation]], sizes: Sequence[int]) -> str:
+def first_difference(
+    whole: Sequence[RecordedCall], parts: Sequence[Sequence[RecordedCall]], sizes: Sequence[int]
+) -> str:
     """Return the first operation on the whole batch that those on its parts do not combine to; "" if all do."""
     for index, operation in enumerate(whole):
         others = [part[index] if index < len(part) else None for part in parts]
@@ -175,7 +177,7 @@ def first_difference(whole: Sequence[Operation], parts: Sequence[Sequence[Operat
     return ""
 
 
-def first_not_finite(operations: Sequence[Operation]) -> str:
+def first_not_finite(operations: Sequence[RecordedCall]) -> str:
     """Return the first operation that returned NaN or infinity; "" if none did."""
     return next((str(operation) for operation in operations if not operation.is_finite), "")
 

@@ -18,7 +18,7 @@ from ..core import LayoutFree, StrategySpec, Task, mix, seed_all
 from ..data import as_source, check_source
 from ..distributed import NullWorld, World
 from ..graph import culprit
-from .cause import Operations, Output, Outputs, first_difference, first_not_finite, first_other_output
+from .cause import CallRecorder, Output, Outputs, first_difference, first_not_finite, first_other_output
 from .draws import learn_draws
 from .hand import Hand
 from .leaving import left_alone
@@ -490,7 +490,7 @@ def _unit_inside(task: Task, plan: Plan, alone: World) -> float:
     """The largest unit of rounding among the operations of a loss in float64, of which some may choose another type."""
     if task.loss is None:
         return 0.0
-    operations = Operations()
+    operations = CallRecorder()
     take_steps(alone, operations.watched(task), StrategySpec(), plan[:1])
     types = {value.dtype for call in operations.calls for operation in call for value in operation.values}
     units = [torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point or dtype.is_complex]
@@ -607,7 +607,7 @@ def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: Wo
     calls = []
     try:
         for accumulate in (1, max(2, parts_of(spec))):
-            operations = Operations()
+            operations = CallRecorder()
             take_steps(
                 alone,
                 operations.watched(task),
@@ -628,6 +628,6 @@ def _source_of_nan(task: Task, plan: Plan, alone: World) -> str:
     """The first operation of the whole step that is not finite."""
     if task.loss is None:
         return ""
-    operations = Operations()
+    operations = CallRecorder()
     take_steps(alone, operations.watched(task), StrategySpec(), plan)
     return next(filter(None, map(first_not_finite, operations.calls)), "")

@@ -21,17 +21,17 @@ import zmq
 
 from ..core import Event, NoProgress, PeerLost, RunError, WorkerFailed, event
 from ..data import Ids
-from ..distributed import Device, Line, resolve_host, this_host
-from ..launcher import Job, Judgement, Loss
+from ..distributed import ControlChannel, Device, resolve_host, this_host
+from ..launcher import RankFailure, RestartPolicy, RunningJob
 from ..strategies import MAIN, served
-from .agenda import Agenda, FirstCome, Free, InOrder, Ticket
+from .agenda import Agenda, FirstCome, Free, InOrder, WorkTicket
 from .gathered import forget_tables, load_frames, take_state
 from .hand import Hand
 from .loop import Job as TrainingJob
-from .roles import Place
+from .roles import ProcessRole
 from .worker import Membership, clip_factor, shares_of
 
-Start = Callable[[Callable[[Any], Any], Device], Job]
+Start = Callable[[Callable[[Any], Any], Device], RunningJob]
 """Starts a function in a process of its own."""
 Request = Callable[[int], tuple[Any, Sequence[Any]]]
 """By a server's number what it is asked: a message and its frames."""
@@ -61,7 +61,7 @@ class _Member:
     number: int
     device: Device
     place: int
-    job: Job | None = None
+    job: RunningJob | None = None
     thread: threading.Thread | None = None
     peer: bytes | None = None
     """Its connection, once it has joined."""
@@ -82,7 +82,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What became of a step."""
 
     loss: float
@@ -90,7 +90,7 @@ class Step:
 
 
 @dataclass
-class Tale:
+class ServerStats:
     """What happened between workers and servers, in numbers."""
 
     staleness: Counter[int] = field(default_factory=Counter)
@@ -129,21 +129,23 @@ class Chief:
         hand: Hand,
         job: TrainingJob,
         devices: Sequence[Device],
-        start: Start | Place,
-        line: Line,
+        start: Start | ProcessRole,
+        line: ControlChannel,
         timeout: float,
     ) -> None:
         self.hand, self.task, self.spec = hand, job.task, job.spec
         self._every = job.profile
         self.shares = shares_of(hand)
-        self.tale = Tale()
+        self.tale = ServerStats()
         self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
-        self._is_placed = isinstance(start, Place)
+        self._is_placed = isinstance(start, ProcessRole)
         """Whether somebody else starts servers and workers, and starts them again."""
-        self._token = start.token if isinstance(start, Place) else served.new_token()
+        self._token = start.token if isinstance(start, ProcessRole) else served.new_token()
         self._context = served.new_context()
-        listens = (resolve_host(start.chief.name), start.chief.port) if isinstance(start, Place) else ("127.0.0.1", 0)
-        self._listener = served.Listener(self._context, self._token, timeout, *listens)
+        listens = (
+            (resolve_host(start.chief.name), start.chief.port) if isinstance(start, ProcessRole) else ("127.0.0.1", 0)
+        )
+        self._listener = served.MessageListener(self._context, self._token, timeout, *listens)
         self._poller = zmq.Poller()
         self._poller.register(self._listener.socket, zmq.POLLIN)
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class Chief:
         # Drawn, so that what a server holds of another chief's run is not taken for this one's.
         self._term = secrets.randbelow(1 << 30)
         self._is_open = False
-        self._judgement, self._round = Judgement(), 0
+        self._judgement, self._round = RestartPolicy(), 0
         self._agenda: Agenda | None = None
         self._epoch = 0
         self._limit = 0
@@ -169,7 +171,7 @@ class Chief:
         self._skips: dict[int, bool] = {}
         self._num_entered = 0
         """Gradients in closed steps since the servers were filled; each of them must have applied just these."""
-        self._client: served.Client | None = None
+        self._client: served.ParameterClient | None = None
         self._is_ending = False
         self.on_output: Callable[[int, str, str], None] = lambda rank, text, stream: None
         """Called with a worker's number, a line that it printed, and where."""
@@ -184,14 +186,14 @@ class Chief:
                 self._followers[number] = self._begin("follower", number, number)
         for place in range(0 if self._is_placed else len(self._devices)):
             self._begin_worker(place)
-        self._client = served.Client(self.hand.model, self.shares, -1, None, self._token, self._timeout)
+        self._client = served.ParameterClient(self.hand.model, self.shares, -1, None, self._token, self._timeout)
         self._client.on_wait = self._attend
         self.publish(with_followers=True)
 
     def _begin(self, role: str, number: int, place: int) -> _Member:
         device = self._devices[place] if role == "worker" else Device("cpu")
         member = _Member(role, number, device, place, round=self._round)
-        if isinstance(self._start, Place):
+        if isinstance(self._start, ProcessRole):
             return member
         # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
         task = self.task.replace(valid=None, metrics={})
@@ -273,7 +275,7 @@ class Chief:
         if member.round != self._round:
             return
         self._round += 1
-        loss = Loss(member.number, this_host(), f"{member.role} {member.number} {reason}")
+        loss = RankFailure(member.number, this_host(), f"{member.role} {member.number} {reason}")
         if not self._judgement.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
             raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
 
@@ -345,8 +347,8 @@ class Chief:
     def _say(self, text: str) -> None:
         self._line.report(event("notice", text=text))
 
-    def _crew(self) -> served.Crew:
-        return served.Crew(self._term, [server.address for server in self._servers])
+    def _crew(self) -> served.ServerList:
+        return served.ServerList(self._term, [server.address for server in self._servers])
 
     # -- the whole network ----------------------------------------------------------------------------------------
 
@@ -398,7 +400,7 @@ class Chief:
     def refresh(self) -> None:
         """Makes the servers' values and slots those of the hand's network and optimizer."""
         save = served.Save()
-        answers = self._ask(lambda _: (save, ()), served.State, "servers to give their values")
+        answers = self._ask(lambda _: (save, ()), served.ServerState, "servers to give their values")
         for number, (state, _) in enumerate(answers):
             if state.applied != self._num_entered:
                 raise RunError(
@@ -429,12 +431,12 @@ class Chief:
         in_order = self.spec.staleness is not None and not self.spec.backup
         return in_order or self._agenda is None or self._agenda.is_idle
 
-    def take_step(self, limit: int) -> Step:
+    def take_step(self, limit: int) -> StepResult:
         """Waits until a step is complete, and closes it; nothing is handed out for steps from `limit` on."""
         agenda = self._agenda
         assert agenda is not None
         self._limit = limit
-        closed: list[list[Ticket]] = []
+        closed: list[list[WorkTicket]] = []
 
         def is_complete() -> bool:
             tickets = agenda.complete()
@@ -452,9 +454,9 @@ class Chief:
         is_taken = not any(self._skips.pop(ticket.number, False) for ticket in tickets)
         if self.spec.staleness is not None:
             is_taken = self._close(agenda.step - 1, tickets, count)
-        return Step(total / count, is_taken)
+        return StepResult(total / count, is_taken)
 
-    def _close(self, step: int, tickets: list[Ticket], count: float) -> bool:
+    def _close(self, step: int, tickets: list[WorkTicket], count: float) -> bool:
         samples = sum(len(ticket.ids) for ticket in tickets)
         weighed = [served.Weighed(t.number, t.weight / count, len(t.ids) / samples) for t in tickets]
         is_measured = self.task.clip is not None or self.hand.skips
@@ -509,7 +511,7 @@ class Chief:
             self._news.get()()
 
     def _hear(self, peer: bytes, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, served.Join):
+        if isinstance(message, served.JoinRequest):
             self._welcome(peer, message)
             return
         member = self._peers.get(peer)
@@ -539,7 +541,7 @@ class Chief:
             return message.step == self._closes[-1][0].step
         return bool(getattr(message, "term", self._term) == self._term)
 
-    def _welcome(self, peer: bytes, message: served.Join) -> None:
+    def _welcome(self, peer: bytes, message: served.JoinRequest) -> None:
         member = self._worker_for(message) if message.role == "worker" else self._holder_for(message)
         if member is None:
             return
@@ -554,7 +556,7 @@ class Chief:
         elif message.term == self._term:
             self._remind(member)
 
-    def _worker_for(self, message: served.Join) -> _Member | None:
+    def _worker_for(self, message: served.JoinRequest) -> _Member | None:
         """A worker that we or somebody else has started; it may have been here before."""
         number, before = message.number, self._workers.get(message.number)
         if not self._is_placed:
@@ -568,7 +570,7 @@ class Chief:
             self._workers[number] = _Member("worker", number, Device("cpu"), number, round=self._round)
         return self._workers.get(number)
 
-    def _holder_for(self, message: served.Join) -> _Member | None:
+    def _holder_for(self, message: served.JoinRequest) -> _Member | None:
         """A server or a follower: the one that it was, if it still holds what it did; else one that has yet to come."""
         if not 0 <= message.number < len(self._servers):
             return None
@@ -678,7 +680,7 @@ class Chief:
             worker.ticket, worker.is_asking, worker.since = ticket.number, False, time.monotonic()
             oldest = 0 if self.spec.staleness is None else max(0, ticket.step - self.spec.staleness)
             rates = self.rates if self.spec.staleness is None else []
-            part = served.Part(self._term, ticket.number, self._epoch, ticket.step, oldest, rates)
+            part = served.WorkPart(self._term, ticket.number, self._epoch, ticket.step, oldest, rates)
             self._send(worker, part, [ticket.ids.tobytes()])
 
     def _ask(self, request: Request, kind: type[Any], waiting_for: str) -> list[tuple[Any, list[Any]]]:
@@ -713,7 +715,7 @@ class Chief:
         members = [*self._servers, *self._followers.values(), *self._workers.values()]
         for member in members:
             if member.peer is not None:
-                self._send(member, served.End())
+                self._send(member, served.EndOfWork())
         deadline = time.monotonic() + GRACE
         for member in members:
             if member.thread is None or member.job is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core import DataError, Task
 from ..data import Batch, Cursor, Feed
 from .hand import Hand, whole_loss
-from .metrics import Sums, compute, parted
+from .metrics import MetricSums, compute, parted
 from .predictor import inputs_of, named, outputs_of
 
 
@@ -20,7 +20,7 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
 
     Every sample counts once, whatever the number of replicas.
     """
-    sums = Sums(hand.replicas)
+    sums = MetricSums(hand.replicas)
     functions, meters = parted(task, hand.replicas)
     averaged = hand.averages.in_place() if hand.averages is not None else nullcontext()
     with averaged, evaluating(hand.model), torch.no_grad():

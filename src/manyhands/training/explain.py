@@ -11,8 +11,8 @@ from torch import nn
 
 from ..core import StrategySpec, Task, random_state, restore_random_state
 from ..data import as_source, check_source, first_dim, map_leaves
-from ..distributed import PretendedWorld, World, current_world
-from ..strategies import Table, in_double, lay_out, optimizers_of, table_of
+from ..distributed import FakeWorld, World, current_world
+from ..strategies import SplitTable, in_double, lay_out, optimizers_of, table_of
 from .hand import NUM_FOLLOWED
 from .memory import state_bytes
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..strategies import Layout
 
 
-def explain(task: Task, spec: StrategySpec) -> tuple[Table, Layout | None]:
+def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
     """The table of a task under a spec with definite axes, and the layout that ranks can follow without finding it."""
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
@@ -81,7 +81,7 @@ def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
     here = current_world()
     if here is not None:
         return function(here)
-    world = PretendedWorld(spec.num_devices or 1)
+    world = FakeWorld(spec.num_devices or 1)
     try:
         return function(world)
     finally:

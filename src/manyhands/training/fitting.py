@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..core import Mean, OutOfMemory, StrategyError, StrategySpec, Task
 from ..data import map_leaves
 from ..graph import Life, kept_bytes, largest_sum, lives
-from ..strategies import AT_ONCE, Table, in_double, keep_all, recompute, size_text, table_of
+from ..strategies import AT_ONCE, SplitTable, in_double, keep_all, recompute, size_text, table_of
 from .explain import few_samples, slots_of, without_values
-from .shortened import KEPT, Row, rows_of, shortened
+from .shortened import KEPT, RepeatedBlocks, rows_of, shortened
 
 SLOWER = {"": 1.0, "selective": 1.1, "blocks": 1.33}
 """What computing again costs, as a share of a step."""
@@ -36,7 +36,7 @@ NUM_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryOption:
     """A way of taking steps, what it takes of a device, and its time as a multiple of the plain one's."""
 
     spec: StrategySpec
@@ -70,7 +70,7 @@ def fit_in(
     return best.spec, [f"{best.spec} takes {taken}; {plain.spec} would take {size_text(plain.bytes)}"]
 
 
-def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int, host: int) -> Iterator[Choice]:
+def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int, host: int) -> Iterator[MemoryOption]:
     """Every combination of what is not set, with what it takes."""
     slots = slots_of(task, model)
     batch, size = few_samples(task, spec, 2 * NUM_ROWS)
@@ -88,10 +88,10 @@ def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int,
                 peak = seen.peak(-(-rows // accumulate))
                 made = dataclasses.replace(placed, recompute=what, accumulate=accumulate, offload=offload)
                 cost = SLOWER.get(what, 1.33) * (1 + 0.01 * (accumulate - 1)) * (1.0 if placed.shards == 1 else SHARDED)
-                yield Choice(made, fixed + peak + largest, cost * slower)
+                yield MemoryOption(made, fixed + peak + largest, cost * slower)
 
 
-def _kept(spec: StrategySpec, table: Table, host: int) -> Iterator[tuple[str, int, float]]:
+def _kept(spec: StrategySpec, table: SplitTable, host: int) -> Iterator[tuple[str, int, float]]:
     """What may wait on the host, the bytes that a device holds all the time then, and what it costs."""
     copies = 2 if spec.num_parts > 1 and spec.shards == 1 else 1
     gradients, alone = copies * table.gradients, spec.num_parts == 1
@@ -138,7 +138,7 @@ class _Seen:
 def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) -> _Seen:
     """Follows the network with three blocks of each row, and for each row with one less, to see what one keeps."""
 
-    def both(lengths: Mapping[Row, int]) -> _Seen:
+    def both(lengths: Mapping[RepeatedBlocks, int]) -> _Seen:
         with shortened(lengths):
             small, large = (_followed(task, model, batch, n, what, is_narrow) for n in (NUM_ROWS, 2 * NUM_ROWS))
         return _Seen(small, large)

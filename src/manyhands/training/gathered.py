@@ -210,7 +210,7 @@ def _own_rows(
     return [ids, table.whole[ids].to(table.weight.dtype), *rows]
 
 
-def _put_slot(slots: dict[str, Any], name: str, value: Tensor, piece: served.Piece, whole: Tensor) -> None:
+def _put_slot(slots: dict[str, Any], name: str, value: Tensor, piece: served.TensorPiece, whole: Tensor) -> None:
     """Puts a piece's slot where it belongs in the whole one."""
     if value.dim() == 0 or piece.length == whole.numel():
         slots[name] = value

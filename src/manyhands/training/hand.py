@@ -31,7 +31,7 @@ from ..core import (
     seeded,
 )
 from ..data import Batch, Cursor, Feed, Source, as_source, check_source
-from ..distributed import DEFAULT_TIMEOUT, DirectLine, NullWorld, World, current_world, resolve
+from ..distributed import DEFAULT_TIMEOUT, DirectChannel, NullWorld, World, current_world, resolve
 from ..launcher import TRAINERS, join_launched
 from ..storage import CheckpointStore
 from ..strategies import (
@@ -54,7 +54,7 @@ from .gathering import gather_rows
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
-from .tally import Part, Tally
+from .tally import BatchShare, Tally
 
 if TYPE_CHECKING:
     from ..strategies import Layout
@@ -110,7 +110,7 @@ class Hand:
         self._covers: list[RemovableHandle] = []
         self.layout: Layout | None = None
         """How layers are cut, where that is known before the network is built."""
-        self.part = Part(1, self.size)
+        self.part = BatchShare(1, self.size)
         """How much of the step's global batch the current micro-batch is."""
         self.start = 0
         """Where the current micro-batch begins among this replica's samples."""
@@ -379,7 +379,7 @@ class Hand:
     def take(self, batch: Batch) -> None:
         """Makes this the batch that losses are weighed by."""
         self.batch = batch
-        self.part = Part(batch.num_samples, batch.global_samples)
+        self.part = BatchShare(batch.num_samples, batch.global_samples)
         self.draw_for(batch)
         if self._replica is not None:
             self._begin_part()
@@ -407,12 +407,12 @@ class Hand:
         num_micros = len(current.sizes)
         self._draw_next()
         for index, (data, size, _) in enumerate(current.micros()):
-            self.part = Part(size, current.global_samples, last=index == num_micros - 1)
+            self.part = BatchShare(size, current.global_samples, last=index == num_micros - 1)
             self.start = sum(current.sizes[:index])
             self.select(self.start, size)
             self._begin_part()
             yield data
-        self.part = Part(current.num_samples, current.global_samples)
+        self.part = BatchShare(current.num_samples, current.global_samples)
         self._draw_next()
         self.start = 0
         self.select(0, current.num_samples)
@@ -791,7 +791,7 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Seq
     known = current_world()
     world = known or join_launched(on, timeout, roles=roles)
     if world is not None and known is None and world.is_first:
-        assert isinstance(world.line, DirectLine)
+        assert isinstance(world.line, DirectChannel)
         view = make_view(f"{world.size} ranks", None, live=False)
         world.line.handler = lambda entry: view.show(0, entry)
     return world
@@ -801,4 +801,4 @@ def _world_of_a_plain_program(on: str | None) -> World:
     """The first device there is; what the hand logs is shown."""
     device = resolve(on, 1)[0][0]
     view = make_view(f"replicas=1 on {device}", None, live=False)
-    return NullWorld(device, DirectLine(lambda entry: view.show(0, entry)))
+    return NullWorld(device, DirectChannel(lambda entry: view.show(0, entry)))

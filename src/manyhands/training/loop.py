@@ -31,8 +31,8 @@ from .hand import Hand
 from .memory import Guard, explain_memory, held_now, limited, used
 from .mistakes import explain_mistake
 from .parts import COPY_EVERY, Copies, restore_part
-from .patience import Patience, Watch, check_patience
-from .recovery import GoBack, Kept, Marker, as_loss, eased, is_sound, recall, resized
+from .patience import Patience, PatienceState, check_patience
+from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
 from .sampling import NoSampler, Sampler
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
@@ -95,7 +95,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class ReplicaResult:
     """What a replica says at the end."""
 
     num_steps: int
@@ -107,9 +107,9 @@ class Outcome:
     """Under parameter servers: how stale gradients were, how many came late, who was lost."""
 
 
-def train(world: World, job: Job) -> Outcome:
+def train(world: World, job: Job) -> ReplicaResult:
     """Trains one replica; where others are lost or come, it goes on with those that are there then."""
-    kept = Kept()
+    kept = RecoveryState()
     while True:
         try:
             return _train(world, job, kept)
@@ -117,12 +117,12 @@ def train(world: World, job: Job) -> Outcome:
             lost = as_loss(world, error)
             if lost is None:
                 raise
-        except GoBack:
+        except Rollback:
             continue
         world = regroup(world, lost, kept.step)
 
 
-def _train(world: World, job: Job, kept: Kept) -> Outcome:
+def _train(world: World, job: Job, kept: RecoveryState) -> ReplicaResult:
     with own_stream(world.device):
         hand = Hand(world, resized(job.spec, world.size))
         loop = TrainingLoop(hand, job, kept)
@@ -151,7 +151,7 @@ def check_schedule(task: Task, num_steps: int | None) -> None:
 class TrainingLoop:
     """The loop of one replica; what is taken as a step may be others' work."""
 
-    def __init__(self, hand: Hand, job: Job, kept: Kept) -> None:
+    def __init__(self, hand: Hand, job: Job, kept: RecoveryState) -> None:
         self.hand, self.job, self.task, self.kept = hand, job, job.task, kept
         self.marker = Marker(hand)
         self.ending: dict[str, Any] | None = None
@@ -161,7 +161,7 @@ class TrainingLoop:
         self.path = job.folder / CHECKPOINTS
         self.guard = Guard()
         self.stopped = False
-        self.watch = Watch(job.stop)
+        self.watch = PatienceState(job.stop)
         self.out_of_patience = ""
         self.saved_at = time.monotonic()
         self.measured_at = 0
@@ -182,7 +182,7 @@ class TrainingLoop:
         self.factor: float | None = None
         self.sampler: Sampler = NoSampler()
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplicaResult:
         train_feed, valid_feed = self.prepare()
         with contextlib.ExitStack() as held:
             for feed in filter(None, (train_feed, valid_feed)):
@@ -202,7 +202,7 @@ class TrainingLoop:
             self.train(train_feed, valid_feed, stepper)
             self.end()
         breakdown, num_samples = self.reporter.breakdown(), self.reporter.num_samples
-        return Outcome(self.hand.num_steps, self.metrics, self.stopped, breakdown, num_samples)
+        return ReplicaResult(self.hand.num_steps, self.metrics, self.stopped, breakdown, num_samples)
 
     def sampling(self, feed: Feed) -> Sampler:
         """Who looks where the time of some steps goes."""
@@ -404,7 +404,7 @@ class TrainingLoop:
         kept.checkpoint = self.marker.checkpoint(self.state()) if is_kept else None
         kept.recent, kept.batches = [], {}
         kept.gave_way_at = kept.goes_before = since
-        raise GoBack(what)
+        raise Rollback(what)
 
     def state(self) -> dict[str, Any]:
         """What the loop itself must know to go on."""

@@ -30,7 +30,7 @@ Function = Callable[[Any, Any], "Tensor | Mean | float"]
 _OF_LAST_BATCHES = "torchmetrics.wrappers.running"
 
 
-class Sums:
+class MetricSums:
     """Totals and counts by name: the loss, and metrics that are plain functions."""
 
     def __init__(self, world: World) -> None:

@@ -76,7 +76,7 @@ class Patience:
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 
 
-class Watch:
+class PatienceState:
     """What a run's patience has seen: its state is saved with every checkpoint."""
 
     def __init__(self, stop: Sequence[Patience]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..data import split
 from ..strategies import PipelineReplica
 from .hand import Hand
-from .tally import Part
+from .tally import BatchShare
 
 
 def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
@@ -35,7 +35,7 @@ class _Micros:
         self._starts = [hand.start + before for before in accumulate(self.sizes, initial=0)]
         self.tally = hand.open_tally()
         if not replica.has_answer:
-            self.tally.add(replica.nothing(), Part(0, self._total))
+            self.tally.add(replica.nothing(), BatchShare(0, self._total))
 
     def loss(self, micro: int) -> Any:
         self._hand.select(self._starts[micro], self.sizes[micro])
@@ -43,7 +43,7 @@ class _Micros:
             return self._replica.loss(self._loss, self._parts[micro])
 
     def weigh(self, micro: int, loss: Any) -> Tensor:
-        return self.tally.add(loss, Part(self.sizes[micro], self._total))
+        return self.tally.add(loss, BatchShare(self.sizes[micro], self._total))
 
     @contextlib.contextmanager
     def scope(self, micro: int) -> Iterator[None]:

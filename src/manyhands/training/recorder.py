@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import random_state, remember_buffers, restore_random_state
 from ..data import Batch, ResidentBatch, map_leaves, tensors
-from ..graph import CannotRecord, Phase, Recording, Statics, Watch, make_capturable, rehearsing, shape_of
+from ..graph import CannotRecord, Phase, Recording, Statics, ValueWatch, make_capturable, rehearsing, shape_of
 from ..strategies import MAIN, PipelineReplica
 from .hand import Hand
 from .pipelined import compute_in_stages
@@ -60,14 +60,14 @@ class _Made:
     """Which parameters it uses."""
 
 
-class Recorder:
+class StepCapture:
     """Takes steps from recordings, one for each shape of batch that comes often enough."""
 
     def __init__(self, hand: Hand, loss: Loss, ways: Ways, total: int | None) -> None:
         self._hand, self._task_loss, self._ways, self._total = hand, loss, ways, total
         self._made: dict[Hashable, _Made] = {}
         self._seen: dict[Hashable, int] = {}
-        self._watch: Watch | None = None
+        self._watch: ValueWatch | None = None
         self._num_replays = self._num_changes = 0
         self._num_restores = hand.num_restores
         self._has_given_up = False
@@ -139,7 +139,7 @@ class Recorder:
         """A real step under the conditions of a recording; "" if it breaks one, with nothing changed."""
         hand = self._hand
         self._hold_rates()
-        watch = self._watch = Watch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
+        watch = self._watch = ValueWatch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
         hooked = watch.hooked() or next(iter(hand.replica.hooks.names), "")
         if hooked:
             self._give_up(f"{hooked} has hooks, which only run when a step is run as it is written")

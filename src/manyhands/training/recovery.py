@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mark:
+class StepSnapshot:
     """The end of a step: what the next one changes before it is sure to count."""
 
     step: int
@@ -37,7 +37,7 @@ class Mark:
 
 
 @dataclass
-class Kept:
+class RecoveryState:
     """What outlives a world: the last step that this replica has taken, and all that it needs to go on from there."""
 
     checkpoint: Checkpoint | None = None
@@ -67,7 +67,7 @@ class Kept:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-class GoBack(Exception):
+class Rollback(Exception):
     """Steps give no finite gradient any more: the run goes on from what is kept, in the same world."""
 
 
@@ -77,7 +77,7 @@ class Marker:
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
         self._is_on = hand.world.line.recovers
-        self._mark: Mark | None = None
+        self._mark: StepSnapshot | None = None
         self._room: dict[str, Tensor] = {}
 
     @property
@@ -94,7 +94,9 @@ class Marker:
         if self._is_on and hand.replica.agrees:
             buffers = [buffer.clone() for buffer in hand.model.buffers()]
             draws = [generator.get_state() for generator in self._generators]
-            self._mark = Mark(hand.num_steps, list(hand.cursors), hand.batch, buffers, self._remembered(), draws)
+            self._mark = StepSnapshot(
+                hand.num_steps, list(hand.cursors), hand.batch, buffers, self._remembered(), draws
+            )
 
     def _remembered(self) -> dict[str, Tensor]:
         """A copy of what the policy remembers, always in the same memory: to ask for fresh one takes longer."""
@@ -124,7 +126,7 @@ class Marker:
                 buffer.copy_(before)
         return local_snapshot(hand, mark.cursors, mark.policy, self._random(mark), state)
 
-    def _random(self, mark: Mark) -> dict[str, Tensor]:
+    def _random(self, mark: StepSnapshot) -> dict[str, Tensor]:
         for generator, before in zip(self._generators, mark.draws, strict=True):
             generator.set_state(before)
         return random_state(self._hand.device)
@@ -140,7 +142,7 @@ class Recalled:
     is_part: bool
 
 
-def recall(hand: Hand, kept: Kept, at_least: int) -> Recalled | None:
+def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
     """The latest step that is whole in the memory of those that are here; None where there is none, or an earlier one.
 
     Of replicas that hold everything it is what the one that has come farthest has. Of a network in parts all of them

@@ -26,7 +26,7 @@ from .schedule import follow_schedule
 from .snapshot import restore_snapshot
 from .start import start_from
 from .stepping import take_step
-from .tally import Part, Tally
+from .tally import BatchShare, Tally
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}
@@ -204,7 +204,7 @@ class _Again:
         tally = Tally(self.world)
         with torch.no_grad(), self.hand.scope():
             for data, size, _ in batch.micros():
-                tally.add(self.task.loss(self.hand.model, data), Part(size, batch.global_samples))
+                tally.add(self.task.loss(self.hand.model, data), BatchShare(size, batch.global_samples))
         return float(tally.local_loss)
 
     def _worst(self, batch: Batch) -> list[tuple[int, float]]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core import Event, SettingsError, StrategySpec, Task
-from ..distributed import Device, DirectLine, NullWorld, resolve_host
-from ..launcher import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, described
+from ..distributed import Device, DirectChannel, NullWorld, resolve_host
+from ..launcher import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster, described
 
 TOKEN = "MANYHANDS_TOKEN"
 SHORTEST = 16
@@ -18,7 +18,7 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessRole:
     """Where this process stands among chief, servers and workers."""
 
     role: str
@@ -61,7 +61,7 @@ class Place:
         return dataclasses.replace(spec, servers=servers, replicas=self.num_workers)
 
 
-def place_here(environ: Mapping[str, str] | None = None) -> Place | None:
+def place_here(environ: Mapping[str, str] | None = None) -> ProcessRole | None:
     """This process's place in a cluster with parameter servers; None where there is no such cluster."""
     given = os.environ if environ is None else environ
     cluster = described(environ=given)
@@ -75,7 +75,7 @@ def place_here(environ: Mapping[str, str] | None = None) -> Place | None:
             remedy='add "chief": ["HOST:PORT"] and "worker": [...] to its cluster',
         )
     here = cluster.host
-    return Place(
+    return ProcessRole(
         role=here.role,
         number=_of(cluster, here.role).index(here),
         chief=chiefs[0],
@@ -98,7 +98,7 @@ def token_of(environ: Mapping[str, str]) -> bytes:
     return text.encode()
 
 
-def take_part(place: Place, task: Task, spec: StrategySpec, device: Device, timeout: float) -> None:
+def take_part(place: ProcessRole, task: Task, spec: StrategySpec, device: Device, timeout: float) -> None:
     """Serves or computes until the chief says that it is over; an evaluator has nothing to do, the chief measures."""
     if place.role == EVALUATOR:
         return
@@ -114,7 +114,7 @@ def take_part(place: Place, task: Task, spec: StrategySpec, device: Device, time
         token=place.token,
         timeout=timeout,
         listens=(resolve_host(place.here.name), place.here.port) if place.role == SERVER else None,
-    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectLine(_tell)))
+    ).run(NullWorld(Device("cpu") if place.role == SERVER else device, DirectChannel(_tell)))
 
 
 def _tell(entry: Event) -> None:
@@ -123,5 +123,5 @@ def _tell(entry: Event) -> None:
         print(entry["text"], file=sys.stderr, flush=True)
 
 
-def _of(cluster: Cluster, role: str) -> list[Host]:
+def _of(cluster: ResolvedCluster, role: str) -> list[Host]:
     return [host for host in cluster.hosts if host.role == role]

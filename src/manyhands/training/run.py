@@ -27,7 +27,7 @@ from ..core import (
 from ..core import random_state as _random_state
 from ..data import Cursor, Feed, as_source
 from ..storage import CheckpointStore, Weights, check_matches, export, save_state_dict, weights
-from .loop import CHECKPOINTS, Outcome
+from .loop import CHECKPOINTS, ReplicaResult
 from .predictor import ModelPredictor
 from .sampling import Breakdown, breakdowns
 from .tables import with_tables
@@ -50,7 +50,7 @@ class Run:
         self,
         path: str | Path,
         task: Task | Callable[..., Task] | None = None,
-        outcome: Outcome | None = None,
+        outcome: ReplicaResult | None = None,
         record: dict[str, Any] | None = None,
     ) -> None:
         """`record` is what was asked for, where the run lies on another host's disk."""

@@ -34,7 +34,7 @@ class Sample:
         return sum(self.seconds.values())
 
 
-class Window:
+class StepTimer:
     """Times one step: opened when the one before has ended, closed when it has."""
 
     def __init__(self, hand: Hand, feed: Feed) -> None:
@@ -71,7 +71,7 @@ class Sampler:
 
     def __init__(self, hand: Hand, feed: Feed, every: int) -> None:
         self._hand, self._feed, self._every = hand, feed, every
-        self._window: Window | None = None
+        self._window: StepTimer | None = None
 
     def step(self) -> None:
         """A step was taken, and whatever follows it within the loop."""
@@ -79,7 +79,7 @@ class Sampler:
             sample, self._window = self._window.close(), None
             self._hand.world.line.report(told(self._hand.world, sample))
         if self._hand.num_steps % self._every == self._every - 1:
-            self._window = Window(self._hand, self._feed)
+            self._window = StepTimer(self._hand, self._feed)
 
     def pause(self) -> None:
         """Something that is no step comes next: a window that is open would count it."""

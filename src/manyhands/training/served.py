@@ -17,22 +17,22 @@ from ..distributed import Device, World
 from ..strategies import MAIN, declaring, optimizers_of
 from .explain import without_values
 from .hand import Hand
-from .loop import Job, Outcome, TrainingLoop
-from .recovery import GoBack, Kept
+from .loop import Job, ReplicaResult, TrainingLoop
+from .recovery import RecoveryState, Rollback
 from .sampling import NoSampler, Sampler
 from .start import start_from
 from .stepping import Stepper
 
 if TYPE_CHECKING:
     from .chief import Chief, Start
-    from .roles import Place
+    from .roles import ProcessRole
 
 Output = Callable[[int, str, str], None]
 
 
 def train_served(
-    world: World, job: Job, *, devices: Sequence[Device], start: Start | Place, on_output: Output, timeout: float
-) -> Outcome:
+    world: World, job: Job, *, devices: Sequence[Device], start: Start | ProcessRole, on_output: Output, timeout: float
+) -> ReplicaResult:
     """Trains with parameter servers; this process is the chief, and the devices are the workers'.
 
     `start` starts a member, or says where in a cluster this process stands whose members somebody else starts.
@@ -129,9 +129,15 @@ class ServedLoop(TrainingLoop):
     """The training loop, with a chief in place of the step."""
 
     def __init__(
-        self, hand: Hand, job: Job, devices: Sequence[Device], start: Start | Place, on_output: Output, timeout: float
+        self,
+        hand: Hand,
+        job: Job,
+        devices: Sequence[Device],
+        start: Start | ProcessRole,
+        on_output: Output,
+        timeout: float,
     ) -> None:
-        super().__init__(hand, job, Kept())
+        super().__init__(hand, job, RecoveryState())
         self._devices, self._start, self._on_output, self._timeout = devices, start, on_output, timeout
         self._chief: Chief | None = None
         self._refreshed_at = -1
@@ -211,7 +217,7 @@ class ServedLoop(TrainingLoop):
                 super().train(plan, valid_feed, plan)
                 # What the last checkpoint needs comes here while losses are still made up for.
                 return self.refresh()
-            except (ServerLost, GoBack) as failure:
+            except (ServerLost, Rollback) as failure:
                 reason = failure
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:

@@ -14,7 +14,7 @@ KEPT = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class RepeatedBlocks:
     """Blocks that are alike, one after another."""
 
     container: nn.Module
@@ -22,14 +22,14 @@ class Row:
     length: int
 
 
-def rows_of(model: nn.Module) -> list[Row]:
+def rows_of(model: nn.Module) -> list[RepeatedBlocks]:
     """The rows of a network that are long enough to leave some out.
 
     >>> row, = rows_of(nn.Sequential(nn.Linear(2, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(9))))
     >>> row.start, row.length
     (1, 9)
     """
-    found: list[Row] = []
+    found: list[RepeatedBlocks] = []
     for container in model.modules():
         if type(container) in (nn.ModuleList, nn.Sequential):
             kinds = [_kind(child) for child in container.children()]
@@ -38,7 +38,7 @@ def rows_of(model: nn.Module) -> list[Row]:
                 if place == len(kinds) or kinds[place] != kinds[start]:
                     is_long = place - start > 2 * KEPT - 1 and any(True for _ in list(container)[start].children())  # type: ignore[call-overload]
                     if is_long:
-                        found.append(Row(container, start, place - start))
+                        found.append(RepeatedBlocks(container, start, place - start))
                     start = place
     inner = {module for row in found for child in row.container.children() for module in child.modules()}
     return [row for row in found if row.container not in inner]
@@ -62,7 +62,7 @@ def _counts(key: str) -> bool:
 
 
 @contextmanager
-def shortened(lengths: Mapping[Row, int]) -> Iterator[None]:
+def shortened(lengths: Mapping[RepeatedBlocks, int]) -> Iterator[None]:
     """The network with so many blocks in each row."""
     before = {row: dict(row.container._modules) for row in lengths}
     try:

@@ -10,7 +10,7 @@ from ..core import Task
 from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
-from .recorder import Recorder, compute, shape_of_batch
+from .recorder import StepCapture, compute, shape_of_batch
 from .ways import Ways
 
 RECORDING = ("cuda",)
@@ -39,11 +39,11 @@ class Stepper:
     def __init__(self, hand: Hand, task: Task, total: int | None) -> None:
         self._hand, self._task = hand, task
         self._ways: Ways | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: StepCapture | None = None
         records = hand.device.type in RECORDING and hand.spec.capture != "off" and not hand.spec.offload
         if task.loss is not None:
             self._ways = Ways(hand, task.loss, total)
-            self._recorder = Recorder(hand, task.loss, self._ways, total) if records else None
+            self._recorder = StepCapture(hand, task.loss, self._ways, total) if records else None
         elif records:
             hand.notice("a task with a step of its own is run as it is written, not from a recording")
 

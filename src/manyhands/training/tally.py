@@ -12,7 +12,7 @@ from ..distributed import Pending, World
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchShare:
     """How much of the step's global batch a micro-batch of this replica is."""
 
     size: int
@@ -44,7 +44,7 @@ class Tally:
         self.counts_tokens = False
         """Whether the loss brought its own count, so that gradients must be divided by it at the end."""
 
-    def add(self, loss: Tensor | Mean, part: Part) -> Tensor:
+    def add(self, loss: Tensor | Mean, part: BatchShare) -> Tensor:
         """Takes a micro-batch's loss; returns what backward must start from."""
         self._sizes.append(part.size)
         if isinstance(loss, Mean):

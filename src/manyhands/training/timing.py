@@ -13,7 +13,7 @@ from ..data import Batch, as_source, check_source, first_dim
 from ..distributed import World
 from .hand import Hand
 from .loop import own_stream
-from .sampling import Sample, Window
+from .sampling import Sample, StepTimer
 from .stepping import Stepper, take_step
 
 WARMUP = 3
@@ -96,7 +96,7 @@ class Steps:
 
     def sample(self) -> Sample:
         """Takes one and tells where its time went."""
-        window = Window(self.hand, self.feed)
+        window = StepTimer(self.hand, self.feed)
         self.take()
         return window.close()
 

@@ -16,7 +16,7 @@ from ..distributed import NullWorld, World
 from .metrics import parted, try_meters
 from .mistakes import explain_mistake
 from .predictor import inputs_of, outputs_of
-from .tally import Part, Tally
+from .tally import BatchShare, Tally
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-4
@@ -124,7 +124,7 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
     for part in parts:
         loss = task.loss(model, part)
         _require_gradient(loss)
-        tally.add(loss, Part(first_dim(part), rows))
+        tally.add(loss, BatchShare(first_dim(part), rows))
     return float(tally.loss)
 
 

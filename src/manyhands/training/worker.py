@@ -71,9 +71,9 @@ def shares_of(hand: Hand) -> list[served.Share]:
 
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
     """Holds one share of the network."""
-    shard = served.Shard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
+    shard = served.ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
     listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
-    served_by = served.Server(
+    served_by = served.ParameterShardServer(
         shard,
         member.spec,
         member.chief,
@@ -104,7 +104,7 @@ class _Worker:
         )
         self._context = served.new_context()
         self.chief = self._join()
-        self.client = served.Client(
+        self.client = served.ParameterClient(
             hand.model, shares_of(hand), member.number, self.chief, member.token, member.timeout
         )
         self.client.waiting = partial(hand.during, "communication")
@@ -116,7 +116,7 @@ class _Worker:
         """Reports to the chief, who is waited for as long as the one time limit says."""
         member = self.member
         chief = served.call_again(self._context, member.token, member.chief, member.timeout, self.hand.notice)
-        chief.send(served.Join("worker", member.number))
+        chief.send(served.JoinRequest("worker", member.number))
         return chief
 
     def run(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Worker:
             self.chief.close()
             self._context.term()
 
-    def _complain(self, number: int) -> served.Crew | None:
+    def _complain(self, number: int) -> served.ServerList | None:
         """A server is out of reach: the chief says who is in its place, or else it is tried again by joining anew."""
         try:
             self.chief.send(served.Unreached(number))
@@ -157,25 +157,25 @@ class _Worker:
         self.chief.close()
         self.chief = self.client.chief = self._join()
 
-    def _wait_for_crew(self, timeout: float | None) -> served.Crew:
+    def _wait_for_crew(self, timeout: float | None) -> served.ServerList:
         while True:
             message, _ = self.chief.expect(timeout)
-            if isinstance(message, served.Crew):
+            if isinstance(message, served.ServerList):
                 return message
-            if isinstance(message, served.End):
+            if isinstance(message, served.EndOfWork):
                 raise served.Over
 
-    def _work(self, crew: served.Crew) -> None:
+    def _work(self, crew: served.ServerList) -> None:
         self.chief.send(served.Ask(crew.term))
         while True:
             with self.hand.during("communication"):
                 message, frames = self.chief.expect(None)
-            if isinstance(message, served.Part) and message.term == crew.term:
+            if isinstance(message, served.WorkPart) and message.term == crew.term:
                 self.chief.send(self._deliver(message, np.frombuffer(frames[0], np.int64).copy()))
                 self._sample(message.step)
-            elif isinstance(message, served.Crew):
+            elif isinstance(message, served.ServerList):
                 raise served.Moved(message)
-            elif isinstance(message, served.End):
+            elif isinstance(message, served.EndOfWork):
                 raise served.Over
 
     def _sample(self, step: int) -> None:
@@ -189,7 +189,7 @@ class _Worker:
         if every and self._num_delivered % every == 0:
             hand.spans = Spans(hand.device)
 
-    def _deliver(self, part: served.Part, ids: Any) -> served.Delivered:
+    def _deliver(self, part: served.WorkPart, ids: Any) -> served.Delivered:
         """Computes one part and brings its gradient to the servers."""
         hand, client = self.hand, self.client
         hand.num_steps = part.step

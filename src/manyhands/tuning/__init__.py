@@ -1,7 +1,7 @@
 """Tuning: spaces, studies, and trials that run here, in processes or stacked."""
 
 from .driver import Budget, Driver, Rules, TrialsFailed, as_json, described, proposed, require_same
-from .executors import Executor, Here, Processes
+from .executors import Executor, InProcessExecutor, Processes
 from .journal import JOURNAL, Journal, read_journal
 from .mapping import ItemsFailed, map_items
 from .objective import Objective, as_objectives, check_objectives
@@ -12,7 +12,7 @@ from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
 from .study import TRIALS, Study
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
 from .view import StudyView, make_study_view
-from .work import Workshop
+from .work import TrialRunner
 
 __all__ = [
     "Study",
@@ -54,9 +54,9 @@ __all__ = [
     "described",
     "proposed",
     "require_same",
-    "Workshop",
+    "TrialRunner",
     "Executor",
-    "Here",
+    "InProcessExecutor",
     "Processes",
     "Stacked",
     "stack_size",

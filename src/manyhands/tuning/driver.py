@@ -24,7 +24,7 @@ from .searching import Constraint, Searcher
 from .space import Space
 from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
 from .trial import FAILED, FINISHED, STOPPED, Trial
-from .work import Outcome, Work, Workshop
+from .work import TrialOutcome, TrialRunner, TrialWork
 
 MAX_DRAWS = 1000
 """Proposals that break the constraint, one after the other, before it is taken for one that nothing keeps."""
@@ -87,7 +87,7 @@ class Driver:
     def __init__(
         self,
         rules: Rules,
-        workshop: Workshop,
+        workshop: TrialRunner,
         searcher: Searcher,
         journal: Journal,
         trials: list[Trial],
@@ -152,7 +152,7 @@ class Driver:
             else:
                 self._due.append(trial)
 
-    def _next(self) -> Work | None:
+    def _next(self) -> TrialWork | None:
         """The next work: what was begun, what may go on, or a new trial."""
         if self.is_stopping or self._is_over_budget:
             return None
@@ -162,7 +162,7 @@ class Driver:
         if trial is None:
             return None
         until = self.rules.stopping.next_rung(trial, self.rules.epochs)
-        return Work(trial.number, trial.params, until)
+        return TrialWork(trial.number, trial.params, until)
 
     def _promoted(self) -> Trial | None:
         trial = self.rules.stopping.promoted(self.trials, self.rules.epochs, self._cost, self._waiting)
@@ -197,7 +197,7 @@ class Driver:
         self._on_change(trial)
         return trial
 
-    def _take(self, trial: Trial, outcome: Outcome) -> None:
+    def _take(self, trial: Trial, outcome: TrialOutcome) -> None:
         """What came of a trial's stretch."""
         if outcome.mistake is not None:
             raise outcome.mistake
@@ -289,7 +289,7 @@ class Driver:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._workshop.run_folder(number))
 
-    def _count_failure(self, outcome: Outcome) -> None:
+    def _count_failure(self, outcome: TrialOutcome) -> None:
         kind = outcome.traceback or outcome.reason
         self._reasons[kind] += 1
         succeeded = any(trial.state in (FINISHED, STOPPED) or trial.reports for trial in self.trials)

@@ -9,7 +9,7 @@ from ..core import WorkerFailed
 from ..distributed import Device
 from ..launcher import Engine
 from .pool import Pool
-from .work import Desk, Outcome, Work, Workshop, here
+from .work import TrialOutcome, TrialRunner, TrialWork, TrialWorker, here
 
 
 class Executor(ABC):
@@ -26,11 +26,11 @@ class Executor(ABC):
         """Whether there is work under way."""
 
     @abstractmethod
-    def start(self, work: Work) -> int:
+    def start(self, work: TrialWork) -> int:
         """Takes work; returns the number of the worker that does it."""
 
     @abstractmethod
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[TrialOutcome]:
         """Returns when something has come of some of the work."""
 
     @abstractmethod
@@ -42,12 +42,12 @@ class Executor(ABC):
         """Leaves nothing running."""
 
 
-class Here(Executor):
+class InProcessExecutor(Executor):
     """One trial at a time, in this process."""
 
-    def __init__(self, workshop: Workshop, device: Device) -> None:
+    def __init__(self, workshop: TrialRunner, device: Device) -> None:
         self._workshop, self._world = workshop, here(device)
-        self._work: Work | None = None
+        self._work: TrialWork | None = None
 
     @property
     def num_free(self) -> int:
@@ -57,11 +57,11 @@ class Here(Executor):
     def is_busy(self) -> bool:
         return self._work is not None
 
-    def start(self, work: Work) -> int:
+    def start(self, work: TrialWork) -> int:
         self._work = work
         return 0
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[TrialOutcome]:
         assert self._work is not None
         work, self._work = self._work, None
         return [self._workshop.do(work, self._world)]
@@ -78,7 +78,7 @@ class Processes(Executor):
 
     def __init__(
         self,
-        workshop: Workshop,
+        workshop: TrialRunner,
         engine: Engine,
         devices: Sequence[Device],
         *,
@@ -86,7 +86,7 @@ class Processes(Executor):
         on_output: Callable[[int, str, str], None],
     ) -> None:
         make = _Making(workshop)
-        self._pool: Pool[Work] = Pool(engine, make, devices, per_device=per_device, on_output=on_output)
+        self._pool: Pool[TrialWork] = Pool(engine, make, devices, per_device=per_device, on_output=on_output)
 
     @property
     def num_free(self) -> int:
@@ -96,17 +96,17 @@ class Processes(Executor):
     def is_busy(self) -> bool:
         return self._pool.is_busy
 
-    def start(self, work: Work) -> int:
+    def start(self, work: TrialWork) -> int:
         return self._pool.start(work, "do", work)
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[TrialOutcome]:
         outcomes = []
         for done in self._pool.wait():
             if done.error is None:
                 outcomes.append(done.result)
             else:
                 lost = done.is_lost and isinstance(done.error, WorkerFailed)
-                outcomes.append(Outcome(done.key.number, reason=str(done.error), is_lost=lost))
+                outcomes.append(TrialOutcome(done.key.number, reason=str(done.error), is_lost=lost))
         return outcomes
 
     def stop(self) -> None:
@@ -119,8 +119,8 @@ class Processes(Executor):
 class _Making:
     """Makes a process's desk."""
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, workshop: TrialRunner) -> None:
         self._workshop = workshop
 
-    def __call__(self, world: object) -> Desk:
-        return Desk(world, self._workshop)  # type: ignore[arg-type]
+    def __call__(self, world: object) -> TrialWorker:
+        return TrialWorker(world, self._workshop)  # type: ignore[arg-type]

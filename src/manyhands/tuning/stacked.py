@@ -18,8 +18,8 @@ from ..distributed import Device
 from ..storage import Checkpoint, CheckpointStore
 from ..training import CHECKPOINTS
 from ..vectorized import Gain, Population, gain, groups
-from .executors import Executor, Here
-from .work import Outcome, Work, Workshop, write_record
+from .executors import Executor, InProcessExecutor
+from .work import TrialOutcome, TrialRunner, TrialWork, write_record
 
 LEAST_GAIN, LOOK_AGAIN = 1.1, 2.0
 SIZES = (4, 8, 16, 32, 64)
@@ -39,7 +39,7 @@ class _Shelf:
     """A population, and which work its members do."""
 
     population: Population
-    works: dict[int, Work] = field(default_factory=dict)
+    works: dict[int, TrialWork] = field(default_factory=dict)
     began: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -55,15 +55,15 @@ class Stacked(Executor):
     """Many trials at a time, in this process, as few programs."""
 
     def __init__(
-        self, workshop: Workshop, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
+        self, workshop: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
     ) -> None:
         self._workshop, self._device, self._size, self._notice = workshop, device, size, notice
         self._must_stack = must_stack
-        self._alone = Here(workshop, device)
-        self._pending: list[Work] = []
-        self._single: deque[Work] = deque()
+        self._alone = InProcessExecutor(workshop, device)
+        self._pending: list[TrialWork] = []
+        self._single: deque[TrialWork] = deque()
         self._shelves: list[_Shelf] = []
-        self._ready: list[Outcome] = []
+        self._ready: list[TrialOutcome] = []
         self._said: set[str] = set()
         self._is_stopping = False
         self._saved_at = time.monotonic()
@@ -80,11 +80,11 @@ class Stacked(Executor):
     def _num_busy(self) -> int:
         return len(self._pending) + len(self._single) + len(self._ready) + sum(len(s.works) for s in self._shelves)
 
-    def start(self, work: Work) -> int:
+    def start(self, work: TrialWork) -> int:
         self._pending.append(work)
         return 0
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[TrialOutcome]:
         self._admit()
         for shelf in self._shelves:
             if shelf.works:
@@ -111,9 +111,9 @@ class Stacked(Executor):
     def _admit(self) -> None:
         """Gives places to what is pending: in a population that is there, or in a new one, or alone."""
         pending, self._pending = self._pending, []
-        new: list[tuple[Work, Task]] = []
+        new: list[tuple[TrialWork, Task]] = []
         for work in pending:
-            outcome = Outcome(work.number)
+            outcome = TrialOutcome(work.number)
             made = self._workshop.prepared(work, outcome)
             if made is None:
                 self._ready.append(outcome)
@@ -144,7 +144,7 @@ class Stacked(Executor):
             shelf.population.close()
             self._shelves.remove(shelf)
 
-    def _place(self, shelf: _Shelf, work: Work, task: Task) -> bool:
+    def _place(self, shelf: _Shelf, work: TrialWork, task: Task) -> bool:
         """Puts a trial into a population, where it has room and the trial is like its members."""
         if not shelf.free:
             return False
@@ -155,7 +155,7 @@ class Stacked(Executor):
         self._begin(shelf, shelf.free[0], work)
         return True
 
-    def _begin(self, shelf: _Shelf, number: int, work: Work) -> None:
+    def _begin(self, shelf: _Shelf, number: int, work: TrialWork) -> None:
         """A member takes up its work, where a trial was before from its checkpoint."""
         shelf.works[number], shelf.began[number] = work, time.perf_counter()
         folder = self._workshop.run_folder(work.number) / CHECKPOINTS
@@ -186,12 +186,12 @@ class Stacked(Executor):
         member = shelf.population.members[number]
         return not member.is_training or member.step >= shelf.goal(number)
 
-    def _outcome(self, shelf: _Shelf, number: int) -> Outcome:
+    def _outcome(self, shelf: _Shelf, number: int) -> TrialOutcome:
         """What came of a member's work; its place is free then."""
         population, member = shelf.population, shelf.population.members[number]
         work = shelf.works.pop(number)
         seconds = (time.perf_counter() - shelf.began.pop(number)) / max(1, len(shelf.works) + 1)
-        outcome = Outcome(work.number, dict(member.metrics), seconds=seconds)
+        outcome = TrialOutcome(work.number, dict(member.metrics), seconds=seconds)
         outcome.epochs = member.step // population.num_steps_in_epoch
         if member.reason:
             outcome.reason, outcome.is_diverged = member.reason, True
@@ -206,9 +206,9 @@ class Stacked(Executor):
             self._save(work, shelf.population.members[number].task, shelf.population.state(number))
             if self._is_stopping:
                 del shelf.works[number]
-                self._ready.append(Outcome(work.number, is_interrupted=True))
+                self._ready.append(TrialOutcome(work.number, is_interrupted=True))
 
-    def _save(self, work: Work, task: Task, state: dict[str, Any]) -> None:
+    def _save(self, work: TrialWork, task: Task, state: dict[str, Any]) -> None:
         """A member as a run of its own, from which it can go on, stacked or alone."""
         folder = self._workshop.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class StudyView:
         return (self._limit - measured) * (time.monotonic() - self._began) / done
 
 
-class LineView(StudyView):
+class StudyLineView(StudyView):
     """A line when a trial ends, at most one a second, for logs and pipes."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
@@ -106,7 +106,7 @@ class LineView(StudyView):
         self.line(f"[trial] {text}")
 
 
-class LiveView(LineView):
+class StudyLiveView(StudyLineView):
     """The latest trials with their curves, above the best so far and the time left."""
 
     def __init__(self, console: Console, objectives: Sequence[Objective], limit: int | None) -> None:
@@ -154,7 +154,7 @@ def make_study_view(objectives: Sequence[Objective], limit: int | None, progress
     if progress is False:
         return StudyView(objectives, limit)
     console = Console(stderr=True)
-    kind = LiveView if console.is_terminal else LineView
+    kind = StudyLiveView if console.is_terminal else StudyLineView
     return kind(console, objectives, limit)
 
 

@@ -25,7 +25,7 @@ from ..core import (
     restore_random_state,
     typed,
 )
-from ..distributed import Device, DirectLine, NullWorld, World
+from ..distributed import Device, DirectChannel, NullWorld, World
 from ..training import EVENTS, RECORD, Callback, Hand, Job, train
 from .objective import Objective, check_objectives
 
@@ -37,7 +37,7 @@ Tunable = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Work:
+class TrialWork:
     """A trial, from where it stands to `until` epochs."""
 
     number: int
@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """What came of it."""
 
     number: int
@@ -69,7 +69,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class TrialRunner:
     """What all trials of a study have in common."""
 
     tunable: Tunable
@@ -97,7 +97,7 @@ class Workshop:
         self.looked_at.append((dict(params), made))
         return made
 
-    def prepared(self, work: Work, outcome: Outcome) -> Task | None:
+    def prepared(self, work: TrialWork, outcome: TrialOutcome) -> Task | None:
         """The task of a trial; None where the outcome tells what came instead."""
         try:
             made = self.made(work.params)
@@ -109,10 +109,10 @@ class Workshop:
             outcome.reason, outcome.traceback = f"{type(error).__name__}: {error}", _theirs(error)
         return None
 
-    def do(self, work: Work, world: World) -> Outcome:
+    def do(self, work: TrialWork, world: World) -> TrialOutcome:
         """Takes a trial as far as the work says; what goes wrong in it is told, not raised."""
         began = time.perf_counter()
-        outcome = Outcome(work.number)
+        outcome = TrialOutcome(work.number)
         states = random_state(torch.device("cpu"))
         try:
             task = self.prepared(work, outcome)
@@ -147,7 +147,7 @@ class Workshop:
                 remedy="return one of these",
             ) from None
 
-    def _train(self, task: Task, work: Work, world: World, outcome: Outcome) -> None:
+    def _train(self, task: Task, work: TrialWork, world: World, outcome: TrialOutcome) -> None:
         folder = self.run_folder(work.number)
         folder.mkdir(parents=True, exist_ok=True)
         write_record(folder, task, work.params, self.epochs, str(world.seat.device))
@@ -177,7 +177,7 @@ class Workshop:
 class _Heard:
     """Keeps a run's events, and what was measured last."""
 
-    def __init__(self, outcome: Outcome, log: EventLog) -> None:
+    def __init__(self, outcome: TrialOutcome, log: EventLog) -> None:
         self._outcome, self._log = outcome, log
 
     def __call__(self, entry: Event) -> None:
@@ -198,20 +198,20 @@ class _Until(Callback):
             hand.stop()
 
 
-class Desk:
+class TrialWorker:
     """Does work in a process of its own."""
 
-    def __init__(self, world: World, workshop: Workshop) -> None:
+    def __init__(self, world: World, workshop: TrialRunner) -> None:
         self._world, self._workshop = world, workshop
 
-    def do(self, work: Work) -> Outcome:
+    def do(self, work: TrialWork) -> TrialOutcome:
         """Does it."""
         return self._workshop.do(work, self._world)
 
 
 def here(device: Device) -> NullWorld:
     """The world of a trial in this process."""
-    return NullWorld(device, DirectLine())
+    return NullWorld(device, DirectChannel())
 
 
 def write_record(folder: Path, task: Task, params: Mapping[str, Any], epochs: int, device: str) -> None:

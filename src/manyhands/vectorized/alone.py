@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import StrategySpec, Task, UsageError, random_state, restore_random_state
 from ..data import Cursor, as_source, check_source
-from ..distributed import Device, DirectLine, NullWorld
+from ..distributed import Device, DirectChannel, NullWorld
 from ..storage import Checkpoint
 from ..training import (
     Hand,
@@ -22,8 +22,8 @@ from ..training import (
     take_snapshot,
     take_step,
 )
-from .member import Member
-from .way import Way
+from .member import VectorizedMember
+from .way import MemberTraining
 
 NUM_SAMPLES = 8
 """Samples on which a member learns which random numbers are drawn, as `fit` does."""
@@ -39,7 +39,7 @@ class Alone:
 
         self._task = task
         self._factor: float | None = None
-        self._hand = Hand(NullWorld(device, DirectLine(hear)), replace(spec, deterministic=True))
+        self._hand = Hand(NullWorld(device, DirectChannel(hear)), replace(spec, deterministic=True))
         self._random = random_state(self._hand.device)
         with self._own_randomness():
             self._hand.build(task)
@@ -136,12 +136,12 @@ class Alone:
             restore_random_state(before, device)
 
 
-class OneByOne(Way):
+class OneByOne(MemberTraining):
     """Members that are trained one after another."""
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[VectorizedMember],
         spec: StrategySpec,
         device: Device,
         notice: Callable[[str], None],
@@ -192,7 +192,7 @@ class OneByOne(Way):
     def state(self, number: int) -> dict[str, Any]:
         return self._alone[number].state(self._members[number].loop_state())
 
-    def load(self, number: int, member: Member, state: Mapping[str, Any]) -> None:
+    def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
         member.take_up(self._alone[number].load(state))
         member.step, member.cursor = self._alone[number].step, self._alone[number].cursor
 

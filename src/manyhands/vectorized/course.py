@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core import Task
 from ..data import Cursor, IndexedSource, Orders, Resident, as_source, check_source, in_memory
-from .member import Member
+from .member import VectorizedMember
 
 MAX_ROUNDS = 64
 MAX_IDS = 1 << 22
@@ -60,7 +60,7 @@ def most_rounds(num_ids: int) -> int:
     return max(1, min(MAX_ROUNDS, MAX_IDS // num_ids))
 
 
-class Course:
+class SharedFeed:
     """The way through the data of tasks that have it in common."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -85,7 +85,7 @@ class Course:
         """How many batches of the next one's size follow each other in this pass."""
         return max(1, (self._size - cursor.position) // self.batch_size)
 
-    def block(self, members: Sequence[Member], most: int) -> Block:
+    def block(self, members: Sequence[VectorizedMember], most: int) -> Block:
         """The next rounds of members whose next batches have the same size; at most so many."""
         wanted, most = self._wanted(members, most)
         named = self._ahead
@@ -99,7 +99,7 @@ class Course:
         self._ahead = named.without(len(ids))
         return Block(ids.expand(-1, len(members), -1).contiguous(), shared=ids.shape[1] < len(members))
 
-    def prepare(self, members: Sequence[Member]) -> None:
+    def prepare(self, members: Sequence[VectorizedMember]) -> None:
         """Names the samples of rounds to come while a GPU is busy with others; there it takes longer than a round."""
         if self._stream is None or len({self.next_size(member.cursor) for member in members}) > 1:
             return
@@ -107,7 +107,7 @@ class Course:
         if self._ahead is None or (self._ahead.passes, self._ahead.starts) != (wanted.passes, wanted.starts):
             self._ahead = self._name(wanted, most)
 
-    def _wanted(self, members: Sequence[Member], most: int) -> tuple[_Named, int]:
+    def _wanted(self, members: Sequence[VectorizedMember], most: int) -> tuple[_Named, int]:
         """Where the samples of the next rounds lie, still without their names, and how many rounds these are."""
         size = self.next_size(members[0].cursor)
         most = min(most, most_rounds(size * len(members)))
@@ -134,7 +134,7 @@ class Course:
             self._known = passes, Orders(self._size, passes, shuffle=self._shuffle, device=self._device)
         return self._known[1]
 
-    def advance(self, members: Sequence[Member], num_rounds: int) -> None:
+    def advance(self, members: Sequence[VectorizedMember], num_rounds: int) -> None:
         """Puts members where they stand after so many rounds of one block; at a pass's end the next one begins."""
         for member in members:
             member.cursor = self._after(member.cursor, num_rounds)

@@ -13,7 +13,7 @@ from .trial import try_stacked
 
 
 @dataclass(frozen=True)
-class Group:
+class TaskGroup:
     """Tasks that can be trained as one population, by their numbers; one with a reason can only be trained alone."""
 
     tasks: tuple[int, ...]
@@ -30,7 +30,7 @@ class Group:
         return not self.reason
 
 
-def groups(tasks: Sequence[Task]) -> list[Group]:
+def groups(tasks: Sequence[Task]) -> list[TaskGroup]:
     """Sorts tasks into populations: those that differ in nothing but numbers go together.
 
     >>> import torch
@@ -43,7 +43,7 @@ def groups(tasks: Sequence[Task]) -> list[Group]:
     ([(0, 2), (1,)], 'weight is (8, 4) in one and (16, 4) in another')
     """
     alike: list[tuple[Built, list[int], str]] = []
-    alone: list[Group] = []
+    alone: list[TaskGroup] = []
     for number, task in enumerate(tasks):
         try:
             check_stackable(task)
@@ -59,10 +59,10 @@ def groups(tasks: Sequence[Task]) -> list[Group]:
                 try_stacked(built)
                 alike.append((built, [number], unlike))
         except UsageError as error:
-            alone.append(Group((number,), reason=str(error)))
+            alone.append(TaskGroup((number,), reason=str(error)))
         except Exception as error:
-            alone.append(Group((number,), reason=f"{type(error).__name__}: {error}", is_broken=True))
-    return [*(Group(tuple(numbers), unlike=unlike) for _, numbers, unlike in alike), *alone]
+            alone.append(TaskGroup((number,), reason=f"{type(error).__name__}: {error}", is_broken=True))
+    return [*(TaskGroup(tuple(numbers), unlike=unlike) for _, numbers, unlike in alike), *alone]
 
 
 def check_stackable(task: Task) -> None:

@@ -16,7 +16,7 @@ MAX_SKIPPED = 20
 
 
 @dataclass
-class Member:
+class VectorizedMember:
     """What a population knows of one of its networks."""
 
     task: Task

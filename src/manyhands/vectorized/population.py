@@ -12,9 +12,9 @@ from ..core import StrategySpec, Task, TaskError, UsageError, as_spec
 from ..distributed import resolve
 from .alone import OneByOne
 from .build import build_model
-from .member import DONE, FAILED, STOPPED, TRAINING, Member
-from .together import Together
-from .way import CannotStack, Way
+from .member import DONE, FAILED, STOPPED, TRAINING, VectorizedMember
+from .together import StackedTraining
+from .way import CannotStack, MemberTraining
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Hears of a member's number, its step, and what was measured of it: `loss`, `valid_loss`, `valid_…`."""
@@ -60,11 +60,11 @@ class Population:
         self.device = place.torch
         self._dtype = torch.float64 if self.spec.precision == "fp64" else None
         self._place, self._notice = place, notice
-        self.members = [Member(task) for task in tasks]
+        self.members = [VectorizedMember(task) for task in tasks]
         """In the order of the tasks, for good; `replace` puts another task into a member's place."""
-        self._way: Way
+        self._way: MemberTraining
         try:
-            self._way = Together(self.members, self.spec, place, notice)
+            self._way = StackedTraining(self.members, self.spec, place, notice)
         except CannotStack as reason:
             self._way = self._one_by_one(reason)
         self.total = steps if steps is not None else self._way.num_steps_in_epoch * epochs
@@ -143,7 +143,7 @@ class Population:
                 got=f"one that does not: {reason}",
                 remedy="train it in a population of its own",
             ) from reason
-        self.members[member] = Member(task)
+        self.members[member] = VectorizedMember(task)
 
     def state(self, member: int) -> dict[str, Any]:
         """All that a member needs to go on, by the names of its plain network: the fields of a checkpoint of `fit`."""
@@ -152,7 +152,7 @@ class Population:
 
     def load(self, member: int, state: Mapping[str, Any]) -> None:
         """Lets a member go on from what `state` gave, here or elsewhere, or from a checkpoint of `fit`."""
-        fresh = Member(self._member(member).task)
+        fresh = VectorizedMember(self._member(member).task)
         try:
             self._way.load(member, fresh, state)
         except CannotStack as reason:
@@ -173,7 +173,7 @@ class Population:
         """What all members take on the device, besides what a step needs while it is computed."""
         return self._way.num_bytes
 
-    def _member(self, number: int) -> Member:
+    def _member(self, number: int) -> VectorizedMember:
         if not 0 <= number < len(self.members):
             raise UsageError(f"members are 0 to {len(self.members) - 1}", got=number, remedy="name one of them")
         return self.members[number]
@@ -208,20 +208,20 @@ class Population:
     def _go_apart(self, reason: CannotStack) -> None:
         """Lets members that were computed together go on one after another."""
         before = self._way
-        if not isinstance(before, Together):
+        if not isinstance(before, StackedTraining):
             raise reason
         states = [before.state(number) for number in range(len(self.members))]
         before.close()
         self._way = self._one_by_one(reason, states)
 
-    def _one_by_one(self, reason: CannotStack, states: Sequence[Mapping[str, Any]] | None = None) -> Way:
+    def _one_by_one(self, reason: CannotStack, states: Sequence[Mapping[str, Any]] | None = None) -> MemberTraining:
         self._notice(f"members are trained one after another: {reason}")
         return OneByOne(self.members, self.spec, self._place, self._notice, states)
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _is_due(member: Member, goal: int, pace: int) -> bool:
+    def _is_due(member: VectorizedMember, goal: int, pace: int) -> bool:
         return not member.is_training or member.step >= goal or member.step % pace == 0
 
     def _measure(self, numbers: Sequence[int]) -> None:

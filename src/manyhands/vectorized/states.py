@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import CheckpointError, StrategySpec
 from ..data import Cursor
 from .build import Built
-from .member import Member
+from .member import VectorizedMember
 from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
 from .way import CannotStack
 
@@ -20,7 +20,7 @@ COUNTED = ("exp_avg_sq", "square_avg")
 
 
 def state_of(
-    member: Member, row: Row, built: Built, spec: StrategySpec, used: frozenset[str] | None = None
+    member: VectorizedMember, row: Row, built: Built, spec: StrategySpec, used: frozenset[str] | None = None
 ) -> dict[str, Any]:
     """The fields of a checkpoint, as `fit` writes one: `step`, `model`, `optimizers`, `state`, `averages`, `random`.
 
@@ -39,7 +39,7 @@ def state_of(
 
 
 @torch.no_grad()
-def fill(member: Member, row: Row, built: Built, state: Mapping[str, Any]) -> None:
+def fill(member: VectorizedMember, row: Row, built: Built, state: Mapping[str, Any]) -> None:
     """Puts what `state_of` gave, or the fields of a checkpoint of `fit`, into a member and its row."""
     model = state["model"]
     own = dict(built.model.state_dict())
@@ -93,7 +93,7 @@ def _source(name: str, built: Built, held: Mapping[str, Tensor]) -> str:
     return next(other for other in held if other in every and every[other] is every[name])
 
 
-def _optimizer(member: Member, row: Row, built: Built, used: frozenset[str] | None) -> dict[str, Any]:
+def _optimizer(member: VectorizedMember, row: Row, built: Built, used: frozenset[str] | None) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for names, update in zip(built.groups, built.updates, strict=True):
         for name in (name for name in names if member.step and (used is None or name in used)):

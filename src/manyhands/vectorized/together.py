@@ -13,27 +13,29 @@ from ..core import LayoutFree, OutOfMemory, StrategySpec, Task, TaskError, Usage
 from ..distributed import Device
 from .build import Built, build, row_of
 from .chances import chances
-from .course import Block, Course
+from .course import Block, SharedFeed
 from .evaluation import Evaluation
 from .grouping import check_stackable, difference_between
 from .learning import learn_draws
-from .member import Member
+from .member import VectorizedMember
 from .program import Program
 from .rounds import Rounds
 from .stack import Row, Stack
 from .states import fill, state_of
 from .trial import said_of, try_stacked
-from .way import CannotStack, Way
+from .way import CannotStack, MemberTraining
 
 Result = TypeVar("Result")
 IDLE_SHARE = 4
 """On a GPU, where another size means another recording, the stack shrinks when one row in so many is idle."""
 
 
-class Together(Way):
+class StackedTraining(MemberTraining):
     """Members whose tensors lie stacked, a row each."""
 
-    def __init__(self, members: list[Member], spec: StrategySpec, place: Device, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, members: list[VectorizedMember], spec: StrategySpec, place: Device, notice: Callable[[str], None]
+    ) -> None:
         self.members, self.spec, self.device = members, spec, place.torch
         self._dtype = torch.float64 if spec.precision == "fp64" else None
         tasks = [member.task for member in members]
@@ -47,7 +49,7 @@ class Together(Way):
         self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
         """Their networks differ in numbers alone, which lie in the stack, so one of them is kept."""
         self._draws = LayoutFree(self.device)
-        self._course = Course(tasks[0], self.device, self._dtype)
+        self._course = SharedFeed(tasks[0], self.device, self._dtype)
         self._program = Program(first, spec, self.device, self._draws)
         learn_draws(self._draws, self._program, self._course.data, self._course.batch_size)
         self._stack = Stack.of(rows, self.device)
@@ -90,7 +92,7 @@ class Together(Way):
         spec = dataclasses.replace(self.spec, deterministic=True)
         return state_of(self.members[number], self._row(number), self._built[number], spec, self._program.used)
 
-    def load(self, number: int, member: Member, state: Mapping[str, Any]) -> None:
+    def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
         row = self._row(number)
         fill(member, row, self._built[number], state)
         self._release(number)

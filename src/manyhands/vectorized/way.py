@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core import Task
-from .member import Member
+from .member import VectorizedMember
 
 
 class CannotStack(Exception):
     """Members cannot be computed as one program; the text says which line and why."""
 
 
-class Way(ABC):
+class MemberTraining(ABC):
     """Holds what the members of a population have learnt, and takes their steps."""
 
     @property
@@ -43,7 +43,7 @@ class Way(ABC):
         """A member as the fields of a checkpoint of `fit`."""
 
     @abstractmethod
-    def load(self, number: int, member: Member, state: Mapping[str, Any]) -> None:
+    def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
         """Puts the fields of a checkpoint into a member's place, and its progress into `member`."""
 
     @abstractmethod

@@ -1,6 +1,15 @@
 """Formats of data files: how each is indexed by one quick scan, and how its rows are read."""
 
-from .format import Format, RecordFormat, Shard, TableFormat, check_types, damaged, unreadable_file
+from .format import FileShard, Format, RecordFormat, TableFormat, check_types, damaged, unreadable_file
 from .registry import format_of
 
-__all__ = ["Format", "RecordFormat", "TableFormat", "Shard", "format_of", "check_types", "damaged", "unreadable_file"]
+__all__ = [
+    "Format",
+    "RecordFormat",
+    "TableFormat",
+    "FileShard",
+    "format_of",
+    "check_types",
+    "damaged",
+    "unreadable_file",
+]

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from ...core import DataError
 from ..arrow import Null, table_of
-from ..columns import Table
+from ..columns import ColumnTable
 from ..order import Ids
 from .format import (
     BLOCK_BYTES,
     MAX_BLOCK_ROWS,
-    Shard,
+    FileShard,
     TableFormat,
     damaged,
     file_size,
@@ -44,7 +44,7 @@ class CsvFormat(TableFormat):
     name: ClassVar[str] = "csv"
     endings: ClassVar[tuple[str, ...]] = ("csv", "tsv")
 
-    def scan(self, path: str) -> Shard:
+    def scan(self, path: str) -> FileShard:
         num_bytes = file_size(path)
         missing_columns(path, self.columns or {}, self._header(path))
         starts = _line_starts(path, num_bytes)
@@ -53,7 +53,7 @@ class CsvFormat(TableFormat):
         if len(too_long):
             raise damaged(path, int(too_long[0]), f"more than {MAX_ROW_BYTES} bytes")
         blocks = np.array([*_cuts(rows), len(rows) - 1], np.int64)
-        return Shard(path, num_bytes, blocks, rows[blocks], np.diff(rows[blocks]))
+        return FileShard(path, num_bytes, blocks, rows[blocks], np.diff(rows[blocks]))
 
     def settled(self, paths: Sequence[str]) -> CsvFormat:
         names = self._header(paths[0])
@@ -70,7 +70,7 @@ class CsvFormat(TableFormat):
         types = {name: kind or _known(found.get(name, "str")) for name, kind in wanted.items()}
         return dataclasses.replace(self, columns=types)
 
-    def table(self, shard: Shard, block: int) -> Table:
+    def table(self, shard: FileShard, block: int) -> ColumnTable:
         types = self.columns or {}
         found = self._parsed(shard, block, types)
         first = int(shard.blocks[block])
@@ -81,7 +81,7 @@ class CsvFormat(TableFormat):
         except Null as null:
             raise damaged(shard.path, first + null.row, f"no value in column {null.column!r}") from None
 
-    def _parsed(self, shard: Shard, block: int, types: Any) -> Any:
+    def _parsed(self, shard: FileShard, block: int, types: Any) -> Any:
         arrow, csv = pyarrow(), pyarrow("csv")
         names = self._header(shard.path)
         start, stop = int(shard.marks[block]), int(shard.marks[block + 1])
@@ -112,7 +112,7 @@ class CsvFormat(TableFormat):
         return names
 
 
-def _misread(shard: Shard, block: int, names: list[str], text: str) -> DataError:
+def _misread(shard: FileShard, block: int, names: list[str], text: str) -> DataError:
     """The error for what pyarrow could not parse: its own numbers count from the block's first line, from 1."""
     place = _PLACE.search(text)
     first = int(shard.blocks[block])

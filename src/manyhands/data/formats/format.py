@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...core import DataError
-from ..columns import Table
+from ..columns import ColumnTable
 from ..order import Ids
 
 Types = Mapping[str, str]
@@ -25,7 +25,7 @@ KNOWN_TYPE = re.compile(r"(bool|u?int(8|16|32|64)|float(16|32|64)|str|bytes)(\[\
 
 
 @dataclass(frozen=True)
-class Shard:
+class FileShard:
     """One file as a scan found it."""
 
     path: str
@@ -52,7 +52,7 @@ class Format(ABC):
     columns: Types | None = None
 
     @abstractmethod
-    def scan(self, path: str) -> Shard:
+    def scan(self, path: str) -> FileShard:
         """Finds the blocks of a file without reading all of it; raises on one that cannot be read."""
 
     def settled(self, paths: Sequence[str]) -> Format:
@@ -72,7 +72,7 @@ class TableFormat(Format):
     """Files of columns that are read a block at a time."""
 
     @abstractmethod
-    def table(self, shard: Shard, block: int) -> Table:
+    def table(self, shard: FileShard, block: int) -> ColumnTable:
         """The columns of a block."""
 
 

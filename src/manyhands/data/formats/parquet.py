@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrow import Null, table_of
-from ..columns import Table
-from .format import Shard, TableFormat, Types, damaged, file_size, missing_columns, pyarrow, unreadable_file
+from ..columns import ColumnTable
+from .format import FileShard, TableFormat, Types, damaged, file_size, missing_columns, pyarrow, unreadable_file
 
 _TEXTS = ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 _NUMBER, _TEXT = 8, 64
@@ -25,7 +25,7 @@ class ParquetFormat(TableFormat):
     name: ClassVar[str] = "parquet"
     endings: ClassVar[tuple[str, ...]] = ("parquet", "pq")
 
-    def scan(self, path: str) -> Shard:
+    def scan(self, path: str) -> FileShard:
         num_bytes = file_size(path)
         with _opened(path) as file:
             missing_columns(path, self.columns or {}, file.schema_arrow.names)
@@ -34,9 +34,9 @@ class ParquetFormat(TableFormat):
             rows = np.array([group.num_rows for group in groups], np.int64)
             sizes = np.array([_memory(group, self.columns) for group in groups], np.int64)
         blocks = np.concatenate([[0], np.cumsum(rows[rows > 0])]).astype(np.int64)
-        return Shard(path, num_bytes, blocks, np.flatnonzero(rows), sizes[rows > 0])
+        return FileShard(path, num_bytes, blocks, np.flatnonzero(rows), sizes[rows > 0])
 
-    def table(self, shard: Shard, block: int) -> Table:
+    def table(self, shard: FileShard, block: int) -> ColumnTable:
         names = list(self.columns) if self.columns else None
         first = int(shard.blocks[block])
         with _opened(shard.path) as file:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from .format import RecordFormat, Shard, damaged, file_size, missing_columns, record_blocks
+from .format import FileShard, RecordFormat, damaged, file_size, missing_columns, record_blocks
 
 _SECTOR, _REST = 512, 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
@@ -18,7 +18,7 @@ Read = Callable[[int, int], bytes]
 """`read(place, size)` gives bytes of a tar file."""
 
 
-class Member(NamedTuple):
+class TarEntry(NamedTuple):
     """A file inside a tar file."""
 
     key: str
@@ -37,7 +37,7 @@ class TarFormat(RecordFormat):
     name: ClassVar[str] = "tar"
     endings: ClassVar[tuple[str, ...]] = ("tar",)
 
-    def scan(self, path: str) -> Shard:
+    def scan(self, path: str) -> FileShard:
         num_bytes = file_size(path)
         starts: list[int] = []
         key, stop = None, 0
@@ -56,7 +56,7 @@ class TarFormat(RecordFormat):
                 key, stop = member.key, _sectors(member.place + member.size)
         marks = np.array([*starts, stop], np.int64)
         blocks = record_blocks(marks)
-        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
+        return FileShard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         found = _plain_sample(record) or _sample(record)
@@ -106,7 +106,7 @@ def _sample(record: bytes) -> dict[str, object]:
     return found
 
 
-def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Member]:
+def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[TarEntry]:
     """The files of a tar file that belong to samples; raises ValueError on damage.
 
     Checksums of headers are looked at by the scan; a file that changes afterwards is found by its size.
@@ -131,7 +131,7 @@ def _members(read: Read, num_bytes: int, *, check: bool = False) -> Iterator[Mem
                 raise ValueError(f"a file that ends {content + size - num_bytes} bytes too early")
             parts = _NAME.fullmatch(long_name or _name(header))
             if parts is not None and kind in (b"0", b"\0", b"7"):
-                yield Member(parts[1], parts[2], start, content, size)
+                yield TarEntry(parts[1], parts[2], start, content, size)
             long_name, long_size = "", -1
             start = _sectors(content + size)
         place = _sectors(content + size)

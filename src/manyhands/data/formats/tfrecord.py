@@ -13,7 +13,7 @@ import numpy as np
 from ...core import DataError
 from ..columns import cast
 from ..order import Ids
-from .format import RecordFormat, Shard, damaged, file_size, record_blocks
+from .format import FileShard, RecordFormat, damaged, file_size, record_blocks
 
 _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")
@@ -27,12 +27,12 @@ class TFRecordFormat(RecordFormat):
     name: ClassVar[str] = "tfrecord"
     endings: ClassVar[tuple[str, ...]] = ("tfrecord", "tfrecords")
 
-    def scan(self, path: str) -> Shard:
+    def scan(self, path: str) -> FileShard:
         num_bytes = file_size(path)
         with open(path, "rb", buffering=0) as file:
             marks = np.fromiter(_places(path, file.fileno(), num_bytes), np.int64)
         blocks = record_blocks(marks)
-        return Shard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
+        return FileShard(path, num_bytes, blocks, marks, np.diff(marks[blocks]))
 
     def sample(self, record: bytes) -> dict[str, object]:
         body = record[_HEAD.size : -_TAIL.size]

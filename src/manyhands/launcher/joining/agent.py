@@ -9,19 +9,19 @@ from typing import Any
 
 from ...core import Event, RunError
 from ...distributed import address_towards, interface_of, this_host
-from ..engine import Job, OnEvent, OnOutput
-from ..processes import Crew, Hearer, Process, turn
-from ..rendezvous import Summons
+from ..engine import OnEvent, OnOutput, RunningJob
+from ..processes import Hearer, LocalProcesses, Process, turn
+from ..rendezvous import RendezvousInfo
 from ..zygote_handle import ZygoteHandle
-from .channel import Channel, Limits, Message, Nonsense
-from .handshake import Refused
+from .channel import Channel, JoinTimeouts, Message, ProtocolError
+from .handshake import JoinRefused
 from .probing import answer
-from .token import Token
+from .token import JoinToken
 
 RETRY_SECONDS = 0.5
 
 
-class Agent(Hearer, Job):
+class Agent(Hearer, RunningJob):
     """The ranks of this host. While nobody conducts they keep what they know in memory, and wait to be called."""
 
     def __init__(
@@ -31,13 +31,13 @@ class Agent(Hearer, Job):
         zygote: ZygoteHandle,
         parcel: int,
         *,
-        token: Token,
+        token: JoinToken,
         timeout: float,
     ) -> None:
         self._channel, self._join_again, self._token, self._timeout = channel, join_again, token, timeout
         self._selector = selectors.DefaultSelector()
-        self._crew = Crew(zygote, parcel, self, self._selector)
-        self._patience = Limits(timeout).silence
+        self._crew = LocalProcesses(zygote, parcel, self, self._selector)
+        self._patience = JoinTimeouts(timeout).silence
         self._generation = -1
         self._running: set[int] = set()
         self._results: dict[int, Any] = {}
@@ -102,7 +102,7 @@ class Agent(Hearer, Job):
         try:
             for message in self._channel.receive():
                 self._take(message)
-        except (OSError, Nonsense) as error:
+        except (OSError, ProtocolError) as error:
             if self._reason is None:
                 self._lose_conductor(f"is gone ({error})")
             else:
@@ -113,7 +113,7 @@ class Agent(Hearer, Job):
         if kind == "start":
             summons = self._mine(message["summons"])
             self._running.add(message["slot"])
-            self._crew.start(message["slot"], Summons(**summons))
+            self._crew.start(message["slot"], RendezvousInfo(**summons))
         elif kind == "tell":
             told = message["message"]
             if "summons" in told:
@@ -126,7 +126,7 @@ class Agent(Hearer, Job):
         elif kind == "over":
             self._reason = message["reason"]
         elif kind not in ("beat", "begin", "agreed"):
-            raise Nonsense(f"{kind} from the host that conducts")
+            raise ProtocolError(f"{kind} from the host that conducts")
 
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
         """A summons as this host's ranks need it: over the interface that leads there from here, with their key."""
@@ -151,7 +151,7 @@ class Agent(Hearer, Job):
             except (OSError, RunError) as error:
                 if time.monotonic() > end:
                     raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
-            except Refused as error:
+            except JoinRefused as error:
                 # The connection that was lost may still be thought to stand; that passes within seconds.
                 if error.code != "present" or time.monotonic() > end:
                     raise

@@ -59,12 +59,12 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
 """Every message by its kind: exactly these fields, of these types."""
 
 
-class Nonsense(RunError):
+class ProtocolError(RunError):
     """The other side said something that nobody of ours would say."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class JoinTimeouts:
     """How long another host may take: all from a job's one time limit, and never longer than a person would wait."""
 
     timeout: float
@@ -103,7 +103,7 @@ class Bare:
 class Channel:
     """One end of a connection. Sending is safe from any thread; a thread of its own says that we are alive."""
 
-    def __init__(self, sock: socket.socket, limits: Limits, cover: Bare | None = None) -> None:
+    def __init__(self, sock: socket.socket, limits: JoinTimeouts, cover: Bare | None = None) -> None:
         self._socket, self.limits, self._cover = sock, limits, cover or Bare()
         self.binding = self._cover.binding
         self.peer = str(sock.getpeername()[0])
@@ -172,7 +172,7 @@ class Channel:
                     if message["kind"] in kinds:
                         return message
                     if message["kind"] != "beat":
-                        raise Nonsense(f"{message['kind']} instead of {' or '.join(kinds)}")
+                        raise ProtocolError(f"{message['kind']} instead of {' or '.join(kinds)}")
                 limit = end if self._rest else min(end, first_end)
                 if (left := limit - time.monotonic()) <= 0:
                     waited = seconds if self._rest or first is None else min(first, seconds)
@@ -206,15 +206,15 @@ class Channel:
         while len(self._rest) >= head:
             (length,) = _HEAD.unpack_from(self._rest)
             if length >> 24 == _TLS:
-                raise Nonsense(f"{self.peer} was not taken in: it uses TLS, and this job does not")
+                raise ProtocolError(f"{self.peer} was not taken in: it uses TLS, and this job does not")
             if length > MAX_MESSAGE:
-                raise Nonsense(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
+                raise ProtocolError(f"a message of {length} bytes; {MAX_MESSAGE} are allowed")
             if len(self._rest) < head + length:
                 return
             proof, body = bytes(self._rest[_HEAD.size : head]), bytes(self._rest[head : head + length])
             del self._rest[: head + length]
             if not hmac.compare_digest(proof, self._proof(self._keys[1], self._received, body)):
-                raise Nonsense("a message that is not the other host's")
+                raise ProtocolError("a message that is not the other host's")
             self._received += 1
             yield checked(body)
 
@@ -232,22 +232,22 @@ def checked(body: bytes) -> Message:
 
     >>> checked(b'{"kind": "start", "slot": "1", "summons": {}}')
     Traceback (most recent call last):
-    manyhands.launcher.joining.channel.Nonsense: start with slot of type str
+    manyhands.launcher.joining.channel.ProtocolError: start with slot of type str
     """
     try:
         message = json.loads(body)
         kind = message.pop("kind")
         shape = SHAPES[kind]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Nonsense("a message of no known kind") from None
+        raise ProtocolError("a message of no known kind") from None
     if set(message) != set(shape):
-        raise Nonsense(f"{kind} with the fields {', '.join(sorted(message)) or 'none'}")
+        raise ProtocolError(f"{kind} with the fields {', '.join(sorted(message)) or 'none'}")
     for name, kinds in shape.items():
         value = message[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
-            raise Nonsense(f"{kind} with {name} of type {type(value).__name__}")
+            raise ProtocolError(f"{kind} with {name} of type {type(value).__name__}")
         if name in _HEX_FIELDS and not _HEX.fullmatch(str(value)):
-            raise Nonsense(f"{kind} with a {name} that is no number")
+            raise ProtocolError(f"{kind} with a {name} that is no number")
     return {"kind": kind, **message}
 
 

@@ -14,23 +14,23 @@ from typing import Any
 
 from ...core import SettingsError, event
 from ...distributed import Device, Unproved
-from ..coordinator import Conductor, End, Here, Meeting, Place
+from ..coordinator import Coordinator, LocalHost, ProcessExit, RankHost, Rendezvous
 from ..engine import AfterLoss
 from ..processes import turn
-from ..rendezvous import Summons
-from .channel import Channel, Limits, Message, Nonsense
-from .handshake import Challenge, Facts
-from .tls import NotTls, Plain
-from .token import Token
+from ..rendezvous import RendezvousInfo
+from .channel import Channel, JoinTimeouts, Message, ProtocolError
+from .handshake import HostFacts, HostVerifier
+from .tls import NoTls, NotTls
+from .token import JoinToken
 
 TELL_SECONDS = 1.0
 """After how long a wait is told."""
 
 
-class There(Place):
+class RemoteHost(RankHost):
     """Another host, at the end of a channel."""
 
-    def __init__(self, channel: Channel, facts: Facts) -> None:
+    def __init__(self, channel: Channel, facts: HostFacts) -> None:
         self.channel, self.facts = channel, facts
         self.host, self.devices = facts.host, facts.placed()
 
@@ -38,7 +38,7 @@ class There(Place):
     def running(self) -> Sequence[int]:
         return self.facts.running
 
-    def start(self, slot: int, summons: Summons) -> None:
+    def start(self, slot: int, summons: RendezvousInfo) -> None:
         self.channel.send("start", slot=slot, summons=_without_key(summons.to_dict()))
 
     def tell(self, slot: int, message: dict[str, Any]) -> None:
@@ -50,29 +50,29 @@ class There(Place):
         self.channel.send("kill", slot=slot)
 
 
-class Desk:
+class JoinListener:
     """Takes hosts in, up to the number that the job is for."""
 
     def __init__(
         self,
         listener: socket.socket,
-        token: Token,
-        mine: Callable[[], Facts],
+        token: JoinToken,
+        mine: Callable[[], HostFacts],
         num_hosts: int,
         say: Callable[[str], None],
         timeout: float,
-        tls: Plain | None = None,
+        tls: NoTls | None = None,
     ) -> None:
-        self._limits, self._tls = Limits(timeout), tls or Plain()
+        self._limits, self._tls = JoinTimeouts(timeout), tls or NoTls()
         self.selector = selectors.DefaultSelector()
         self._listener, self.token, self._mine, self._num_hosts, self._say = listener, token, mine, num_hosts, say
-        self.present: list[There] = []
+        self.present: list[RemoteHost] = []
         self.greetings: list[tuple[str, dict[str, Any]]] = []
         self._is_closed = False
-        self._passes: dict[str, Token] = {}
+        self._passes: dict[str, JoinToken] = {}
         """Of hosts that were taken in once: they come again by these, also when the token has expired."""
-        self.on_arrival: Callable[[There], None] = lambda place: None
-        self._proved: queue.SimpleQueue[Challenge] = queue.SimpleQueue()
+        self.on_arrival: Callable[[RemoteHost], None] = lambda place: None
+        self._proved: queue.SimpleQueue[HostVerifier] = queue.SimpleQueue()
         self._woken, self._wakes = socket.socketpair()
         self._unproved = Unproved()
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -119,7 +119,7 @@ class Desk:
             sock.close()
         self.selector.close()
 
-    def forget(self, place: There) -> None:
+    def forget(self, place: RemoteHost) -> None:
         """A host is gone; it may come again."""
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(place.channel)
@@ -138,7 +138,7 @@ class Desk:
     def _prove(self, sock: socket.socket) -> None:
         """In a thread of its own, so that a stranger who says nothing holds nobody up."""
         try:
-            challenge = Challenge(self._channel(sock), self.token, self._passes, self._mine)
+            challenge = HostVerifier(self._channel(sock), self.token, self._passes, self._mine)
             if self._unproved.remove(sock):
                 self._proved.put(challenge)
                 self._wakes.send(b"!")
@@ -164,7 +164,7 @@ class Desk:
         while not self._proved.empty():
             self._decide(self._proved.get())
 
-    def _decide(self, challenge: Challenge) -> None:
+    def _decide(self, challenge: HostVerifier) -> None:
         facts = challenge.facts
         names = [self._mine().host, *(place.host for place in self.present)]
         if facts.host in names:
@@ -177,7 +177,7 @@ class Desk:
             refused = challenge.refuse("full", told)
         else:
             self._passes[facts.host] = challenge.accept()
-            place = There(challenge.channel, facts)
+            place = RemoteHost(challenge.channel, facts)
             self.present.append(place)
             self._say(f"{facts.host} has joined, {len(names) + 1} of {self._num_hosts} hosts are here")
             for kind, values in self.greetings:
@@ -193,16 +193,16 @@ def _without_key(summons: dict[str, Any]) -> dict[str, Any]:
     return {**summons, "key": ""}
 
 
-class HostsConductor(Conductor):
+class HostsConductor(Coordinator):
     """Conducts ranks on this host and on those that have joined."""
 
     def __init__(
-        self, here: Here, desk: Desk, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
+        self, here: LocalHost, desk: JoinListener, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
     ) -> None:
-        meeting = Meeting(address)
+        meeting = Rendezvous(address)
         super().__init__(here, meeting, after_loss=after_loss, timeout=timeout, unit=unit, selector=desk.selector)
         self._desk = desk
-        self._patience = Limits(timeout).silence
+        self._patience = JoinTimeouts(timeout).silence
         for place in desk.present:
             self._attend(place)
         desk.on_arrival = self._arrive
@@ -226,11 +226,11 @@ class HostsConductor(Conductor):
         self._desk.close(reason.splitlines()[0] if reason else "")
         self._meeting.close()
 
-    def _arrive(self, place: There) -> None:
+    def _arrive(self, place: RemoteHost) -> None:
         self._say(event("notice", text=f"{place.host} is here: it is taken in"))
         self._attend(place)
 
-    def _attend(self, place: There) -> None:
+    def _attend(self, place: RemoteHost) -> None:
         self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
         # Nobody has listened since it came.
         place.channel.heard_at = time.monotonic()
@@ -238,16 +238,16 @@ class HostsConductor(Conductor):
         self._generation = max(self._generation, place.facts.generation)
         self.admit(place)
 
-    def _hear(self, place: There) -> None:
+    def _hear(self, place: RemoteHost) -> None:
         try:
             for message in place.channel.receive():
                 self._take(place, message)
-        except Nonsense as error:
+        except ProtocolError as error:
             self._lose_host(place, f"said {error}")
         except OSError as error:
             self._lose_host(place, f"is gone ({error.strerror or error})")
 
-    def _take(self, place: There, message: Message) -> None:
+    def _take(self, place: RemoteHost, message: Message) -> None:
         kind = message.pop("kind")
         if kind == "event":
             self.heard_event(place, message["slot"], message["entry"])
@@ -258,20 +258,20 @@ class HostsConductor(Conductor):
         elif kind == "failure":
             self.heard_failure(place, message.pop("slot"), message)
         elif kind == "end":
-            self.heard_end(place, message["slot"], End(message["done"], message["text"]))
+            self.heard_end(place, message["slot"], ProcessExit(message["done"], message["text"]))
         elif kind == "stop":
             self.stop()
         elif kind == "leave":
             self._lose_host(place, f"has left: {message['reason']}")
         elif kind != "beat":
-            raise Nonsense(f"{kind} to the host that conducts")
+            raise ProtocolError(f"{kind} to the host that conducts")
 
-    def _lose_host(self, place: There, reason: str) -> None:
+    def _lose_host(self, place: RemoteHost, reason: str) -> None:
         if place in self._desk.present:
             self._desk.forget(place)
             self.dismiss(place, reason)
 
 
-def all_devices(here: Sequence[Device], desk: Desk) -> list[Device]:
+def all_devices(here: Sequence[Device], desk: JoinListener) -> list[Device]:
     """Those of all hosts, in the order of ranks."""
     return [*here, *(device for place in desk.present for device in place.devices)]

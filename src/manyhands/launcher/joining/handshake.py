@@ -16,7 +16,7 @@ import torch
 from ...core import SettingsError
 from ...distributed import FIRST_SECONDS, Device, this_host
 from .channel import Channel, Message
-from .token import Token
+from .token import JoinToken
 
 Refusal = Literal["token", "differs", "present", "full", "tls"]
 """Why a host is not taken in: it has another token, it is not like the others, its name is taken, all places are, its
@@ -25,14 +25,14 @@ MAX_SKEW = 60.0
 """Seconds by which clocks may differ: events of all hosts stand in one log."""
 
 
-class Refused(SettingsError):
+class JoinRefused(SettingsError):
     """The first host does not take this one in."""
 
     code: str = ""
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """What a host says of itself when it joins."""
 
     host: str
@@ -56,7 +56,7 @@ class Facts:
         running: Sequence[int] = (),
         generation: int = -1,
         host: str | None = None,
-    ) -> Facts:
+    ) -> HostFacts:
         """Of this host, now."""
         said = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
         return cls(
@@ -72,7 +72,7 @@ class Facts:
         )
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Facts:
+    def read(cls, values: dict[str, Any]) -> HostFacts:
         """Checked data of another host."""
         try:
             facts = cls(**values)
@@ -98,7 +98,7 @@ class Facts:
             Device(str(d["kind"]), int(d["index"]), self.host, float(d["share"]), int(d["slot"])) for d in self.devices
         ]
 
-    def differences(self, other: Facts) -> str:
+    def differences(self, other: HostFacts) -> str:
         """What keeps two hosts from working together, with the remedy; empty where nothing does."""
         for name in ("manyhands", "torch", "python"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -117,10 +117,12 @@ class Facts:
         return ""
 
 
-class Challenge:
+class HostVerifier:
     """The conducting side: lets a host prove itself, hears what it is, and takes it in or not."""
 
-    def __init__(self, channel: Channel, token: Token, passes: Mapping[str, Token], mine: Callable[[], Facts]) -> None:
+    def __init__(
+        self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], mine: Callable[[], HostFacts]
+    ) -> None:
         """`passes` are those of hosts that were in before, which need no token any more."""
         self.channel = channel
         self._nonce = secrets.token_hex(16)
@@ -137,7 +139,7 @@ class Challenge:
             self._key = token
         else:
             raise self.refuse("token", "its token is not that of this job, or is expired: copy the first host's file")
-        self.facts = Facts.read(answer["facts"])
+        self.facts = HostFacts.read(answer["facts"])
         if told := mine().differences(self.facts):
             raise self.refuse("differs", told)
 
@@ -146,7 +148,7 @@ class Challenge:
         self.channel.send("refused", code=code, reason=reason)
         return SettingsError(f"{self.channel.peer} was not taken in: {reason}")
 
-    def accept(self) -> Token:
+    def accept(self) -> JoinToken:
         """Takes it in, and proves that this is not somebody who only listens at the address; its pass from now on."""
         self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce, *self.channel.binding))
         _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
@@ -154,7 +156,7 @@ class Challenge:
         return self._key if self._key is self._pass else _pass(self._key, self._nonce, self._theirs)
 
 
-def introduce(channel: Channel, token: Token, mine: Facts, known: Token | None = None) -> Token:
+def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinToken | None = None) -> JoinToken:
     """The joining side: proves itself, and hears that it is in; the pass by which it may come again.
 
     A token may expire while a job runs, and a host of that job must still be able to come back. `known` is its pass.
@@ -183,17 +185,17 @@ def _heard(channel: Channel, kind: str) -> Message:
     """What the first host says; raises where it does not take this one in."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
-        refused = Refused(f"{channel.peer} does not take this host in: {answer['reason']}")
+        refused = JoinRefused(f"{channel.peer} does not take this host in: {answer['reason']}")
         refused.code = answer["code"]
         raise refused
     return answer
 
 
-def _pass(token: Token, first: str, second: str) -> Token:
+def _pass(token: JoinToken, first: str, second: str) -> JoinToken:
     """What only the two hosts of a connection can make, for as long as their programs run."""
-    return Token(bytes.fromhex(token.prove("pass", first, second)))
+    return JoinToken(bytes.fromhex(token.prove("pass", first, second)))
 
 
-def _seal(channel: Channel, token: Token, first: str, second: str, *, is_first: bool) -> None:
+def _seal(channel: Channel, token: JoinToken, first: str, second: str, *, is_first: bool) -> None:
     keys = [bytes.fromhex(token.prove("key", side, first, second)) for side in ("first", "second")]
     channel.seal(*(keys if is_first else reversed(keys)))

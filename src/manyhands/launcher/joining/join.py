@@ -24,18 +24,18 @@ from ...distributed import (
     resolve_host,
     this_host,
 )
-from ..coordinator import Here
-from ..engine import AfterLoss, Job
+from ..coordinator import LocalHost
+from ..engine import AfterLoss, RunningJob
 from ..local import LocalEngine
 from ..pickles import pack
 from ..rank import Assignment
 from .agent import Agent
-from .channel import Channel, Limits, Message, Nonsense
-from .desk import TELL_SECONDS, Desk, HostsConductor, all_devices
-from .handshake import Facts, Refused, introduce
+from .channel import Channel, JoinTimeouts, Message, ProtocolError
+from .desk import TELL_SECONDS, HostsConductor, JoinListener, all_devices
+from .handshake import HostFacts, JoinRefused, introduce
 from .probing import answer, candidates, chosen, probe, said
-from .tls import Plain, tls_here
-from .token import Token, token_here
+from .tls import NoTls, tls_here
+from .token import JoinToken, token_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Join:
         if not isinstance(self.hosts, int) or self.hosts < 1:
             raise SettingsError("hosts is a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more")
 
-    def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> Team:
+    def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> JoinedHosts:
         """Waits until all hosts are here, and says who this one is among them."""
         name, port = parse_endpoint(self.address)
         token, tls = token_here(self.token_file), tls_here(self.tls)
@@ -90,7 +90,7 @@ class Join:
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
             say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
             return Other(_First(address, port, token, tls, taken), beside, timeout, say)
-        return First(Desk(listener, token, facts, self.hosts, say, timeout, tls), devices, address)
+        return First(JoinListener(listener, token, facts, self.hosts, say, timeout, tls), devices, address)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class _FactsOf:
     devices: Sequence[Device]
     work: str
 
-    def __call__(self, running: Sequence[int] = (), generation: int = -1) -> Facts:
-        return Facts.here(self.devices, self.work, running, generation, self.host)
+    def __call__(self, running: Sequence[int] = (), generation: int = -1) -> HostFacts:
+        return HostFacts.here(self.devices, self.work, running, generation, self.host)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class _First:
 
     address: str
     port: int
-    token: Token
-    tls: Plain
+    token: JoinToken
+    tls: NoTls
     taken: PortTaken | None = None
     """Where it is a program on this machine that holds the port, whoever that may be."""
 
@@ -118,7 +118,7 @@ class _First:
         return f"{self.address}:{self.port}"
 
 
-class Team(ABC):
+class JoinedHosts(ABC):
     """The hosts of a job, as one of them sees it."""
 
     is_first = True
@@ -136,7 +136,7 @@ class Team(ABC):
     @abstractmethod
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
-    ) -> Job:
+    ) -> RunningJob:
         """Starts this host's ranks, which become one world with those of the others, in groups of `unit`."""
 
     @abstractmethod
@@ -144,10 +144,10 @@ class Team(ABC):
         """Leaves; nothing is left to do where a job has ended."""
 
 
-class First(Team):
+class First(JoinedHosts):
     """The host that conducts."""
 
-    def __init__(self, desk: Desk, devices: Sequence[Device], address: str) -> None:
+    def __init__(self, desk: JoinListener, devices: Sequence[Device], address: str) -> None:
         self._desk, self._address = desk, address
         self.here = [replace(device, host=this_host()) for device in devices]
         try:
@@ -168,10 +168,10 @@ class First(Team):
 
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
-    ) -> Job:
+    ) -> RunningJob:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
-            here = Here(this_host(), self.here, engine.warm_up(), parcel)
+            here = LocalHost(this_host(), self.here, engine.warm_up(), parcel)
             job = HostsConductor(here, self._desk, self._address, after_loss=after_loss, timeout=timeout, unit=unit)
             job.call()
             return job
@@ -182,7 +182,7 @@ class First(Team):
         self._desk.close(reason)
 
 
-class Other(Team):
+class Other(JoinedHosts):
     """A host that joins."""
 
     is_first = False
@@ -190,7 +190,7 @@ class Other(Team):
     def __init__(self, first: _First, facts: _FactsOf, timeout: float, say: Callable[[str], None]) -> None:
         self._first, self._facts, self._timeout, self._say = first, facts, timeout, say
         self.here = [replace(device, host=facts.host) for device in facts.devices]
-        self._known: Token | None = None
+        self._known: JoinToken | None = None
         self._channel = self._connect()
         try:
             while (message := self._wait_for("begin", "probe"))["kind"] == "probe":
@@ -207,7 +207,7 @@ class Other(Team):
         while True:
             try:
                 return self._join([], -1)
-            except Refused as error:
+            except JoinRefused as error:
                 if self._first.taken is not None and error.code == "token":
                     raise SettingsError(
                         self._first.taken.rule,
@@ -216,7 +216,7 @@ class Other(Team):
                     ) from None
                 raise
             except (OSError, RunError) as error:
-                if self._first.taken is not None and isinstance(error, TimeoutError | Nonsense):
+                if self._first.taken is not None and isinstance(error, TimeoutError | ProtocolError):
                     # It does not speak as our first hosts do.
                     raise self._first.taken from None
                 if time.monotonic() > end:
@@ -231,7 +231,7 @@ class Other(Team):
                 time.sleep(0.3)
 
     def _join(self, running: list[int], generation: int) -> Channel:
-        limits = Limits(self._timeout)
+        limits = JoinTimeouts(self._timeout)
         sock = socket.create_connection((self._first.address, self._first.port), timeout=limits.connection)
         try:
             channel = Channel(sock, limits, self._first.tls.cover(sock, limits, is_first=False))
@@ -260,7 +260,7 @@ class Other(Team):
 
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
-    ) -> Job:
+    ) -> RunningJob:
         parcel = pack(Assignment.here(fn, self.here, timeout, after_loss == "regroup"))
         try:
             token = self._first.token

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ...distributed import Link, measured, our_addresses, serving
-from .channel import Channel, Message, Nonsense
+from ...distributed import MeasuredLink, measured, our_addresses, serving
+from .channel import Channel, Message, ProtocolError
 
 MAX_MEASURED = 8
 """Hosts that measure, one after the other; the rest take the way that was best for these."""
@@ -36,15 +36,15 @@ def candidates(joined: str) -> list[str]:
     return [joined, *others]
 
 
-def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[Link]:
+def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[MeasuredLink]:
     """What the other hosts measure, one after the other; one that cannot say is passed over."""
-    found: list[Link] = []
+    found: list[MeasuredLink] = []
     with serving(list(addresses), secrets.token_bytes(16)) as (ways, token):
         for channel in channels[:MAX_MEASURED]:
             channel.send("probe", ways=[list(way) for way in ways], key=token.hex())
             try:
                 found += _links(channel.wait_for("links", seconds=ANSWER_SECONDS)["found"])
-            except (OSError, Nonsense):
+            except (OSError, ProtocolError):
                 continue
     return found
 
@@ -56,7 +56,7 @@ def answer(channel: Channel, asked: Message, host: str) -> None:
     channel.send("links", found=[[x.host, x.interface, x.address, x.seconds, x.bytes_per_second] for x in found])
 
 
-def chosen(links: Sequence[Link], joined: str) -> str:
+def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
     """The address whose slowest way is the fastest; the one where hosts joined, unless another is clearly better.
 
     >>> ways = [Link("b", "eth0", "10.0.0.1", 1e-4, 1e6), Link("b", "eth1", "10.1.0.1", 1e-4, 1e9)]
@@ -73,13 +73,13 @@ def chosen(links: Sequence[Link], joined: str) -> str:
     return best if rates.get(best, 0.0) > MARGIN * rates.get(joined, 0.0) else joined
 
 
-def said(links: Sequence[Link], address: str) -> list[str]:
+def said(links: Sequence[MeasuredLink], address: str) -> list[str]:
     """A line per way, with the one that is used marked."""
     return [f"{link}{', chosen' if link.address == address else ''}" for link in links]
 
 
-def _links(values: list[Any]) -> list[Link]:
+def _links(values: list[Any]) -> list[MeasuredLink]:
     try:
-        return [Link(str(h), str(i), str(a), float(s), float(rate)) for h, i, a, s, rate in values]
+        return [MeasuredLink(str(h), str(i), str(a), float(s), float(rate)) for h, i, a, s, rate in values]
     except (TypeError, ValueError):
-        raise Nonsense("links of another shape") from None
+        raise ProtocolError("links of another shape") from None

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ...core import SettingsError
 from ...distributed import FIRST_SECONDS
-from .channel import Bare, Limits, Nonsense
-from .handshake import Refused
+from .channel import Bare, JoinTimeouts, ProtocolError
+from .handshake import JoinRefused
 
 CERTIFICATE, KEY, SIGNER = "tls.crt", "tls.key", "ca.crt"
 """The names that secrets of Kubernetes have."""
@@ -27,23 +27,23 @@ _RECORDS = range(20, 24)
 """First bytes of what TLS sends."""
 
 
-class NotTls(Nonsense):
+class NotTls(ProtocolError):
     """The other side does not speak TLS."""
 
 
-class Plain:
+class NoTls:
     """Joining without TLS: messages are sealed by the token, and can be read on the way."""
 
     def check(self) -> None:
         """Whether what it needs is there."""
 
-    def cover(self, sock: socket.socket, limits: Limits, *, is_first: bool) -> Bare:
+    def cover(self, sock: socket.socket, limits: JoinTimeouts, *, is_first: bool) -> Bare:
         """What lies over a connection; `is_first` on the side of the host that others join."""
         return Bare()
 
 
 @dataclass(frozen=True)
-class Tls(Plain):
+class JoinTls(NoTls):
     """The files are read for every connection, so that certificates may be renewed while a job runs."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Tls(Plain):
                 remedy="make or renew it, with the same signer on every host",
             ) from None
 
-    def cover(self, sock: socket.socket, limits: Limits, *, is_first: bool) -> Bare:
+    def cover(self, sock: socket.socket, limits: JoinTimeouts, *, is_first: bool) -> Bare:
         return Tunnel(sock, self._context(is_first=is_first), limits, self._mark() if is_first else "")
 
     def _context(self, *, is_first: bool) -> ssl.SSLContext:
@@ -102,7 +102,7 @@ class Tls(Plain):
 class Tunnel(Bare):
     """TLS over a socket that somebody else reads and writes, one thread each."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: Limits, mark: str) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: JoinTimeouts, mark: str) -> None:
         """`mark` is that of the first host's own certificate; empty on the other side, which is shown it."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=bool(mark))
@@ -116,7 +116,7 @@ class Tunnel(Bare):
         shown = self._tls.getpeercert(binary_form=True) or b""
         self.binding = (mark or hashlib.sha256(shown).hexdigest(),)
 
-    def _shake_hands(self, sock: socket.socket, limits: Limits, *, speaks_first: bool) -> None:
+    def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, speaks_first: bool) -> None:
         end = time.monotonic() + limits.answer
         # Somebody without TLS waits for our first word, and shall hear of it while he does.
         patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
@@ -163,7 +163,7 @@ class Tunnel(Bare):
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise Nonsense(f"no TLS ({_reason(error)})") if self._is_proved else self._refused(error) from None
+                raise ProtocolError(f"no TLS ({_reason(error)})") if self._is_proved else self._refused(error) from None
         self._is_proved = self._is_proved or bool(found)
         return found
 
@@ -176,7 +176,7 @@ class Tunnel(Bare):
             remedy="start the first host with tls= too, or leave it away here",
         )
 
-    def _refused(self, error: ssl.SSLError) -> Refused:
+    def _refused(self, error: ssl.SSLError) -> JoinRefused:
         """Whose certificate it is about: this side found fault with the other's, or was told so."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return _refusal(
@@ -191,8 +191,8 @@ class Tunnel(Bare):
         )
 
 
-def _refusal(rule: str, *, got: str, remedy: str) -> Refused:
-    refused = Refused(rule, got=got, remedy=remedy)
+def _refusal(rule: str, *, got: str, remedy: str) -> JoinRefused:
+    refused = JoinRefused(rule, got=got, remedy=remedy)
     refused.code = "tls"
     return refused
 
@@ -203,6 +203,6 @@ def _reason(error: OSError) -> str:
     return str(words).lower().replace("_", " ")
 
 
-def tls_here(folder: str) -> Plain:
+def tls_here(folder: str) -> NoTls:
     """What lies over connections between hosts; nothing where no folder is named."""
-    return Tls(Path(folder)) if folder else Plain()
+    return JoinTls(Path(folder)) if folder else NoTls()

@@ -20,7 +20,7 @@ _EXPIRES = "expires "
 
 
 @dataclass(frozen=True)
-class Token:
+class JoinToken:
     """What hosts that join a job have in common."""
 
     secret: bytes = field(repr=False)
@@ -58,7 +58,7 @@ def write_token(path: Path, hours: float | None = None) -> None:
         text.write(f"{secrets.token_hex(32)}\n{limit}")
 
 
-def token_here(file: str) -> Token:
+def token_here(file: str) -> JoinToken:
     """The token of a file, or of the environment where none is named."""
     if file:
         return read_token(Path(file))
@@ -69,10 +69,10 @@ def token_here(file: str) -> Token:
             got=f"one of {len(text)}" if text else "none",
             remedy=f"run export {TOKEN_VARIABLE}=$(openssl rand -hex 32) before they start, the same value on all",
         )
-    return Token(text.encode())
+    return JoinToken(text.encode())
 
 
-def read_token(path: Path) -> Token:
+def read_token(path: Path) -> JoinToken:
     """The token of a file; one that others could have read is none."""
     make = f"make one with: manyhands token {path}, and copy it to every host"
     try:
@@ -91,7 +91,7 @@ def read_token(path: Path) -> Token:
     limits = [word.removeprefix(_EXPIRES) for word in words[1:] if word.startswith(_EXPIRES)]
     if limits and not limits[0].isdecimal():
         raise SettingsError("a token expires at a number of seconds", got=repr(limits[0]), remedy=make)
-    token = Token(words[0].strip().encode(), float(limits[0]) if limits else None)
+    token = JoinToken(words[0].strip().encode(), float(limits[0]) if limits else None)
     if token.is_expired:
         raise SettingsError(
             "a token must not be expired", got=str(path), remedy=make.replace("make one", "make a new one")

@@ -2,11 +2,11 @@
 
 from .hosts_file import HostsFile, is_hosts_file
 from .registry import CHOICE, RESOLVERS, understood
-from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Host, Resolver, Standing, expand
+from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster, Resolver, Standing, expand
 
 __all__ = [
     "understood",
-    "Cluster",
+    "ResolvedCluster",
     "Host",
     "Standing",
     "Resolver",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Host, Resolver, port_of
+from .resolver import Environ, Host, ResolvedCluster, Resolver, port_of
 
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_.-]+)(?::(?P<colon>\d+))?(?:\s+(?:slots|max_slots|devices)\s*=\s*(?P<slots>\d+))?"
@@ -36,7 +36,7 @@ class HostsFile(Resolver):
     def is_present(self, environ: Environ) -> bool:
         return self.path.is_file()
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         hosts = tuple(self._hosts())
         here = [index for index, host in enumerate(hosts) if self._is_here(host.name)]
         if len(here) != 1:
@@ -44,7 +44,7 @@ class HostsFile(Resolver):
             raise SettingsError(
                 f"{self.name} names this machine once", got=got, remedy="write its name or an address of it there, once"
             )
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=hosts,
             here=here[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Resolver, named, number, port_of
+from .resolver import Environ, ResolvedCluster, Resolver, named, number, port_of
 
 NUM_HOSTS = "MANYHANDS_HOSTS"
 """How many pods a JobSet has; our manifest sets it, since Kubernetes tells a pod its own number only."""
@@ -17,7 +17,7 @@ class Kubernetes(Resolver):
     def is_present(self, environ: Environ) -> bool:
         return "PET_NNODES" in environ or ("JOB_COMPLETION_INDEX" in environ and NUM_HOSTS in environ)
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         is_kubeflow = "PET_NNODES" in environ
         address = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
         if not address:
@@ -28,7 +28,7 @@ class Kubernetes(Resolver):
             )
         _require_one_master(environ)
         num_hosts = _num_pods(environ) if is_kubeflow else number(environ, NUM_HOSTS)
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=named(num_hosts, {0: address}, _num_ranks(environ)),
             here=number(environ, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Resolver, Standing, named, number, port_of
+from .resolver import Environ, ResolvedCluster, Resolver, Standing, named, number, port_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,7 +16,7 @@ class Mpi(Resolver):
     def is_present(self, environ: Environ) -> bool:
         return "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "PMI_SIZE" in environ)
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         standing = Standing(
             rank=number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
             size=number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -33,7 +33,7 @@ class Mpi(Resolver):
             )
         num_hosts = 1 if is_one_host else -(-standing.size // standing.local_size)
         alike = standing.local_size if num_hosts * standing.local_size == standing.size else None
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=named(num_hosts, {0: address}, alike),
             here=min(standing.rank // standing.local_size, num_hosts - 1),

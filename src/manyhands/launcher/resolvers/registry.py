@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...core import SettingsError
 from .kubernetes import Kubernetes
 from .mpi import Mpi
-from .resolver import Cluster, Environ, Resolver
+from .resolver import Environ, ResolvedCluster, Resolver
 from .slurm import Slurm
 from .tf_config import TfConfig
 from .torchrun import Torchrun
@@ -20,7 +20,7 @@ CHOICE = "MANYHANDS_CLUSTER"
 """Names the source to believe where several contradict each other."""
 
 
-def understood(environ: Environ | None = None) -> Cluster | None:
+def understood(environ: Environ | None = None) -> ResolvedCluster | None:
     """The cluster that this process was started in; None in a program that was started by hand.
 
     >>> understood({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).source
@@ -43,7 +43,7 @@ def understood(environ: Environ | None = None) -> Cluster | None:
     return replace(first, warnings=(*first.warnings, *also)) if also else first
 
 
-def _require_agreement(inner: Cluster, outer: Cluster) -> None:
+def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
     """An outer source may know hosts only where the inner one knows ranks, but not others, nor another first one."""
     remedy = f"set {CHOICE}={inner.source} or {outer.source} to say which one counts, or clear the other's variables"
     if outer.num_hosts != inner.num_hosts and outer.size != inner.size and outer.num_hosts > 1:
@@ -60,7 +60,7 @@ def _require_agreement(inner: Cluster, outer: Cluster) -> None:
         )
 
 
-def _counted(cluster: Cluster) -> str:
+def _counted(cluster: ResolvedCluster) -> str:
     ranks = f", {cluster.size} ranks" if cluster.size is not None else ""
     return f"{cluster.num_hosts} host{'s' * (cluster.num_hosts != 1)}{ranks} by {cluster.source}"
 

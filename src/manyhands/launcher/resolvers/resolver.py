@@ -51,7 +51,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ResolvedCluster:
     """Who works together, as understood from one source."""
 
     source: str
@@ -103,7 +103,7 @@ class Resolver(ABC):
         """Whether this environment was made by it."""
 
     @abstractmethod
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         """The cluster that it describes; raises where that makes no sense."""
 
 
@@ -153,7 +153,7 @@ def _require_few(count: int) -> None:
         )
 
 
-def _require_numbers(cluster: Cluster) -> None:
+def _require_numbers(cluster: ResolvedCluster) -> None:
     source, count, standing = cluster.source, cluster.num_hosts, cluster.standing
     if not 0 <= cluster.here < count:
         raise SettingsError(

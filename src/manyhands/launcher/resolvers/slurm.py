@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ...core import SettingsError
-from .resolver import Cluster, Environ, Host, Resolver, Standing, expand, number, port_of
+from .resolver import Environ, Host, ResolvedCluster, Resolver, Standing, expand, number, port_of
 
 _LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -21,7 +21,7 @@ class Slurm(Resolver):
     def is_present(self, environ: Environ) -> bool:
         return "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         names = _names(environ)
         if "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ:
             return self._batch_script(environ, names)
@@ -37,7 +37,7 @@ class Slurm(Resolver):
         num_gpus = _num_gpus(environ)
         # A task alone on its host starts a rank per device itself, where there are several.
         is_host = num_tasks == 1 or (num_gpus > 1 and set(counts) == {1})
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=tuple(
                 Host(name, (num_gpus or None) if is_host else count) for name, count in zip(names, counts, strict=True)
@@ -50,13 +50,13 @@ class Slurm(Resolver):
             variables=tuple(n for n in ("SLURM_PROCID", *_LISTS, *_TASKS) if n in environ),
         )
 
-    def _batch_script(self, environ: Environ, names: list[str]) -> Cluster:
+    def _batch_script(self, environ: Environ, names: list[str]) -> ResolvedCluster:
         """The script that sbatch runs is one process on the first host, whatever the job has."""
         warning = (
             f"the job has {len(names)} hosts ({', '.join(names)}), but srun did not start this process: it is alone on "
             f"{names[0]}; write srun before the command"
         )
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=(Host(names[0]),),
             here=0,

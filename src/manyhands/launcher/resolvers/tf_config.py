@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ...core import SettingsError
-from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Cluster, Environ, Host, Resolver
+from .resolver import CHIEF, EVALUATOR, SERVER, WORKER, Environ, Host, ResolvedCluster, Resolver
 
 _ROLES = (CHIEF, "master", WORKER, SERVER, EVALUATOR)
 _REMEDY = (
@@ -22,7 +22,7 @@ class TfConfig(Resolver):
     def is_present(self, environ: Environ) -> bool:
         return bool(environ.get("TF_CONFIG", "").strip()) and environ["TF_CONFIG"].strip() != "{}"
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         config = _parsed(environ["TF_CONFIG"])
         tasks = _tasks(config)
         role, index = _task(config)
@@ -36,7 +36,7 @@ class TfConfig(Resolver):
         hosts = tuple(host for name in (CHIEF, WORKER, SERVER, EVALUATOR) for _, host in tasks.get(name, []))
         if hosts[0].role not in (CHIEF, WORKER):
             raise SettingsError("a TF_CONFIG has a chief or a worker", got=", ".join(tasks), remedy=_REMEDY)
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=hosts,
             here=hosts.index(mine),

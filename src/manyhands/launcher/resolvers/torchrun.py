@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core import SettingsError
 from .kubernetes import Kubernetes
-from .resolver import Cluster, Environ, Resolver, Standing, named, number, port_of
+from .resolver import Environ, ResolvedCluster, Resolver, Standing, named, number, port_of
 
 
 class Torchrun(Resolver):
@@ -17,7 +17,7 @@ class Torchrun(Resolver):
         # Kubeflow sets the same two variables for a pod, which may hold several ranks.
         return has_rank and ("LOCAL_RANK" in environ or not Kubernetes().is_present(environ))
 
-    def read(self, environ: Environ) -> Cluster:
+    def read(self, environ: Environ) -> ResolvedCluster:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise SettingsError(
@@ -35,7 +35,7 @@ class Torchrun(Resolver):
         num_hosts = number(environ, "GROUP_WORLD_SIZE", default=max(1, standing.size // max(1, standing.local_size)))
         here = number(environ, "GROUP_RANK", default=min(standing.rank // max(1, standing.local_size), num_hosts - 1))
         alike = standing.local_size if num_hosts * standing.local_size == standing.size else None
-        return Cluster(
+        return ResolvedCluster(
             source=self.name,
             hosts=named(num_hosts, {0: environ["MASTER_ADDR"]}, alike),
             here=here,

@@ -5,7 +5,7 @@ from .health_grpc import Health
 from .management import Management
 from .open_inference_grpc import OpenInferenceGrpc
 from .open_inference_rest import OpenInferenceRest
-from .protocol import Desk, RestProtocol
+from .protocol import InferenceGateway, RestProtocol
 from .tensorflow_grpc import PredictionService
 from .tensorflow_models_grpc import ModelService
 from .tensorflow_rest import TensorflowRest
@@ -20,7 +20,7 @@ __all__ = [
     "GrpcService",
     "GrpcListener",
     "Method",
-    "Desk",
+    "InferenceGateway",
     "TensorflowRest",
     "OpenInferenceRest",
     "Management",

@@ -19,10 +19,10 @@ from ...core import RequestRefused
 from ..batcher import Arrays, Ticket
 from ..http import BadRequest
 from ..limits import Bodies, Limits
-from ..security import Tls, Token
+from ..security import AccessToken, ServingTls
 from ..version import Version
 from .messages import require_light
-from .protocol import KEY, NOT_HERE, STATUS, TRACE, Desk
+from .protocol import KEY, NOT_HERE, STATUS, TRACE, InferenceGateway
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 SHED_SECONDS = 0.05
@@ -40,7 +40,7 @@ class GrpcService(ABC):
     managing: Collection[str] = ()
     """The methods that change what is served; only a management listener has them."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: InferenceGateway) -> None:
         self.desk = desk
 
     @abstractmethod
@@ -160,9 +160,9 @@ class GrpcListener:
     def __init__(
         self,
         services: Sequence[GrpcService],
-        token: Token,
+        token: AccessToken,
         limits: Limits,
-        tls: Tls | None = None,
+        tls: ServingTls | None = None,
         *,
         manages: bool = False,
         closed: str = "",

@@ -20,7 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedOutputs:
     """How an answer is wished for: which outputs, each as bytes or as JSON; by when, and how urgently."""
 
     id: str | None
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """Where an input's numbers lie in the bytes behind the text, and what they are."""
 
     name: str
@@ -51,8 +51,8 @@ class Span:
 class Head:
     """A text that was read and found good."""
 
-    wanted: Wanted
-    spans: Sequence[Span]
+    wanted: RequestedOutputs
+    spans: Sequence[TensorSpan]
 
     def inputs(self, raw: memoryview) -> dict[str, Array]:
         """The arrays of a request, not copied."""
@@ -61,7 +61,7 @@ class Head:
         }
 
 
-class Heads:
+class RequestHeads:
     """The heads of each version."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Heads:
         return None if heads is None else heads.get((text, num_raw))
 
     def keep(
-        self, version: Version, text: bytes, order: Iterable[str], inputs: Mapping[str, Array], wanted: Wanted
+        self, version: Version, text: bytes, order: Iterable[str], inputs: Mapping[str, Array], wanted: RequestedOutputs
     ) -> None:
         """Remembers a text, with inputs that all lie behind it in this order."""
         if wanted.id:
@@ -82,7 +82,7 @@ class Heads:
         spans, start = {}, 0
         for name in order:
             array = inputs[name]
-            spans[name] = Span(name, start, start + array.nbytes, array.dtype, array.shape)
+            spans[name] = TensorSpan(name, start, start + array.nbytes, array.dtype, array.shape)
             start += array.nbytes
         heads = self._heads.setdefault(version, {})
         if len(heads) < _MAX_HEADS:

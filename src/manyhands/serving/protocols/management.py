@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ...core import ManyhandsError, RequestRefused
-from ..catalogue import Share
+from ..catalogue import TrafficShare
 from ..http import BadRequest, Request
 from ..limits import Limits
 from ..version import Version
-from .protocol import Desk, RestProtocol, answer_failure, dump_json, parse_json, require_method, shown
+from .protocol import InferenceGateway, RestProtocol, answer_failure, dump_json, parse_json, require_method, shown
 
 PATH = re.compile(r"/(?:manage|v2/repository)/models/(?P<name>[^/]+)/(?P<act>load|unload|rollback|label|split)")
 MAX_WEIGHT = 1e9
@@ -24,7 +24,7 @@ class Management(RestProtocol):
 
     prefix = "/manage"
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: InferenceGateway) -> None:
         super().__init__(desk)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -103,7 +103,9 @@ class Management(RestProtocol):
             if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
                 rule = f'shares are {{"model"?, "version"?, "weight"}}, with weights from 0 to {MAX_WEIGHT:g}'
                 raise RequestRefused("INVALID_ARGUMENT", f"{rule}, but got {shown(weight, 20)}")
-            shares.append(Share(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight)))
+            shares.append(
+                TrafficShare(shown(one.get("model") or name, 256), _number(one.get("version")), float(weight))
+            )
         self.desk.catalogue.set_split(name, shares)
         return {"shares": [vars(share) for share in shares]}
 

@@ -24,8 +24,8 @@ from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
 from ..parsing import INLINE
 from ..version import Version
-from .heads import MAX_BYTES, Heads, Wanted
-from .protocol import KEY, NOT_HERE, TRACE, Desk, RestProtocol, dump_json, parse_json, require_method, shown
+from .heads import MAX_BYTES, RequestedOutputs, RequestHeads
+from .protocol import KEY, NOT_HERE, TRACE, InferenceGateway, RestProtocol, dump_json, parse_json, require_method, shown
 
 PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?:/(?P<verb>infer|ready|config|stats))?/?"
@@ -43,9 +43,9 @@ class OpenInferenceRest(RestProtocol):
 
     prefix = "/v2"
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: InferenceGateway) -> None:
         super().__init__(desk)
-        self._heads = Heads()
+        self._heads = RequestHeads()
 
     def handle(self, request: Request) -> None:
         path = request.path
@@ -109,7 +109,7 @@ class OpenInferenceRest(RestProtocol):
             self._ask(request, version, head.inputs(raw), head.wanted)
             return
 
-        def ask(read: tuple[dict[str, Array], Wanted, list[str] | None]) -> None:
+        def ask(read: tuple[dict[str, Array], RequestedOutputs, list[str] | None]) -> None:
             inputs, wanted, order = read
             if order is not None and len(raw) and size <= MAX_BYTES:
                 self._heads.keep(version, text, order, inputs, wanted)
@@ -119,7 +119,7 @@ class OpenInferenceRest(RestProtocol):
         args = text, bytes(raw) if size > INLINE else raw, subject, limits.json, limits.values, limits.body
         self.read_then(request, text, ask, read_request, *args)
 
-    def _ask(self, request: Request, version: Version, inputs: dict[str, Array], wanted: Wanted) -> None:
+    def _ask(self, request: Request, version: Version, inputs: dict[str, Array], wanted: RequestedOutputs) -> None:
         def then(ticket: Ticket) -> None:
             if ticket.refusal is not None:
                 self.refuse(request, ticket.refusal)
@@ -147,7 +147,7 @@ class Subject:
 
 def read_request(
     text: bytes, raw: Body, version: Subject, json: int, values: int, body: int
-) -> tuple[dict[str, Array], Wanted, list[str] | None]:
+) -> tuple[dict[str, Array], RequestedOutputs, list[str] | None]:
     """A request's numbers, how its answer is wished for, and the order of its inputs where all of them are binary.
 
     The last three arguments are the limits of that name.
@@ -465,7 +465,7 @@ def _from_json(data: Any, name: str, shape: tuple[int, ...], spec: TensorSpec) -
     return array.reshape(shape)
 
 
-def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Wanted:
+def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> RequestedOutputs:
     """Which outputs, and how; all of them as JSON where nothing is said; by when, and how urgently."""
     parameters = value.get("parameters")
     binary = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False
@@ -475,7 +475,7 @@ def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Wanted:
     listed = value.get("outputs")
     timeout, priority = read_parameters(value)
     if listed is None or listed == []:
-        return Wanted(identity, dict.fromkeys(version.signature.outputs, binary), timeout, priority)
+        return RequestedOutputs(identity, dict.fromkeys(version.signature.outputs, binary), timeout, priority)
     outputs: dict[str, bool] = {}
     if not isinstance(listed, list):
         raise BadRequest(400, "Unable to parse 'outputs': it must be an array")
@@ -489,7 +489,7 @@ def read_wanted(value: Mapping[str, Any], version: Version | Subject) -> Wanted:
         if own.get("classification"):
             raise RequestRefused("UNIMPLEMENTED", "the classification extension is not served")
         outputs[name] = bool(own.get("binary_data", binary))
-    return Wanted(identity, outputs, timeout, priority)
+    return RequestedOutputs(identity, outputs, timeout, priority)
 
 
 def require_few_outputs(num: int, version: Version | Subject) -> None:
@@ -519,7 +519,7 @@ def _whole(name: str, value: object) -> int:
     return value
 
 
-def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: Wanted) -> None:
+def answer(request: Request, version: Version, outputs: Mapping[str, Array], wanted: RequestedOutputs) -> None:
     """Writes the outputs that were asked for, bytes behind the JSON."""
     arrays = [np.ascontiguousarray(outputs[name]) for name in wanted.outputs]
     shapes = tuple([array.shape for array in arrays])
@@ -535,7 +535,7 @@ def answer(request: Request, version: Version, outputs: Mapping[str, Array], wan
         _send(request, text, b"application/json", b"")
 
 
-def _written(version: Version, wanted: Wanted, arrays: Iterable[Array]) -> tuple[bytes, list[Array]]:
+def _written(version: Version, wanted: RequestedOutputs, arrays: Iterable[Array]) -> tuple[bytes, list[Array]]:
     """An answer's JSON, and what goes behind it as bytes."""
     listed, blobs, is_plain = [], [], True
     for (name, binary), array in zip(wanted.outputs.items(), arrays, strict=True):

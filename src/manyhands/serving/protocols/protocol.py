@@ -45,7 +45,7 @@ NOT_HERE = (
 )
 
 
-class Desk:
+class InferenceGateway:
     """Where every protocol asks: finds the version, waits for its answer, counts what came of it."""
 
     def __init__(self, catalogue: Catalogue, limits: Limits, timeout: float, parsing: Parsing) -> None:
@@ -120,7 +120,7 @@ class RestProtocol(RestHandler):
     prefix: str
     """What its paths begin with."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: InferenceGateway) -> None:
         self.desk = desk
         self._reading: set[asyncio.Task[None]] = set()
 

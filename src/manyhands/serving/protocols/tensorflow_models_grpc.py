@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...core import RequestRefused
-from ..folder import Policy
+from ..folder import VersionPolicy
 from .grpc_service import GrpcService, Method
 from .tensorflow_messages import MESSAGES
 
@@ -53,7 +53,7 @@ class ModelService(GrpcService):
         """The new list replaces the old; it can only name what lies in the server's own folder."""
         if request.config.WhichOneof("one") != "model_config_list":
             raise RequestRefused("INVALID_ARGUMENT", "ServerConfig must use model_config_list")
-        policies: dict[str, Policy | None] = {}
+        policies: dict[str, VersionPolicy | None] = {}
         labels: dict[str, dict[str, int]] = {}
         for config in request.config.model_config_list.config:
             if config.name in policies:
@@ -68,15 +68,15 @@ class ModelService(GrpcService):
         return MESSAGES["ReloadConfigResponse"](status={"error_code": 0})
 
 
-def policy_of(policy: Any) -> Policy | None:
+def policy_of(policy: Any) -> VersionPolicy | None:
     """Which versions of a model; None where the server's own rule holds."""
     kind = policy.WhichOneof("one")
     if kind is None:
         return None
     if kind == "latest":
-        return Policy(policy.latest.num_versions or 1)
+        return VersionPolicy(policy.latest.num_versions or 1)
     if kind == "all":
-        return Policy(0)
+        return VersionPolicy(0)
     if not policy.specific.versions:
         raise RequestRefused("INVALID_ARGUMENT", "a specific policy names at least one version")
-    return Policy(0, frozenset(policy.specific.versions))
+    return VersionPolicy(0, frozenset(policy.specific.versions))

@@ -14,7 +14,7 @@ import httptools
 
 from ...core import SettingsError
 from ..http import Body
-from ..security import Tls
+from ..security import ServingTls
 
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::(?P<ports>\d+(?:/\d+){0,2}))?")
 CONNECT_SECONDS = 2.0
@@ -31,7 +31,7 @@ class Lost(Exception):
         super().__init__("lost")
 
 
-class Refused(Exception):
+class BackendOverloaded(Exception):
     """A backend has too much to do, and says so."""
 
     def __init__(self, answer: Any) -> None:
@@ -77,7 +77,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BackendResponse:
     """What a backend answered over HTTP."""
 
     status: int
@@ -88,7 +88,7 @@ class Answer:
 class Backend:
     """A server, as the router sees it."""
 
-    def __init__(self, address: Address, name: str, tls: Tls | None, limit: int) -> None:
+    def __init__(self, address: Address, name: str, tls: ServingTls | None, limit: int) -> None:
         self.address = address
         self.is_up = False
         """Whether requests are sent there."""
@@ -100,17 +100,17 @@ class Backend:
         self.reason = "not asked yet"
         """Why it is not up."""
         self._name, self._tls, self._limit = name, tls, limit
-        self._idle: list[Wire] = []
-        self._wires: set[Wire] = set()
+        self._idle: list[BackendConnection] = []
+        self._wires: set[BackendConnection] = set()
         self._calls: set[Any] = set()
         self._channel: Any = None
 
     async def fetch(
         self, head: bytes, body: Body, seconds: float, *, manage: bool = False, is_look: bool = False
-    ) -> Answer:
+    ) -> BackendResponse:
         """Sends a request over HTTP; raises Lost, Refused or TimeoutError. A look is nobody's request."""
         self.num_busy += not is_look
-        wire: Wire | None = None
+        wire: BackendConnection | None = None
         try:
             async with asyncio.timeout(seconds):
                 wire = None if manage else self._kept()
@@ -131,7 +131,7 @@ class Backend:
         if not manage and wire.is_free:
             self._idle.append(wire)
         if answer.status == 503:
-            raise Refused(answer)
+            raise BackendOverloaded(answer)
         self.num_answered += not (manage or is_look)
         return answer
 
@@ -150,7 +150,7 @@ class Backend:
                 self.num_answered += 1
                 raise
             if trailing is not None and "retry-after" in trailing:
-                raise Refused(error) from None
+                raise BackendOverloaded(error) from None
             text = error.details() or "unavailable"
             self._lose(f"gRPC: {text}")
             raise Lost(with_request="failed to connect" not in text) from None
@@ -183,14 +183,14 @@ class Backend:
         self.num_lost += 1
         self.is_up, self.reason = False, reason
 
-    def _kept(self) -> Wire | None:
+    def _kept(self) -> BackendConnection | None:
         while self._idle:
             wire = self._idle.pop()
             if wire.is_free:
                 return wire
         return None
 
-    async def _connect(self, manage: bool) -> Wire:
+    async def _connect(self, manage: bool) -> BackendConnection:
         port = self.address.manage if manage else self.address.http
         secured: dict[str, Any] = {}
         if self._tls is not None:
@@ -199,7 +199,7 @@ class Backend:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, wire = await loop.create_connection(
-                    lambda: Wire(self._wires, self._limit), self.address.host.strip("[]"), port, **secured
+                    lambda: BackendConnection(self._wires, self._limit), self.address.host.strip("[]"), port, **secured
                 )
         except TimeoutError:
             # Not the request's own deadline: another backend may still answer within it.
@@ -224,14 +224,14 @@ class Backend:
         return self._channel
 
 
-class Wire(asyncio.Protocol):
+class BackendConnection(asyncio.Protocol):
     """One connection over HTTP: a request, its answer, the next request."""
 
-    def __init__(self, all_: set[Wire], limit: int) -> None:
+    def __init__(self, all_: set[BackendConnection], limit: int) -> None:
         self._all, self._limit = all_, limit
         self._transport: Any = None
         self._parser: Any = None
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[BackendResponse] | None = None
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
         self._num_body = 0
@@ -242,7 +242,7 @@ class Wire(asyncio.Protocol):
         """Whether another request may be sent."""
         return self._is_open and self._answer is None
 
-    async def ask(self, head: bytes, body: Body) -> Answer:
+    async def ask(self, head: bytes, body: Body) -> BackendResponse:
         """Sends a request and waits for its answer."""
         if not self.is_free:
             raise Lost
@@ -289,7 +289,7 @@ class Wire(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.close()
         if future is not None and not future.done():
-            future.set_result(Answer(self._parser.get_status_code(), self._headers, b"".join(self._body)))
+            future.set_result(BackendResponse(self._parser.get_status_code(), self._headers, b"".join(self._body)))
 
     def close(self) -> None:
         """Ends the connection."""

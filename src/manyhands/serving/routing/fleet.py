@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from ...core import RequestRefused
 from ..batcher import ATTEMPTS
-from ..security import Tls
-from .backend import Address, Backend, Lost, Refused
+from ..security import ServingTls
+from .backend import Address, Backend, BackendOverloaded, Lost
 
 CHECK_SECONDS = 0.5
 """Between two looks at a backend."""
@@ -37,7 +37,7 @@ class Fleet:
     def __init__(
         self,
         addresses: Sequence[Address],
-        tls: Tls | None,
+        tls: ServingTls | None,
         limit: int,
         say: Callable[..., None],
         admit: Callable[[Backend], Awaitable[None]],
@@ -107,7 +107,7 @@ class Fleet:
         """An answer from one of them. Who is lost is replaced within the time; who is busy only by one who is not."""
         until = time.monotonic() + seconds
         tried: set[Backend] = set()
-        refused: Refused | None = None
+        refused: BackendOverloaded | None = None
         lost, num_lost, wait = 0.0, 0, 0.02
         while True:
             now = time.monotonic()
@@ -133,7 +133,7 @@ class Fleet:
                 if num_lost == ATTEMPTS:
                     # It may be what kills them, and there are others to be served.
                     raise RequestRefused("INTERNAL", "servers were lost while computing this request") from None
-            except Refused as refusal:
+            except BackendOverloaded as refusal:
                 refused = refusal
             except TimeoutError:
                 raise RequestRefused("DEADLINE_EXCEEDED", "the deadline has passed") from None
@@ -169,7 +169,7 @@ class Fleet:
             answer = await backend.fetch(READY, b"", SILENCE_SECONDS, is_look=True)
         except TimeoutError:
             backend.give_up(f"silent for {SILENCE_SECONDS:g} s")
-        except Refused:
+        except BackendOverloaded:
             backend.is_up = False
         except Lost as lost:
             # One that refuses connections may be ending, and finish what it has.

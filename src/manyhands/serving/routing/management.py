@@ -15,7 +15,7 @@ from ..http import BadRequest, Request
 from ..limits import Limits
 from ..protocols.management import PATH, read_object
 from ..protocols.protocol import RestHandler, answer_failure, dump_json, require_method, shown
-from .backend import Address, Answer, Backend, Lost, Refused
+from .backend import Address, Backend, BackendOverloaded, BackendResponse, Lost
 from .fleet import Fleet
 
 MANAGE_SECONDS = 120.0
@@ -156,7 +156,7 @@ class RouterManagement(RestHandler):
         head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{token}{kind}Content-Length: {len(body)}\r\n\r\n".encode()
         try:
             answer = await backend.fetch(head, body, MANAGE_SECONDS, manage=True)
-        except (Lost, Refused, TimeoutError):
+        except (Lost, BackendOverloaded, TimeoutError):
             raise RequestRefused(
                 "UNAVAILABLE", f"{backend.address} cannot be managed on port {backend.address.manage}", 1.0
             ) from None
@@ -207,7 +207,7 @@ def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _error(answer: Answer) -> str:
+def _error(answer: BackendResponse) -> str:
     try:
         return str(orjson.loads(answer.body)["error"])
     except (ValueError, KeyError, TypeError):

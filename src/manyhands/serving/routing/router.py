@@ -14,12 +14,12 @@ from ...core import RequestRefused, SettingsError
 from ...distributed import this_host
 from ..app import App
 from ..background import Background, ListenSettings
-from ..http import BadRequest, Listener, Request
+from ..http import BadRequest, HttpListener, Request
 from ..protocols import GrpcListener, GrpcService, Method
 from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
 from ..protocols.protocol import NOT_HERE, RestHandler, answer_failure, cancel
-from ..security import Tls, Token
-from .backend import Address, Answer, Backend, Refused
+from ..security import AccessToken, ServingTls
+from .backend import Address, Backend, BackendOverloaded, BackendResponse
 from .fleet import Fleet
 from .management import RouterManagement
 
@@ -36,7 +36,7 @@ class RouteSettings(ListenSettings):
 
     backends: tuple[str, ...] = ()
     """`host:port` of each one's gRPC, HTTP and management on the next two ports; a name may stand for several hosts."""
-    backend_tls: Tls | None = None
+    backend_tls: ServingTls | None = None
     """How to speak to them, where they have certificates."""
 
     def __post_init__(self) -> None:
@@ -69,13 +69,13 @@ class Router(Background):
         forward = Forward(fleet, settings.timeout)
         handlers: dict[str, RestHandler] = {"/v1": forward, "/v2": forward}
         public, private = (
-            Listener(App(each, lambda: exposition(fleet), settings.limits), settings.limits, settings.tls, access)
+            HttpListener(App(each, lambda: exposition(fleet), settings.limits), settings.limits, settings.tls, access)
             for each, access in (
                 (handlers, settings.access),
                 ({**handlers, "/manage": management}, settings.manage_access),
             )
         )
-        remote = GrpcListener([RouterHealth(fleet)], Token(settings.token), settings.limits, settings.tls)
+        remote = GrpcListener([RouterHealth(fleet)], AccessToken(settings.token), settings.limits, settings.tls)
         remote.others = ForwardGrpc(fleet, settings.timeout)
         try:
             await self._listen(public, remote, private)
@@ -137,7 +137,7 @@ class Forward(RestHandler):
 
         try:
             answer, _ = await self._fleet.ask(send, self._timeout)
-        except Refused as refused:
+        except BackendOverloaded as refused:
             answer = refused.answer
         except RequestRefused as refusal:
             self.refuse(request, refusal)
@@ -157,7 +157,7 @@ def head_of(request: Request, host: str) -> bytes:
     return b"".join(lines)
 
 
-def give(request: Request, answer: Answer) -> None:
+def give(request: Request, answer: BackendResponse) -> None:
     """A backend's answer to whoever asked."""
     headers = answer.headers
     extra = b"".join(
@@ -193,7 +193,7 @@ class ForwardGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]
             (answer, trailing), _ = await self._fleet.ask(
                 lambda backend, seconds: backend.call(method, request, seconds, metadata), seconds
             )
-        except Refused as refused:
+        except BackendOverloaded as refused:
             return await _abort(context, refused.answer)
         except grpc.aio.AioRpcError as error:
             return await _abort(context, error)

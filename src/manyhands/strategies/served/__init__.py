@@ -1,49 +1,49 @@
 """Parameter servers: a sharded centre that holds values and updates them, and the workers' way to it."""
 
-from .client import Client, Moved, Over, ServerUnreached
-from .layout import Piece, Share, Slab, cut, frames_of, tables_of, tensor_of
+from .client import Moved, Over, ParameterClient, ServerUnreached
+from .layout import Share, Slab, TensorPiece, cut, frames_of, tables_of, tensor_of
 from .messages import (
     Apply,
     Ask,
     Beat,
     Close,
-    Crew,
     Delivered,
-    End,
+    EndOfWork,
     Filled,
     Gone,
-    Join,
+    JoinRequest,
     Lead,
     Load,
     Loaded,
-    Part,
     Renew,
     Save,
+    ServerList,
+    ServerState,
     Slots,
-    State,
     Stranger,
     Summed,
     Unreached,
     Weighed,
+    WorkPart,
 )
-from .post import Caller, LinkLost, Listener, call_again, new_context, new_token
-from .server import Server, Shard
+from .post import Caller, LinkLost, MessageListener, call_again, new_context, new_token
+from .server import ParameterShardServer, ServerShard
 from .shared import SharedSlots
 from .table import first_slot, kind_of, kind_of_optimizer, settings_of, slot_names
 from .update import cut_slot, needs_whole, pack_slots, unpack_slots
 
 __all__ = [
-    "Server",
-    "Shard",
+    "ParameterShardServer",
+    "ServerShard",
     "SharedSlots",
-    "Client",
+    "ParameterClient",
     "Moved",
     "Over",
     "ServerUnreached",
     "cut",
     "Share",
     "Slab",
-    "Piece",
+    "TensorPiece",
     "tables_of",
     "frames_of",
     "tensor_of",
@@ -58,7 +58,7 @@ __all__ = [
     "settings_of",
     "Caller",
     "call_again",
-    "Listener",
+    "MessageListener",
     "LinkLost",
     "new_context",
     "new_token",
@@ -71,16 +71,16 @@ __all__ = [
     "Unreached",
     "Apply",
     "Close",
-    "Crew",
+    "ServerList",
     "Delivered",
-    "End",
-    "Join",
+    "EndOfWork",
+    "JoinRequest",
     "Load",
     "Loaded",
-    "Part",
+    "WorkPart",
     "Save",
     "Slots",
-    "State",
+    "ServerState",
     "Stranger",
     "Summed",
     "Weighed",

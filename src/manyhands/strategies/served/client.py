@@ -11,8 +11,8 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from .layout import Piece, Share, buffers_of, frames_of, tables_of, tensor_of
-from .messages import Attached, Crew, End, Message, Pull, PullRows, Push, Pushed, Rows, Values
+from .layout import Share, TensorPiece, buffers_of, frames_of, tables_of, tensor_of
+from .messages import Attached, EndOfWork, Message, Pull, PullRows, Push, Pushed, RowsReply, ServerList, Values
 from .post import Caller, Frame, LinkLost
 from .shared import SharedSlots
 from .table import joined
@@ -24,7 +24,7 @@ REACH = 1 / 16
 class Moved(Exception):
     """The servers are elsewhere now, or hold older values: what is under way is given up and asked for again."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: ServerList) -> None:
         self.crew = crew
 
 
@@ -74,7 +74,7 @@ class _Link:
             self._slots.close()
 
 
-class Client:
+class ParameterClient:
     """One worker among the servers; also the chief's, when it measures the network."""
 
     def __init__(
@@ -102,13 +102,13 @@ class Client:
         """What waiting for a server happens in, where somebody wants to know how long it takes."""
         self.may_share = True
         """Whether tensors go through shared memory where a server is on the same host."""
-        self.crew = Crew(-1, [])
+        self.crew = ServerList(-1, [])
         self.version = 0
         """The oldest of the values that are in the network now."""
 
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def connect(self, crew: Crew) -> None:
+    def connect(self, crew: ServerList) -> None:
         """Speaks with these servers from now on."""
         self.disconnect()
         self.crew = crew
@@ -227,7 +227,7 @@ class Client:
             torch._foreach_copy_(into, gradients)
         return unused
 
-    def _stretch(self, piece: Piece) -> Tensor:
+    def _stretch(self, piece: TensorPiece) -> Tensor:
         return self._held[piece.name].detach().view(-1)[piece.start : piece.stop]
 
     # -- tables ---------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Client:
         values = torch.empty(len(where), table.embedding_dim, dtype=table.weight.dtype)
         for link, mine in zip(self._links, places, strict=True):
             if len(mine):
-                _, frames = self._await(link, Rows)
+                _, frames = self._await(link, RowsReply)
                 values[mine] = tensor_of(frames[0], values.dtype).view(len(mine), -1)
         rows = values.to(device)
         if torch.is_grad_enabled():
@@ -340,8 +340,8 @@ def _hear(chief: Caller) -> None:
     got = chief.receive()
     if got is None:
         return
-    if isinstance(got[0], Crew):
+    if isinstance(got[0], ServerList):
         raise Moved(got[0])
-    if isinstance(got[0], End):
+    if isinstance(got[0], EndOfWork):
         raise Over
     raise AssertionError(f"the chief said {type(got[0]).__name__} unasked")

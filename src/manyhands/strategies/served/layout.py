@@ -19,7 +19,7 @@ COUNTED = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A stretch of one tensor, and where it lies in its slab."""
 
     name: str
@@ -44,7 +44,7 @@ class Slab:
     """What a server holds of one dtype, as one vector."""
 
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def length(self) -> int:
@@ -105,28 +105,28 @@ def cut(model: nn.Module, num_servers: int, *, whole: bool) -> list[Share]:
     return [tuple(share) for share in shares]
 
 
-def _even(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[Piece]]:
+def _even(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[TensorPiece]]:
     """The tensors as one vector, cut into equal stretches."""
     total = sum(tensor.numel() for tensor, _ in parts.values())
     borders = [total * server // num_servers for server in range(num_servers + 1)]
-    spread: list[list[Piece]] = [[] for _ in range(num_servers)]
+    spread: list[list[TensorPiece]] = [[] for _ in range(num_servers)]
     at = 0
     for name, (tensor, is_trained) in parts.items():
         for server, pieces in enumerate(spread):
             start, stop = max(at, borders[server]), min(at + tensor.numel(), borders[server + 1])
             if start < stop:
-                pieces.append(Piece(name, start - at, stop - at, start - borders[server], is_trained))
+                pieces.append(TensorPiece(name, start - at, stop - at, start - borders[server], is_trained))
         at += tensor.numel()
     return spread
 
 
-def _whole(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[Piece]]:
+def _whole(parts: Mapping[str, tuple[Tensor, bool]], num_servers: int) -> list[list[TensorPiece]]:
     """Every tensor to the server that holds least so far, the largest first."""
-    spread: list[list[Piece]] = [[] for _ in range(num_servers)]
+    spread: list[list[TensorPiece]] = [[] for _ in range(num_servers)]
     loads = [0] * num_servers
     for name, (tensor, is_trained) in sorted(parts.items(), key=lambda item: -item[1][0].numel()):
         server = min(range(num_servers), key=loads.__getitem__)
-        spread[server].append(Piece(name, 0, tensor.numel(), loads[server], is_trained))
+        spread[server].append(TensorPiece(name, 0, tensor.numel(), loads[server], is_trained))
         loads[server] += tensor.numel()
     return spread
 

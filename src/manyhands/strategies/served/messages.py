@@ -43,7 +43,7 @@ class Stranger(Message, tag=True):
     """The connection has not proved that it knows the token."""
 
 
-class Join(Message, tag=True):
+class JoinRequest(Message, tag=True):
     """A server or a worker reports to the chief; a server says where it listens."""
 
     role: str
@@ -53,7 +53,7 @@ class Join(Message, tag=True):
     """Of what a server holds that comes back after its connection was lost."""
 
 
-class Crew(Message, tag=True):
+class ServerList(Message, tag=True):
     """Where the servers are. With another term whatever is under way is given up and asked for again."""
 
     term: int
@@ -66,7 +66,7 @@ class Ask(Message, tag=True):
     term: int
 
 
-class Part(Message, tag=True):
+class WorkPart(Message, tag=True):
     """A part of the work; the samples' ids follow as a frame."""
 
     term: int
@@ -93,7 +93,7 @@ class Delivered(Message, tag=True):
     skipped: bool = False
 
 
-class End(Message, tag=True):
+class EndOfWork(Message, tag=True):
     """The work is done."""
 
 
@@ -158,7 +158,7 @@ class PullRows(Message, tag=True):
     version: int
 
 
-class Rows(Message, tag=True):
+class RowsReply(Message, tag=True):
     """The rows that were asked for follow."""
 
     version: int
@@ -219,7 +219,7 @@ class Shaped(Message, tag=True):
 Slots = dict[str, float | Shaped]
 
 
-class State(Message, tag=True):
+class ServerState(Message, tag=True):
     """What a server holds: its values, and the optimizer's slots by piece; tables follow as ids, rows and slots."""
 
     version: int
@@ -234,7 +234,7 @@ class State(Message, tag=True):
 
 
 class Load(Message, tag=True):
-    """Makes a server hold this from now on; its frames are those of `State`."""
+    """Makes a server hold this from now on; its frames are those of `ServerState`."""
 
     term: int
     version: int
@@ -290,10 +290,41 @@ class Beat(Message, tag=True):
 
 
 AnyMessage = (
-    Hello | Challenge | Proof | Welcome | Stranger | Join | Crew | Ask | Part | Delivered | End | Attach | Attached
-    | Push | Pushed | Pull | Values | PullRows | Rows | Close | Summed | Apply | Save | State | Load | Loaded | Renew
-    | Lead | Filled | Follow | Followed | Unreached | Beat | Gone
-)  # fmt: skip
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Stranger
+    | JoinRequest
+    | ServerList
+    | Ask
+    | WorkPart
+    | Delivered
+    | EndOfWork
+    | Attach
+    | Attached
+    | Push
+    | Pushed
+    | Pull
+    | Values
+    | PullRows
+    | RowsReply
+    | Close
+    | Summed
+    | Apply
+    | Save
+    | ServerState
+    | Load
+    | Loaded
+    | Renew
+    | Lead
+    | Filled
+    | Follow
+    | Followed
+    | Unreached
+    | Beat
+    | Gone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -54,7 +54,7 @@ def new_token() -> bytes:
     return secrets.token_bytes(32)
 
 
-class Listener:
+class MessageListener:
     """Many members at one address; only those that proved to know the token are heard."""
 
     def __init__(

@@ -24,12 +24,12 @@ from .messages import (
     Attached,
     Beat,
     Close,
-    End,
+    EndOfWork,
     Filled,
     Follow,
     Followed,
     Gone,
-    Join,
+    JoinRequest,
     Lead,
     Load,
     Loaded,
@@ -38,17 +38,17 @@ from .messages import (
     Push,
     Pushed,
     Renew,
-    Rows,
+    RowsReply,
     Save,
+    ServerState,
     Slots,
-    State,
     Summed,
     Unreached,
     Values,
 )
-from .post import Frame, LinkLost, Listener, call_again
+from .post import Frame, LinkLost, MessageListener, call_again
 from .shared import SharedSlots
-from .table import Table, group_of, joined, kind_of, settings_of
+from .table import ServerTable, group_of, joined, kind_of, settings_of
 from .update import pack_slots, pieces_of, unpack_slots
 
 
@@ -61,7 +61,7 @@ class Held:
     tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-class Shard:
+class ServerShard:
     """One server's part of the network: values, the optimizer on them, tables, and which pushes it has applied."""
 
     def __init__(self, number: int, share: Share, model: nn.Module, optimizer: Optimizer) -> None:
@@ -72,7 +72,7 @@ class Shard:
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         self._number_of = {name: index for index, name in enumerate(trained)}
         self.tables = [
-            Table(part, kind_of(part, optimizer), settings_of(name, part, optimizer, model), part.weight.dtype)
+            ServerTable(part, kind_of(part, optimizer), settings_of(name, part, optimizer, model), part.weight.dtype)
             for name, part in tables_of(model).items()
         ]
         self._groups = [group_of(name, optimizer, model) for name in tables_of(model)]
@@ -203,7 +203,7 @@ class Shard:
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def state(self, wire: int) -> tuple[State, list[Frame]]:
+    def state(self, wire: int) -> tuple[ServerState, list[Frame]]:
         """Everything that it holds, as a message and its frames."""
         slots: list[Slots] = []
         frames = list(self.values)
@@ -216,7 +216,7 @@ class Shard:
             ids, tensors = table.state()
             names.append([str(table.num_updates), *table.slot_names])
             frames += [ids, *tensors]
-        return State(self.version, slots, names, len(self.ledger), wire), frames_of(frames)
+        return ServerState(self.version, slots, names, len(self.ledger), wire), frames_of(frames)
 
     def load(self, load: Load, frames: list[Frame]) -> None:
         """Holds this from now on."""
@@ -234,12 +234,12 @@ class Shard:
         self._summed = None
 
 
-class Server:
+class ParameterShardServer:
     """Answers workers and follows the chief, one message after another; or follows another server, see `Chain`."""
 
     def __init__(
         self,
-        shard: Shard,
+        shard: ServerShard,
         spec: StrategySpec,
         chief: str,
         token: bytes,
@@ -252,7 +252,7 @@ class Server:
         self.shard, self.spec, self.leads, self.on_wait = shard, spec, leads, on_wait
         self._token, self._timeout, self._chief_address = token, timeout, chief
         self._context: zmq.Context[Any] = zmq.Context()
-        self._listener = Listener(self._context, token, timeout, *listens)
+        self._listener = MessageListener(self._context, token, timeout, *listens)
         self._chief = call_again(self._context, token, chief, timeout, self.on_wait)
         self._slots: dict[int, tuple[bytes, SharedSlots]] = {}
         """By worker: its connection, and what is shared with it."""
@@ -287,7 +287,7 @@ class Server:
 
     def _join(self) -> None:
         role = "server" if self.leads else "follower"
-        self._chief.send(Join(role, self.shard.number, self._listener.address, self._term))
+        self._chief.send(JoinRequest(role, self.shard.number, self._listener.address, self._term))
 
     def _poll(self) -> dict[Any, int]:
         poller = zmq.Poller()
@@ -330,7 +330,7 @@ class Server:
             self._lead(message.address)
         elif isinstance(message, Beat):
             self._chief.send(Beat())
-        elif isinstance(message, End):
+        elif isinstance(message, EndOfWork):
             self._is_over = True
 
     def _load(self, load: Load, frames: list[Frame]) -> None:
@@ -517,7 +517,7 @@ class Server:
         shard = self.shard
         if isinstance(message, PullRows):
             rows = shard.tables[message.table].rows(tensor_of(frames[0], torch.int64))
-            self._listener.send(peer, Rows(shard.version), frames_of([rows]))
+            self._listener.send(peer, RowsReply(shard.version), frames_of([rows]))
         elif message.is_shared:
             slots = self._shared_with(peer)
             assert slots is not None

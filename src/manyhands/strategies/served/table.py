@@ -74,7 +74,7 @@ def slot_names(kind: str) -> tuple[str, ...]:
     return SLOTS[kind]
 
 
-class Table:
+class ServerTable:
     """One server's rows of one table: those whose id leaves the server's number when divided by how many there are."""
 
     def __init__(self, table: Embedding, kind: str, group: Mapping[str, Any], dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...core import Joined, TaskError, has_scheduler, nested_in
 from ...graph import lie_alike
-from .layout import Piece, Share, tensor_of
+from .layout import Share, TensorPiece, tensor_of
 from .messages import Shaped, Slots
 
 DTYPES = {
@@ -58,7 +58,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Share, values: Sequence[Tensor]) -> Any:
     """The optimizer on the pieces of a server, and its parameters by piece."""
-    parameters: dict[Piece, nn.Parameter] = {}
+    parameters: dict[TensorPiece, nn.Parameter] = {}
     parts: dict[Tensor, list[nn.Parameter]] = {}
     for slab, flat in zip(share, values, strict=True):
         for piece in slab.pieces:
@@ -77,7 +77,7 @@ def pieces_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter], share: Sh
     return twin, parameters
 
 
-def cut_slot(slot: Any, piece: Piece, whole: Tensor) -> Any:
+def cut_slot(slot: Any, piece: TensorPiece, whole: Tensor) -> Any:
     """What a piece has of an optimizer's slot: its stretch where the slot is like the tensor, else all of it."""
     if not isinstance(slot, Tensor):
         return slot

@@ -14,10 +14,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from ...core import LayoutFree
 from .axis import WHOLE, Axis
-from .layers import Call, Way
+from .layers import Call, LayerSplit
 
 
-class Heads(Way):
+class AttentionHeads(LayerSplit):
     """Queries, keys and values of some heads, attention to them, and this rank's term of what comes out."""
 
     name = "heads"

@@ -22,7 +22,7 @@ from .glue import OF_LAYER, SECTIONS
 Call = Callable[..., Any]
 
 
-class Way(ABC):
+class LayerSplit(ABC):
     """A way of computing a layer on several ranks."""
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class Way(ABC):
         return Shard(1) if spreads else WHOLE
 
 
-class Column(Way):
+class ColumnParallel(LayerSplit):
     """A matrix product of which each rank computes some of the features that come out."""
 
     name = "column"
@@ -73,7 +73,7 @@ class Column(Way):
         return result
 
 
-class Row(Way):
+class RowParallel(LayerSplit):
     """A matrix product of which each rank takes some of the features that go in; the results are summed."""
 
     name = "row"
@@ -90,7 +90,7 @@ class Row(Way):
         return axis.summed(local, self.target(axis, local))
 
 
-class Channels(Way):
+class Channels(LayerSplit):
     """A layer that works on every channel, or group of channels, by itself."""
 
     name = "channels"
@@ -112,7 +112,7 @@ class Channels(Way):
         return axis.sharded(local, dim, args[0].shape[dim] if not isinstance(layer, _ConvNd) else layer.out_channels)
 
 
-class Vocabulary(Way):
+class Vocabulary(LayerSplit):
     """An embedding of which each rank holds some rows; `Glue.embedding` looks them up."""
 
     name = "vocabulary"
@@ -125,7 +125,7 @@ class Vocabulary(Way):
         return call(*args, **kwargs)
 
 
-class Norm(Way):
+class Norm(LayerSplit):
     """A norm over the last dim: samples or tokens that are in parts stay so while it works."""
 
     name, is_cut = "sequence", False
@@ -144,7 +144,7 @@ class Norm(Way):
         return axis.sharded(local, 1, inputs.shape[1]).redistribute(placements=[WHOLE])
 
 
-class Replicated(Way):
+class Replicated(LayerSplit):
     """Every rank computes all of it."""
 
     name, is_cut = "replicate", False
@@ -163,7 +163,7 @@ class Replicated(Way):
         return in_tensors(lambda t: axis.as_parted(t) if t.is_floating_point() else t, result)
 
 
-def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
+def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> LayerSplit | None:
     """How to compute a layer that gets this; None for one that is no layer but a person's own lines."""
     if is_parametrized(layer) or _has_computed_weight(layer):
         # What its weight is computed from, such as spectral norm's vectors, belongs to the whole of it.
@@ -173,8 +173,8 @@ def ways_for(layer: nn.Module, inputs: Any, axis: Axis) -> Way | None:
         return Replicated(layer)
     if _is_matrix(layer):
         if is_cut(inputs, _channel_dim(layer)) and _fits(_breadth(layer), axis):
-            return Row(layer)
-        return Column(layer) if _fits(_width(layer), axis) else Replicated(layer)
+            return RowParallel(layer)
+        return ColumnParallel(layer) if _fits(_width(layer), axis) else Replicated(layer)
     if isinstance(layer, _ConvNd):
         divides = layer.groups % axis.size == 0 and not isinstance(layer, _ConvTransposeNd)
         return Channels(layer) if is_cut(inputs, _channel_dim(layer)) and divides else Replicated(layer)
@@ -209,16 +209,16 @@ def _has_computed_weight(layer: nn.Module) -> bool:
 
 def can_be(name: str, layer: nn.Module) -> bool:
     """Whether a layer can be computed in the way of this name, as a person asks for."""
-    if name in (Column.name, Row.name):
+    if name in (ColumnParallel.name, RowParallel.name):
         return _is_matrix(layer)
     if name == Norm.name:
         return _is_norm_of_one_dim(layer)
     return name == Replicated.name or (name == Vocabulary.name and isinstance(layer, nn.Embedding))
 
 
-def way_named(name: str, layer: nn.Module) -> Way:
+def way_named(name: str, layer: nn.Module) -> LayerSplit:
     """The way of this name."""
-    return {way.name: way for way in (Column, Row, Vocabulary, Norm, Replicated)}[name](layer)
+    return {way.name: way for way in (ColumnParallel, RowParallel, Vocabulary, Norm, Replicated)}[name](layer)
 
 
 @contextmanager

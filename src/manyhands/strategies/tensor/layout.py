@@ -33,8 +33,8 @@ from ..double_backward import on_gradients, refuse_gradients
 from ..recompute import blocks_of
 from .axis import WHOLE, Axis, in_tensors
 from .glue import glued, no_sparse_gradients
-from .heads import Heads, fits
-from .layers import Replicated, Way, can_be, gathered, is_norm, way_named, ways_for
+from .heads import AttentionHeads, fits
+from .layers import LayerSplit, Replicated, can_be, gathered, is_norm, way_named, ways_for
 
 LOSS = "the loss"
 _UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -44,7 +44,7 @@ _UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Un
 class Layout:
     """How a network is computed by several ranks."""
 
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, LayerSplit] = field(default_factory=dict)
     """By the name of a layer."""
     whole: set[str] = field(default_factory=set)
     """Modules whose own lines get whole tensors, because something in them cannot be computed in parts."""
@@ -68,7 +68,7 @@ class Layout:
         """Of parameters that are cut section by section, the sections."""
         return dict(self._by_name(model, lambda way, layer: way.sections_of(layer)))
 
-    def _by_name(self, model: nn.Module, ask: Callable[[Way, nn.Module], Mapping[str, Any]]) -> Iterator[Any]:
+    def _by_name(self, model: nn.Module, ask: Callable[[LayerSplit, nn.Module], Mapping[str, Any]]) -> Iterator[Any]:
         for name, way in self.ways.items():
             layer = model.get_submodule(name)
             for key, value in ask(way, layer).items():
@@ -325,7 +325,7 @@ def _decide(
     model: nn.Module, axis: Axis, layout: Layout, name: str, layer: nn.Module, args: Any, *, is_patched: bool
 ) -> None:
     """Chooses a layer's way by what it gets, and cuts its parameters so."""
-    way = Heads(layer) if fits(layer, axis) else ways_for(layer, args[0] if args else None, axis)
+    way = AttentionHeads(layer) if fits(layer, axis) else ways_for(layer, args[0] if args else None, axis)
     assert way is not None
     if is_patched:
         way = Replicated(layer)
@@ -337,7 +337,7 @@ def _decide(
     cut(model, axis, {key: place for key, place in layout.placements(model).items() if key.startswith(f"{name}.")})
 
 
-def _conflicts(way: Way, layer: nn.Module) -> bool:
+def _conflicts(way: LayerSplit, layer: nn.Module) -> bool:
     """Whether a parameter is shared with a layer that has cut it otherwise."""
     for key, place in way.placements(layer).items():
         held = layer._parameters.get(key)

@@ -22,7 +22,7 @@ DROPPED = "was dropped, the run does without it"
 """In a notice: the part that a person should hear even where nothing else is shown."""
 
 
-class Outlets:
+class SinkDispatcher:
     """Gives a run's events to its sinks and says, once each, which of them had to be dropped."""
 
     def __init__(self, sinks: Sequence[Sink], about: About) -> None:

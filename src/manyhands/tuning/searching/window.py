@@ -21,11 +21,11 @@ def asked(
     distributions: Mapping[str, BaseDistribution],
 ) -> dict[str, Any]:
     """What a sampler proposes after these trials."""
-    study = create_study(storage=Window(trials), sampler=sampler, directions=list(directions))
+    study = create_study(storage=TrialWindow(trials), sampler=sampler, directions=list(directions))
     return dict(study.ask(dict(distributions)).params)
 
 
-class Window(BaseStorage):
+class TrialWindow(BaseStorage):
     """Some trials, and one more."""
 
     def __init__(self, trials: list[FrozenTrial]) -> None:
