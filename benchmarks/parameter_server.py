@@ -30,7 +30,7 @@ from manyhands.distributed import Device, World, current_world
 from manyhands.launcher import LocalEngine
 from manyhands.strategies import served
 from manyhands.strategies.served import messages
-from manyhands.strategies.served.shared import SharedSlots
+from manyhands.strategies.served.shared_memory import SharedSlots
 
 from .peers import tensorflow_servers
 from .report import Check, Report, arguments

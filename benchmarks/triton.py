@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.serving import Server
-from manyhands.serving.kinds import KINDS
+from manyhands.serving.dtypes import KINDS
 from manyhands.storage import export
 
 from .peers import triton_server

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from manyhands.serving.kinds import BY_OPEN, KINDS, Array, Kind, to_numbers
+from manyhands.serving.dtypes import BY_OPEN, KINDS, Array, Kind, to_numbers
 
 from .serving_works import ROW
 

@@ -27,10 +27,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "launcher/ray_engine.py": {"cloudpickle": _RAY},
     "launcher/ray_host.py": {"cloudpickle": _RAY},
     "launcher/ray_service.py": {"cloudpickle": _RAY},
-    "data/transport.py": {"pickle": "batches from reader processes that this process forked"},
+    "data/worker_memory.py": {"pickle": "batches from reader processes that this process forked"},
     "data/workers.py": {"pickle": "tries whether an error of this process can be sent on"},
     "keras/callbacks.py": {"pickle": _AFTER_PROOF},
-    "keras/following.py": {"cloudpickle": _AFTER_PROOF},
+    "keras/model_changes.py": {"cloudpickle": _AFTER_PROOF},
     "storage/weights.py": {
         "pickle": "the name of an error only",
         "torch.load": "with weights_only=True, for weights that the user names",

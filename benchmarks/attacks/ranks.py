@@ -29,8 +29,8 @@ from manyhands.distributed import ObjectGather, RankKey, World, resolve
 from manyhands.distributed.network import listen
 from manyhands.launcher import LocalEngine
 from manyhands.launcher.joining.channel import MAX_MESSAGE, Channel, JoinTimeouts
-from manyhands.launcher.joining.desk import JoinListener
 from manyhands.launcher.joining.handshake import HostFacts, introduce
+from manyhands.launcher.joining.listener import JoinListener
 from manyhands.launcher.joining.token import JoinToken
 from manyhands.testing import Faults, run_threads
 

@@ -23,9 +23,9 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.core import ManyhandsError, read_events, resolve_settings
-from manyhands.dashboard.library import Library
+from manyhands.dashboard.log_source import dump
 from manyhands.dashboard.metrics import Metrics, MetricsSample
-from manyhands.dashboard.source import dump
+from manyhands.dashboard.run_library import Library
 from manyhands.serving.folder import VersionPolicy, Versions, complete_versions, models_in
 from manyhands.storage import Checkpoint, CheckpointStore, archives, export
 from manyhands.storage.weights import open_weights

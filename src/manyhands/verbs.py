@@ -81,7 +81,7 @@ Where = On | Join | JoinedHosts
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_engine = LocalEngine(preload=["manyhands.verbs", "manyhands.serving.computing", "torch._dynamo"])
+_engine = LocalEngine(preload=["manyhands.verbs", "manyhands.serving.replica_process", "torch._dynamo"])
 
 
 def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:

@@ -11,13 +11,13 @@ from benchmarks.attacks.files import CONTENTS, KINDS, LINES, attack_dashboard, p
 
 from manyhands.core import EventLog, event
 from manyhands.dashboard import Dashboard
-from manyhands.dashboard.library import Library
 from manyhands.dashboard.log import Log
+from manyhands.dashboard.log_source import dump
+from manyhands.dashboard.log_tail import LINE_LIMIT, Tail
 from manyhands.dashboard.metrics import Metrics
 from manyhands.dashboard.run import MOST_CURVES, RunFolder
-from manyhands.dashboard.source import dump
+from manyhands.dashboard.run_library import Library
 from manyhands.dashboard.study import StudyFolder
-from manyhands.dashboard.tail import LINE_LIMIT, Tail
 
 from .logs import Written, a_run
 from .test_reading import read_all
@@ -113,7 +113,7 @@ def test_an_event_of_the_future_does_not_keep_a_run_alive(tmp_path: Path, monkey
     read_all(library)
     now = library.sources["runs/first"].changed
     assert now < 9e10
-    monkeypatch.setattr("manyhands.dashboard.source.time.time", lambda: now + 1000)
+    monkeypatch.setattr("manyhands.dashboard.log_source.time.time", lambda: now + 1000)
     assert library.sources["runs/first"].state == "interrupted"
 
 

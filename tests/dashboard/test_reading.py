@@ -13,14 +13,14 @@ import torch
 
 import manyhands as mh
 from manyhands.core import event, keep_event
-from manyhands.dashboard.library import Library
 from manyhands.dashboard.log import NUM_BUCKETS, Log
+from manyhands.dashboard.log_source import SILENT_SECONDS
+from manyhands.dashboard.log_tail import Tail
 from manyhands.dashboard.metrics import Metrics, MetricsSample
 from manyhands.dashboard.run import RunFolder
+from manyhands.dashboard.run_library import Library
 from manyhands.dashboard.series import MOST, Series
-from manyhands.dashboard.source import SILENT_SECONDS
 from manyhands.dashboard.study import StudyFolder
-from manyhands.dashboard.tail import Tail
 
 from .logs import Written, a_run
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import Cursor, Feed, as_source, pace
-from manyhands.data.pace import STRETCH_BATCHES, Adaptation, FeedTiming
+from manyhands.data import Cursor, Feed, as_source
+from manyhands.data import feed_timing as pace
+from manyhands.data.feed_timing import STRETCH_BATCHES, Adaptation, FeedTiming
 
 SIZE = 640
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import Cursor, Feed, Fields, as_source, transport
-from manyhands.data.transport import SLOTS, Parcel, WorkerSlots
+from manyhands.data import Cursor, Feed, Fields, as_source
+from manyhands.data import worker_memory as transport
+from manyhands.data.worker_memory import SLOTS, Parcel, WorkerSlots
 
 Pair = namedtuple("Pair", "x y")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.core import DataError, RequestRefused, SettingsError, Signature, TaskError, TensorSpec
 from manyhands.ensembles import COMBINATIONS, CallSeat, CombinationRule, ProcessSeat, Team, TeamApart, calibration
-from manyhands.ensembles.apart import MOST_OPEN
+from manyhands.ensembles.remote_members import MOST_OPEN
 
 GENERATOR = torch.Generator().manual_seed(0)
 CENTRES = torch.randn(3, 6, generator=GENERATOR)

@@ -44,7 +44,7 @@ def told_by(engine: LocalEngine, on: str, folder: Path, names: Collection[str]) 
 def engine() -> Iterator[LocalEngine]:
     """Forks processes that have imported Keras, which takes seconds; the product's own have not."""
     forking = LocalEngine(
-        preload=["manyhands.verbs", "manyhands.serving.computing", "manyhands.keras", "sklearn.datasets"]
+        preload=["manyhands.verbs", "manyhands.serving.replica_process", "manyhands.keras", "sklearn.datasets"]
     )
     # Or Keras would look for a GPU, and no child of a process that has could use one.
     with mock.patch.dict(os.environ, KERAS_TORCH_DEVICE="cpu"):

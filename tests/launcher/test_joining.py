@@ -23,8 +23,8 @@ from manyhands.distributed import resolve, this_host
 from manyhands.distributed.network import MAX_UNPROVED, listen
 from manyhands.launcher import Join, JoinedHosts, write_token
 from manyhands.launcher.joining.channel import MAX_MESSAGE, MAX_TEXT, Channel, JoinTimeouts, ProtocolError, checked
-from manyhands.launcher.joining.desk import JoinListener
 from manyhands.launcher.joining.handshake import HostFacts, JoinRefused, introduce
+from manyhands.launcher.joining.listener import JoinListener
 from manyhands.launcher.joining.token import JoinToken, read_token
 from manyhands.launcher.processes import turn
 

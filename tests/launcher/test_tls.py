@@ -17,8 +17,8 @@ from manyhands.core import RunError, SettingsError
 from manyhands.distributed.network import listen
 from manyhands.launcher import Join, JoinedHosts, tls_here, write_token
 from manyhands.launcher.joining.channel import MAX_MESSAGE, Bare, Channel, JoinTimeouts, ProtocolError
-from manyhands.launcher.joining.desk import JoinListener
 from manyhands.launcher.joining.handshake import JoinRefused, introduce
+from manyhands.launcher.joining.listener import JoinListener
 from manyhands.launcher.joining.tls import JoinTls, NoTls, Tunnel
 from tests.launcher.test_joining import SECRET, _read, facts
 

@@ -22,15 +22,15 @@ import manyhands as mh
 from manyhands.core import RunError, StrategyError, TaskError
 from manyhands.strategies import served
 from manyhands.strategies.embedding import first_rows
-from manyhands.strategies.served import post
-from manyhands.strategies.served.door import knock
+from manyhands.strategies.served import sockets as post
+from manyhands.strategies.served.applied_pushes import Ledger
+from manyhands.strategies.served.authentication import knock
 from manyhands.strategies.served.layout import buffers_of
-from manyhands.strategies.served.ledger import Ledger
 from manyhands.strategies.served.messages import Ask, Attached, Push, ServerState, Shaped, encode
-from manyhands.strategies.served.post import REFUSED
-from manyhands.strategies.served.shared import SharedSlots
+from manyhands.strategies.served.shared_memory import SharedSlots
+from manyhands.strategies.served.sockets import REFUSED
 from manyhands.strategies.served.table import ServerTable
-from manyhands.training.agenda import Agenda, FirstCome, Free, InOrder
+from manyhands.training.work_schedule import Agenda, FirstCome, Free, InOrder
 
 
 def network() -> nn.Module:

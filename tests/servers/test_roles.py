@@ -134,7 +134,8 @@ def test_an_index_without_a_role_and_a_cluster_seen_from_outside(
 def test_who_waits_for_a_chief_says_so_and_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from manyhands.strategies.served import LinkLost, post
+    from manyhands.strategies.served import LinkLost
+    from manyhands.strategies.served import sockets as post
 
     monkeypatch.setattr(post, "SOON", 0.2)
     hosts = cluster(("chief", 1), ("ps", 1), ("worker", 1))

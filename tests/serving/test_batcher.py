@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
+from manyhands.serving.batch_timing import BatchTimeModel
 from manyhands.serving.batcher import ATTEMPTS, Batcher, BatchSettings, RequestBatch, Ticket
-from manyhands.serving.pace import BatchTimeModel
 from manyhands.serving.slots import FREE_BYTES, SlotLayout
 
 

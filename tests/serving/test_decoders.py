@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
 from manyhands.serving import Server
+from manyhands.serving.dtypes import KINDS, from_numbers
 from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.http import BadRequest, Inflating
-from manyhands.serving.kinds import KINDS, from_numbers
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
 from manyhands.serving.protocols.open_inference_rest import header_size, version_number
 from manyhands.serving.protocols.protocol import parse_json

@@ -19,12 +19,13 @@ from torch import Tensor
 from manyhands.core import Predictor, RequestRefused
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving import BatchSettings, RolloutGuard, computing
+from manyhands.serving import BatchSettings, RolloutGuard
+from manyhands.serving import replica_process as computing
 from manyhands.serving.catalogue import Catalogue, CatalogueSettings
-from manyhands.serving.computing import Given, Starved, quietly
 from manyhands.serving.folder import VersionPolicy
-from manyhands.serving.meeting import ReplicaRendezvous
 from manyhands.serving.replica import ServingReplica
+from manyhands.serving.replica_process import Given, Starved, quietly
+from manyhands.serving.replica_rendezvous import ReplicaRendezvous
 from manyhands.serving.version import ReplicaPlacement, Version
 from manyhands.storage import OutputMismatch
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from manyhands.core import ArchiveError, Predictor, Signature, TensorSpec
 from manyhands.distributed import Device, resolve
 from manyhands.launcher import LocalEngine
-from manyhands.serving.computing import REPLY, Exported
-from manyhands.serving.meeting import ReplicaRendezvous
 from manyhands.serving.replica import ServingReplica
+from manyhands.serving.replica_process import REPLY, Exported
+from manyhands.serving.replica_rendezvous import ReplicaRendezvous
 from manyhands.serving.sandbox import Sandbox
 from manyhands.serving.slots import ReplicaSlots, SlotLayout
 

@@ -21,7 +21,7 @@ from manyhands.core import Predictor, Signature, TensorSpec
 from manyhands.distributed import resolve
 from manyhands.launcher import LocalEngine
 from manyhands.serving import Server, ServeSettings
-from manyhands.serving.kinds import KINDS, Kind
+from manyhands.serving.dtypes import KINDS, Kind
 
 ARRAYS = {
     kind.torch: np.array([[0, 1, 1], [1, 0, 0]]).astype(np.float32 if kind.is_bfloat16 else kind.numpy)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.serving import ways
-from manyhands.serving.ways import EagerExecution, fastest
+from manyhands.serving import execution as ways
+from manyhands.serving.execution import EagerExecution, fastest
 from manyhands.storage import Archive, export, load
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from benchmarks.memory import task as gpt
 
 import manyhands as mh
 from manyhands.core import OutOfMemory, StrategyError
-from manyhands.training import fit_in, fitting
+from manyhands.training import fit_in
+from manyhands.training import memory_fitting as fitting
 from manyhands.training.explain import few_samples
 
 from .problems import problem
@@ -35,7 +36,7 @@ def test_less_memory_costs_more_and_more() -> None:
 
 
 def test_where_nothing_else_helps_state_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.training.fitting.AT_ONCE", MIB // 4)
+    monkeypatch.setattr("manyhands.training.memory_fitting.AT_ONCE", MIB // 4)
     task = gpt(128, 4, 16)
     spec, (text,) = fit_in(task, mh.Single(), 14 * MIB, 1, host=1 << 30)
     assert spec.offload == "optimizer"

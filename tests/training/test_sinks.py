@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
 from manyhands.distributed import World
 from manyhands.training import About, NumberSink, SinkDispatcher, make_sinks
-from manyhands.training.sinks import outlets
+from manyhands.training.sinks import dispatcher as outlets
 from manyhands.training.sinks.names import numbers_of
 
 from .problems import generator

@@ -20,10 +20,12 @@ from manyhands.core import LossNotFinite, StrategyError, TaskError, read_events
 from manyhands.data import as_source
 from manyhands.distributed import NullWorld, World
 from manyhands.graph import CannotRecord
-from manyhands.training import Hand, recorder, stepping, ways
-from manyhands.training.recorder import StepCapture
+from manyhands.training import Hand, stepping
+from manyhands.training import step_capture as recorder
+from manyhands.training import step_variants as ways
+from manyhands.training.step_capture import StepCapture
+from manyhands.training.step_variants import Ways
 from manyhands.training.stepping import Stepper, take_step
-from manyhands.training.ways import Ways
 
 from .problems import Cnn, Sometimes, classify, generator, mlp
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.core import DataError, LossNotFinite, StrategySpec, TaskError, as_spec, read_events
 from manyhands.training import verify
-from manyhands.training.rows import choose_rows
+from manyhands.training.trial_rows import choose_rows
 
 from .problems import classify, generator, mlp, problem
 from .silent import ORDINARY, SILENT, Tokens, ignoring, noise, norms, spectral, task

@@ -19,7 +19,8 @@ from manyhands.core import CheckpointError, RunError, WorkerFailed
 from manyhands.distributed import World, resolve
 from manyhands.launcher import LocalEngine
 from manyhands.storage import CheckpointStore
-from manyhands.tuning import JOURNAL, work
+from manyhands.tuning import JOURNAL
+from manyhands.tuning import trial_work as work
 
 from . import networks
 

@@ -15,7 +15,7 @@ import manyhands as mh
 from manyhands.core import SettingsError
 from manyhands.distributed import resolve
 from manyhands.tuning import JOURNAL, Stacked, StudyView, Trial, TrialRunner, TrialsFailed, as_objectives
-from manyhands.tuning.work import TrialWork
+from manyhands.tuning.trial_work import TrialWork
 
 from . import networks
 
@@ -301,7 +301,7 @@ def test_a_network_that_cannot_be_built_costs_only_its_trial(tmp_path: Path) -> 
 
 
 def test_populations_that_nobody_is_in_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.tuning.stacked.MOST_SHELVES", 2)
+    monkeypatch.setattr("manyhands.tuning.vectorized_trials.MOST_SHELVES", 2)
     workshop = TrialRunner(networks.task, {}, 1, tmp_path, as_objectives("valid_loss"))
     with contextlib.closing(Stacked(workshop, resolve("cpu", 1)[0][0], 1, print, must_stack=True)) as executor:
         for number, width in enumerate((3, 4, 5, 5)):

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import manyhands as mh
 from manyhands.graph import CannotRecord, Phase
-from manyhands.vectorized import Gain, Population, compiling, gain, rounds
+from manyhands.vectorized import Gain, Population, compiling, gain
+from manyhands.vectorized import stacked_steps as rounds
 from manyhands.vectorized.convolutions import ALL, GROUPED, THIN, Unfolded
 
 from .test_equality import alone

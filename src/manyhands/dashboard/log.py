@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS, fields
-from .source import PARTS, LogSource
-from .tail import Tail
+from .log_source import PARTS, LogSource
+from .log_tail import Tail
 
 ACCESS = "access.jsonl"
 NUM_NEWS = 1000

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from ..core import FileError, fields, read_json
+from .log_source import LogSource
 from .series import Series
-from .source import LogSource
 
 RECORD = "run.json"
 RECORD_LIMIT = 4 << 20

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..core import SettingsError
-from .library import Library
-from .source import dump
+from .log_source import dump
+from .run_library import Library
 
 HOST = "127.0.0.1"
 STATIC = files(__package__) / "static"

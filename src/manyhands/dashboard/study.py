@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core import EVENTS, fields, parse_json
-from .source import LogSource
-from .tail import Tail
+from .log_source import LogSource
+from .log_tail import Tail
 
 JOURNAL = "journal.log"
 STATES = ("running", "finished", "stopped", "failed")

@@ -2,16 +2,16 @@
 
 from .arrays import is_arrays
 from .batch import Batch, Cursor, first_dim, map_leaves, split, tensors, to_device
+from .batch_split import part_of
 from .bucketed import Bucketed, bucketed
+from .device_orders import Orders
+from .device_resident import Resident, ResidentBatch, in_memory, lies_in_memory
 from .digest import data_digest
 from .feed import Feed
 from .fields import Fields
 from .files import Files, files
 from .order import Ids, Order
-from .orders import Orders
 from .prefetch import Prefetcher
-from .resident import Resident, ResidentBatch, in_memory, lies_in_memory
-from .shares import part_of
 from .source import IndexedSource, Source, Window, check_source
 from .sources import as_source
 

@@ -15,11 +15,11 @@ import torch
 from ..core import DataError
 from .arrays import ArraySource
 from .batch import Batch, Cursor, to_device
+from .batch_split import ReplicaShare, share_of
+from .device_resident import Resident, fits
+from .feed_timing import Adaptation, FeedTiming
 from .order import Ids
-from .pace import Adaptation, FeedTiming
 from .prefetch import DeviceCopy, Prefetcher
-from .resident import Resident, fits
-from .shares import ReplicaShare, share_of
 from .source import IndexedSource, Source, Window
 from .workers import read_in_workers
 

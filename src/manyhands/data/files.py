@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core import DataError
-from .blocks import BlockOrder
+from .block_order import BlockOrder
 from .collate import collate as default_collate
 from .columns import ColumnTable
 from .formats import (

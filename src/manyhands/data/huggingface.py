@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import DataError
 from .arrow import Null, table_of
-from .mapped import MapSource
+from .map_style import MapSource
 from .order import Ids
 from .source import Collate, IndexedSource, Source, Window, unreadable
 from .stream import StreamSource

@@ -15,7 +15,7 @@ from .bucketed import Bucketed, BucketSource
 from .files import Files, files_source
 from .huggingface import huggingface_source, is_huggingface, is_splits, refuse_splits
 from .loader import loader_source
-from .mapped import MapSource
+from .map_style import MapSource
 from .source import Collate, Source
 from .stream import StreamSource
 

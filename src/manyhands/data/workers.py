@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..core import DataError
 from .batch import Batch
 from .source import Source
-from .transport import Parcel, WorkerSlots
+from .worker_memory import Parcel, WorkerSlots
 
 Read = Callable[[int, int], Iterator[Batch]]
 """`read(first, step)` gives batches number first, first + step, ... of an epoch."""

@@ -1,8 +1,8 @@
 """Ensembles: trained networks that answer as one, in one program or apart."""
 
-from .apart import ANSWERED, Answer, CallSeat, MemberHandle, ProcessSeat, TeamApart
 from .combination import COMBINATIONS, Combination, require_combination
 from .member import Member, member_of, require_alike
+from .remote_members import ANSWERED, Answer, CallSeat, MemberHandle, ProcessSeat, TeamApart
 from .team import Batches, CombinationRule, Team
 from .uncertainty import Calibration, calibration, mutual_information, spread
 

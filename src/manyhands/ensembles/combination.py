@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import SettingsError
-from .forms import LOGITS, NUMBERS, as_form, as_probabilities
+from .output_forms import LOGITS, NUMBERS, as_form, as_probabilities
 
 ROUNDS = 200
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core import DataError, Predictor, Signature, TensorSpec
 from ..storage import export
 from .combination import Combination, MeanCombination, Vote, require_combination
-from .forms import NUMBERS, as_probabilities, form_of
 from .member import Member, named, require_alike
-from .together import StackedMembers
+from .output_forms import NUMBERS, as_probabilities, form_of
+from .stacked_members import StackedMembers
 from .uncertainty import Calibration, calibration, mutual_information, spread
 
 SPREAD, MUTUAL = "spread", "mutual_information"

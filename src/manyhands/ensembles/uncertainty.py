@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .forms import NUMBERS, as_probabilities
+from .output_forms import NUMBERS, as_probabilities
 
 NUM_BINS = 15
 

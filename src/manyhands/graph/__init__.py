@@ -1,19 +1,19 @@
 """How a step is executed: recorded as CUDA graphs where it can be; what it holds; a network traced and cut."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
-from .blame import calling_line, culprit
 from .call import Call
 from .compilers import stop_compilers
-from .cutting import Crossing, GraphPiece, Unit, Works, crossings, in_pieces, in_stages, works_of
-from .following import GraphFacts, Value, changed_at_root, follow, plainly
+from .cuda_graphs import CannotRecord, Phase, Recording, rehearsing
 from .layers import Layer, layer_of
 from .layout import has_convolutions, lay_out
 from .optimizers import CAPTURABLE, fuse_on_cpu, lie_alike, make_capturable, skips_on_device
-from .recording import CannotRecord, Phase, Recording, rehearsing
-from .running import Contexts, DrawCounter, Segment, segments_of
-from .statics import Statics, shape_of
+from .partition import Crossing, GraphPiece, Unit, Works, crossings, in_pieces, in_stages, works_of
+from .segments import Contexts, DrawCounter, Segment, segments_of
+from .shape_propagation import GraphFacts, Value, changed_at_root, follow, plainly
+from .static_inputs import Statics, shape_of
 from .tracing import Absent, OutputStructure, TracedGraph, trace
-from .watch import ValueWatch
+from .user_lines import calling_line, culprit
+from .value_watch import ValueWatch
 
 __all__ = [
     "Recording",

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core import StrategyError, as_written
-from .blame import culprit
 from .call import Call
 from .layers import kept_whole, mark
+from .user_lines import culprit
 
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Operations that only look whether sizes are as they were."""
@@ -241,7 +241,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _traced(program: Any, answer: OutputStructure, names: Mapping[str, str]) -> TracedGraph:
-    from .following import mutated
+    from .shape_propagation import mutated
 
     graph: fx.Graph = program.graph_module.graph
     for node in [n for n in graph.nodes if n.op == "call_function" and _name_of(n.target) in _CHECKS]:

@@ -13,7 +13,6 @@ from .backend import require_torch_backend
 require_torch_backend()
 
 from . import cluster_resolver, coordinator, experimental, partitioners  # noqa: E402
-from .boards import TensorBoard  # noqa: E402
 from .cluster_resolver import (  # noqa: E402
     ClusterResolver,
     ClusterSpec,
@@ -27,8 +26,8 @@ from .cluster_resolver import (  # noqa: E402
 )
 from .coordinator import ClusterCoordinator  # noqa: E402
 from .exports import export  # noqa: E402
-from .hooks import install  # noqa: E402
 from .inputs import DatasetCreator, DistributedInput, InputContext  # noqa: E402
+from .keras_patches import install  # noqa: E402
 from .mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy  # noqa: E402
 from .options import (  # noqa: E402
     CommunicationImplementation,
@@ -54,6 +53,7 @@ from .strategy import (  # noqa: E402
     scale_regularization_loss,
 )
 from .tasks import as_task  # noqa: E402
+from .tensorboard import TensorBoard  # noqa: E402
 
 install()
 

@@ -12,10 +12,10 @@ from keras.src.utils.python_utils import is_default
 
 from ..core import RunError
 from ..distributed import Opaque
-from .boards import TensorBoard
-from .following import Changes, ModelSnapshot, plain_attributes
 from .inputs import brought_by_all
+from .model_changes import Changes, ModelSnapshot, plain_attributes
 from .runs import FitTimer, RunLog
+from .tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from .strategy import Strategy

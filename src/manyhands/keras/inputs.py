@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ..core import DataError, StrategyError
 from ..training import Hand
-from .share import KerasShare, hand_out, num_rows, without_rows
+from .batch_share import KerasShare, hand_out, num_rows, without_rows
 from .step import current_step
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ..core import StrategySpec
 from ..distributed import NullWorld, resolve
 from ..training import Hand
 from .cluster_resolver import TFConfigClusterResolver
-from .placing import hand_of_all, named, settled
+from .process_setup import hand_of_all, named, settled
 from .strategy import Strategy
 
 

@@ -17,9 +17,9 @@ from ..core import SettingsError
 from ..distributed import Pending
 from ..launcher import CHIEF, SERVER, TRAINERS, WORKER, described
 from ..training import joined_world
+from .batch_share import KerasShare
 from .cluster_resolver import TFConfigClusterResolver
-from .placing import hand_of_all, named
-from .share import KerasShare
+from .process_setup import hand_of_all, named
 from .strategy import Strategy
 
 PARTS = (*TRAINERS, SERVER)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import mix
 from ..training import Hand
-from .share import MicroBatchRows
+from .batch_share import MicroBatchRows
 
 if TYPE_CHECKING:
     from .strategy import Strategy

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core import SettingsError, StrategyError, StrategySpec
 from ..distributed import NullWorld, caller_lines
 from ..training import SCRIPT_END, Hand
-from .following import variables_of
+from .batch_share import KerasShare, known_share
 from .inputs import (
     DistributedInput,
     InputContext,
@@ -32,8 +32,8 @@ from .inputs import (
     next_meeting,
     share_randomness,
 )
-from .measures import Measures
-from .share import KerasShare, known_share
+from .metrics_sync import Measures
+from .model_changes import variables_of
 from .statistics import scaled
 from .step import GradientSums, MicroBatchStep, Update, apart, current_step, taking
 

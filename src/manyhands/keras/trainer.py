@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from keras import ops, tree
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
+from .batch_share import KerasShare, hand_out, known_share, num_rows, take_share
 from .callbacks import OnceForAll, met
 from .inputs import distributed, opened, require_by_itself
-from .measures import Measures
-from .share import KerasShare, hand_out, known_share, num_rows, take_share
+from .metrics_sync import Measures
 from .step import GradientSums, MicroBatchStep, taking
 from .strategy import warn_of_no_scope
 

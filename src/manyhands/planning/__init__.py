@@ -5,9 +5,9 @@ from .clusters import Cluster, as_cluster
 from .curve import Curve, Curves, Remedy
 from .efficiency import best_batch, noise_scale, steps_needed
 from .estimate import Correction, Estimate, estimate, waiting, waiting_for
-from .kinds import as_clusters
-from .many import ManyNetworksEstimate, One, many, stacking_gain
+from .many_networks import ManyNetworksEstimate, One, many, stacking_gain
 from .memory import Footprint, footprint
+from .mixed_hosts import as_clusters
 from .plan import SUFFIX, Comparison, Measure, Pick, Plan, compare, make_plan, read_plan, require_same
 from .schedules import makespan
 from .search import PlanOption, Search

@@ -13,7 +13,7 @@ from .clusters import Cluster
 from .curve import Curve, Curves
 from .efficiency import steps_needed
 from .estimate import estimate
-from .many import ManyNetworksEstimate, One, many
+from .many_networks import ManyNetworksEstimate, One, many
 from .memory import ROOM
 from .search import PlanOption, Search
 from .workload import Workload, is_lossy
@@ -103,13 +103,13 @@ class Plan:
 
     def save_html(self, path: str | Path) -> None:
         """Writes a page with the table and the curve; it needs no other file."""
-        from .pages import html
+        from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
 
     def save_svg(self, path: str | Path) -> None:
         """Writes the curve."""
-        from .pages import svg
+        from .html_report import svg
 
         Path(path).write_text(svg(self.curve, self.cluster.num_devices), encoding="utf-8")
 

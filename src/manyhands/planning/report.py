@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .curve import Curve
-    from .many import ManyNetworksEstimate
+    from .many_networks import ManyNetworksEstimate
     from .plan import Plan
     from .search import PlanOption
 

@@ -16,9 +16,9 @@ from torch.distributed import Work
 from ..core import StrategySpec, Task
 from ..distributed import World, message
 from ..training import Breakdown, Hand, Sample, Steps, own_stream, time_steps
-from .ceiling import ceiling
 from .memory import MemoryProfile, MemoryWatch
 from .operations import OperationTable, watch
+from .peak_rate import ceiling
 
 WARMUP = 3
 WATCHED = 3

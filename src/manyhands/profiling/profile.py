@@ -101,7 +101,7 @@ class Profile:
 
     def save(self, path: str | Path) -> Path:
         """Writes a page with everything and the timeline; it needs no other file and no network."""
-        from .pages import html
+        from .html_report import html
 
         Path(path).write_text(html(self), encoding="utf-8")
         return Path(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from .units import duration, size
+from .formatting import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console

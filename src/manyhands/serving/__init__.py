@@ -12,8 +12,8 @@ from .metrics import BOUNDS, Histogram
 from .security import ServingTls
 
 if TYPE_CHECKING:
-    from .background import ListenSettings
-    from .probation import RolloutGuard
+    from .listener_thread import ListenSettings
+    from .rollout_guard import RolloutGuard
     from .routing import PlacedServer, Router, RouteSettings, ScaledRouter, Scaling
     from .server import Server, ServeSettings
 

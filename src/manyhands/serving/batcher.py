@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from ..core import RequestRefused, SettingsError
-from .kinds import Array
-from .pace import BatchTimeModel
+from .batch_timing import BatchTimeModel
+from .dtypes import Array
 
 Arrays = Mapping[str, Array]
 Done = Callable[["Ticket"], None]

@@ -14,10 +14,10 @@ from typing import Any
 
 from ..core import ManyhandsError, Predictor, RequestRefused
 from .batcher import BatchSettings
-from .computing import Exported, Given
 from .folder import NAME, Print, VersionPolicy, complete_versions, models_in
 from .model import Model, Unknown
-from .probation import RolloutGuard
+from .replica_process import Exported, Given
+from .rollout_guard import RolloutGuard
 from .version import END, ReplicaPlacement, Version, end_all, nothing
 
 _FASTEST_RETRY, _SLOWEST_RETRY = 1.0, 60.0

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from ..core import DataError, RequestRefused, SettingsError, Signature, TensorSpec
-from .kinds import BY_OPEN, BY_TORCH, Array
+from .dtypes import BY_OPEN, BY_TORCH, Array
 from .security import ServingTls
 
 _CODES = {

@@ -28,9 +28,9 @@ from ..distributed import Device, World
 from ..launcher import Engine, Service
 from .http import BadRequest
 from .limits import Bodies, Limits
-from .meeting import ReplicaRendezvous
 from .protocols.grpc_service import GrpcListener, GrpcService, Method, parsing, said
 from .protocols.protocol import KEY, STATUS, TRACE
+from .replica_rendezvous import ReplicaRendezvous
 from .scheduling import step_aside
 from .security import AccessToken, ServingTls
 

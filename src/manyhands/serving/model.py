@@ -6,7 +6,7 @@ import time
 
 from ..core import RequestRefused
 from .folder import VersionPolicy
-from .probation import Judge, RolloutGuard
+from .rollout_guard import Judge, RolloutGuard
 from .version import AVAILABLE, END, LOADING, Version
 
 

@@ -20,9 +20,9 @@ from ..distributed import Device
 from ..launcher import Engine, RunningJob
 from ..storage import OutputMismatch
 from .batcher import Batcher, RequestBatch
-from .computing import JOB, MAX_MESSAGE, REPLY, Computing, PredictorSource, Starved, require_rows
-from .kinds import Array
-from .meeting import Arrival, ReplicaRendezvous
+from .dtypes import Array
+from .replica_process import JOB, MAX_MESSAGE, REPLY, Computing, PredictorSource, Starved, require_rows
+from .replica_rendezvous import Arrival, ReplicaRendezvous
 from .sandbox import Protection, remove_cgroup, resident_bytes
 from .slots import NUM_SLOTS, Dims, ReplicaSlots, SlotLayout
 

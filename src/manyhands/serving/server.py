@@ -12,17 +12,15 @@ from ..core import Predictor, SettingsError
 from ..distributed import Device, this_host
 from ..launcher import Engine
 from .app import App
-from .background import Background, ListenSettings, opened
 from .batcher import BatchSettings
 from .catalogue import Catalogue, CatalogueSettings
 from .exposition import exposition
 from .folder import VersionPolicy, is_one_model, require_name
 from .grpc_process import GrpcProcess
 from .http import HttpListener, Request
-from .meeting import ReplicaRendezvous
+from .listener_thread import Background, ListenSettings, opened
 from .parsing import Parsing
 from .precision import require_precision
-from .probation import RolloutGuard
 from .protocols import (
     GRPC,
     REST,
@@ -33,6 +31,8 @@ from .protocols import (
     RestProtocol,
     TensorflowRest,
 )
+from .replica_rendezvous import ReplicaRendezvous
+from .rollout_guard import RolloutGuard
 from .security import AccessToken
 from .tracing import Tracing
 from .version import ReplicaPlacement

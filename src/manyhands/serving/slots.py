@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..core import Signature, TensorSpec
-from .kinds import BY_TORCH, Array
+from .dtypes import BY_TORCH, Array
 
 FREE_BYTES = 256 << 20
 """Bytes for the inputs, or the outputs, of a batch whose shapes are free; only what is used becomes real memory."""

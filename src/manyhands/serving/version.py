@@ -14,10 +14,10 @@ from ..core import ManyhandsError, RequestRefused, RunError, Signature
 from ..distributed import Device
 from ..launcher import Engine
 from .batcher import Arrays, Batcher, BatchSettings, Done, Ticket
-from .computing import PredictorSource
-from .meeting import ReplicaRendezvous
 from .metrics import VersionMetrics
 from .replica import ServingReplica
+from .replica_process import PredictorSource
+from .replica_rendezvous import ReplicaRendezvous
 from .slots import SlotLayout
 
 START, LOADING, AVAILABLE, UNLOADING, END = "START", "LOADING", "AVAILABLE", "UNLOADING", "END"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..core import RequestRefused, SettingsError
 from .batcher import Arrays, Ticket
+from .dtypes import BY_TORCH, to_numbers
 from .http import BadRequest
-from .kinds import BY_TORCH, to_numbers
 from .protocols.protocol import parse_json
 from .protocols.tensorflow_rest import parse_predict
 from .version import Version

@@ -5,20 +5,29 @@ from typing import TYPE_CHECKING
 from ..sync import with_own_feedback
 from .auto import choice_for, is_undecided, under
 from .batch_stats import BatchStats
+from .build_replica import (
+    MAIN,
+    Probe,
+    in_double,
+    lay_out,
+    optimizers_of,
+    realise,
+    require_built,
+    require_loss,
+)
 from .deferred import CannotDefer, Deferred, Take, defer
-from .drawing import Outline
+from .device_marks import on
 from .embedding import Embedding, declaring, first_rows
-from .marks import on
 from .mirrored import MirroredReplica
 from .offload import AT_ONCE
-from .outline import check_cut, outline
 from .parameter_server import ServedReplica
+from .partition_drawing import Outline
+from .partition_outline import check_cut, outline
 from .pipeline import PipelineReplica
-from .realise import MAIN, Probe, in_double, lay_out, optimizers_of, realise, require_built, require_loss
 from .recompute import keep_all, recompute
 from .replica import Replica
-from .skipping import keep_where
-from .table import LayerRow, SplitTable, size_text, table_of
+from .skipped_updates import keep_where
+from .split_table import LayerRow, SplitTable, size_text, table_of
 
 if TYPE_CHECKING:
     from .tensor import Layout

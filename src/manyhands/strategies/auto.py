@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..sync import Auto, Local, choose, forecasts, is_open, make_policy, measure_links, tell_choice
-from .local import replicated
+from .local_sgd import replicated
 from .replica import Replica
 
 WORTH = 0.3

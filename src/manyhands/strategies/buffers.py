@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core import LayoutFree, StrategyError, UsageError, random_state, remember_buffers, restore_random_state
 from ..distributed import World
-from .own_parts import own_part
+from .local_updates import own_part
 
 Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..core import StrategySpec
 from ..distributed import World
-from .own_parts import own_part
+from .local_updates import own_part
 from .replica import Replica
 
 AT_ONCE = 256 << 20

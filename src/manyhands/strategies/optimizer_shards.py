@@ -127,7 +127,7 @@ def sharded_optimizers(
     spec: StrategySpec, world: World, model: nn.Module, make: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Optimizer], Shadows]:
     """Optimizers of this rank's parts."""
-    from .realise import optimizers_of
+    from .build_replica import optimizers_of
 
     shadows = Shadows(spec, world, model)
     with shadows.in_place(model):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..core import StrategyError, each_of, nested_in, random_state, restore_random_state
 from ..distributed import World
-from .own_parts import BY_ELEMENT, on_own_parts
+from .local_updates import BY_ELEMENT, on_own_parts
 
 if TYPE_CHECKING:
     from .replica import Replica

@@ -20,11 +20,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import StrategyError, StrategySpec
 from ..distributed import World, place_of
 from ..graph import Call, GraphPiece, Works, crossings, in_stages
-from .homes import able_ranks, balanced, parameters_of
-from .marks import marks_of
+from .device_marks import marks_of
+from .piece_runner import Flow, Relay
 from .placed import OutputOnOtherRank, PlacedReplica, autocast_of
 from .placement import Cut, Placement, calling, placed_homes, require_cuttable
-from .relay import Flow, Relay
+from .placement_rules import able_ranks, balanced, parameters_of
 from .schedules import BACKWARD, FORWARD, INPUTS, bubble, even, merged, stages_per_rank, usable
 
 NUM_UNMEASURED = 2

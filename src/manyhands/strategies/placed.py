@@ -20,14 +20,14 @@ from ..distributed import World
 from ..graph import Call, DrawCounter
 from ..sync import Buckets, PolicyState, acting, make_policy
 from .batch_stats import BatchStats
-from .drawing import Outline, drawn
-from .holding import Holding
+from .local_updates import own_part
 from .mirrored import hash_of
-from .own_parts import own_part
+from .partition_drawing import Outline, drawn
+from .piece_parameters import Holding
+from .piece_runner import Flow, Relay
 from .placement import Cut, Loss, Placement, one_call
-from .relay import Flow, Relay
 from .replica import Replica
-from .table import size_text
+from .split_table import size_text
 
 
 def autocast_of(spec: StrategySpec, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

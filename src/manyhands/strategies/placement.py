@@ -37,10 +37,10 @@ from ..graph import (
 )
 from .buffers import buffers_outside_batch_norm
 from .double_backward import on_gradients, refuse_gradients, untraceable
-from .holding import Holding
-from .homes import REST, automatic, by_map, check_map, measured, module_names, parameters_of
+from .piece_parameters import Holding
+from .piece_runner import Relay
+from .placement_rules import REST, automatic, by_map, check_map, measured, module_names, parameters_of
 from .recompute import SELECTIVE, recomputed_by, selective_contexts
-from .relay import Relay
 
 Loss = Callable[[Any, Any], Any]
 NUM_FIXED = 2

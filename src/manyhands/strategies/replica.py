@@ -15,12 +15,12 @@ from ..distributed import World
 from ..graph import fuse_on_cpu
 from .buffers import Buffers
 from .gradient_hooks import GradientHooks
+from .local_updates import BY_ELEMENT, on_own_parts
 from .optimizer_traits import stepping
-from .own_parts import BY_ELEMENT, on_own_parts
-from .skipping import step_where
+from .skipped_updates import step_where
 
 if TYPE_CHECKING:
-    from .drawing import Outline
+    from .partition_drawing import Outline
 
 _AS_IT_IS = contextlib.nullcontext()
 

@@ -25,9 +25,9 @@ from ..sync import Agreement, BucketExchange, Local, PolicyState, average, make_
 from .batch_stats import BatchStats
 from .by_block import SameBlocks
 from .deferred import Take
-from .local import common_slots
+from .local_sgd import common_slots
+from .local_updates import own_part, parted
 from .mirrored import hash_of, require_dense
-from .own_parts import own_part, parted
 from .recompute import CONTAINERS, blocks_of
 from .replica import Replica
 

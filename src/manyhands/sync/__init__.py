@@ -1,19 +1,19 @@
 """How replicas agree: policies, and the buckets that carry gradients to them."""
 
-from .agreement import Agreement, average
 from .auto import Auto, choose, forecasts, is_open, tell_choice
+from .bucket_exchange import BucketExchange, PolicyState, tell, with_own_feedback
 from .buckets import Buckets
-from .carrying import carrying
-from .coded import BF16, FP16, Coded, Int8
-from .course import BucketExchange, PolicyState, tell, with_own_feedback
-from .hosts import acting
+from .collectives import PolicyCollectives
+from .custom_policies import carrying
+from .hierarchical import acting
 from .links import Links, measure_links
 from .local import DiLoCo, Local, LocalSteps
-from .memory import PolicyMemory, key_of
+from .local_averaging import Agreement, average
 from .policy import POLICIES, AllReduce, Policy, make_policy
+from .policy_memory import PolicyMemory, key_of
 from .powersgd import PowerSGD
+from .quantized import BF16, FP16, Coded, Int8
 from .topk import TopK
-from .wire import PolicyCollectives
 
 __all__ = [
     "Policy",

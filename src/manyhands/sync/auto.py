@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..distributed import NullWorld, Pending, World
-from .course import BucketExchange, PolicyState
+from .bucket_exchange import BucketExchange, PolicyState
+from .collectives import PolicyCollectives
 from .links import Links
 from .local import Local
-from .memory import PolicyMemory
 from .policy import AllReduce, Policy, make_policy, require
-from .wire import PolicyCollectives
+from .policy_memory import PolicyMemory
 
 OVERLAP = 0.4
 """The part of a step in which gradients can travel while others are computed."""

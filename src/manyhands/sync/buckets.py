@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import TaskError
 from ..distributed import World
-from .course import BucketExchange, PolicyState, tell
-from .memory import lay_like
+from .bucket_exchange import BucketExchange, PolicyState, tell
 from .policy import Policy
+from .policy_memory import lay_like
 
 T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import PolicyMemory
+from .collectives import PolicyCollectives
 from .policy import Policy, make_policy, require
-from .wire import PolicyCollectives
+from .policy_memory import PolicyMemory
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..core import StrategyError, check_policies_by, split_settings
 from ..distributed import Pending
-from .memory import PolicyMemory
-from .wire import PolicyCollectives
+from .collectives import PolicyCollectives
+from .policy_memory import PolicyMemory
 
 POLICIES: dict[str, type[Policy]] = {}
 """Policies by the name that a StrategySpec gives; a subclass of Policy with a `name` enters itself."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import PolicyMemory, key_of
+from .collectives import PolicyCollectives
 from .policy import Policy, require
-from .wire import PolicyCollectives
+from .policy_memory import PolicyMemory, key_of
 
 NEGLIGIBLE = 1e-5
 """What is left of a row, compared with what it was, when it lies in the span of those before it."""

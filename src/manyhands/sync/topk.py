@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import Pending
-from .memory import PolicyMemory
+from .collectives import PolicyCollectives
 from .policy import Policy, require
-from .wire import PolicyCollectives
+from .policy_memory import PolicyMemory
 
 EARLY, HALVES = 0.25, 10
 """The part of the numbers that travels after the warm-up, and the steps after which it is halved."""

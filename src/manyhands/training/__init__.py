@@ -1,35 +1,35 @@
 """The training loop, what a replica holds while it runs, and what a run leaves behind."""
 
 from ..core import EVENTS
-from .averages import Averages
 from .callbacks import Callback, check_callbacks
 from .check import Verdict, fails_in_parts, judge, parts_of, plan_of, record_of, take_steps, with_data
-from .cuts import check_pieces, outline_of
-from .draws import learn_draws
 from .evaluation import evaluate, evaluating, predict
 from .explain import can_explain, explain
-from .fitting import fit_in
 from .hand import SCRIPT_END, Hand, hand, holding, joined_world
+from .initial_weights import check_start
 from .loop import CHECKPOINTS, Job, ReplicaResult, check_schedule, own_stream, train
 from .memory import Account, account, held_now, host_bytes, limited, parse_bytes
+from .memory_fitting import fit_in
 from .metrics import Meter, check_metrics, parted
+from .parameter_server_loop import check_served, has_own_optimizer, tables_in, train_served
+from .partition_preview import check_pieces, outline_of
 from .patience import Patience, as_patience, check_patience
 from .predictor import ModelPredictor, answers, inputs_of
 from .progress import View, make_view, sparkline
 from .replay import PartDiffers, Replay, replay
 from .roles import ProcessRole, place_here, take_part
 from .run import RECORD, Run, as_weights, launch_of, new_folder, read_record
+from .sample_randomness import learn_draws
 from .sampling import EVERY, Breakdown, Sample, Sampler, StepTimer, breakdowns
 from .schedule import follow_schedule
-from .served import check_served, has_own_optimizer, tables_in, train_served
 from .sinks import DROPPED, About, LogTo, NumberSink, Sink, SinkDispatcher, make_sinks
 from .snapshot import restore_snapshot, take_snapshot
 from .spans import IDLE, PHASES, Span, Spans, by_phase
-from .start import check_start
 from .stepping import take_step
 from .stragglers import Stragglers
 from .timing import Steps, gradient_squares, time_steps
 from .verify import check_statistics, refuse, with_micro_statistics
+from .weight_averages import Averages
 
 __all__ = [
     "Hand",

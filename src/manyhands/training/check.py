@@ -19,13 +19,13 @@ from ..data import as_source, check_source
 from ..distributed import NullWorld, World
 from ..graph import culprit
 from .cause import CallRecorder, Output, Outputs, first_difference, first_not_finite, first_other_output
-from .draws import learn_draws
+from .error_hints import explain_mistake
 from .hand import Hand
-from .leaving import left_alone
-from .mistakes import explain_mistake
-from .rows import Plan, choose_rows, windows
+from .restored_objects import left_alone
+from .sample_randomness import learn_draws
 from .stepping import take_step
 from .trial import LOSS, NUM_SAMPLES
+from .trial_rows import Plan, choose_rows, windows
 
 if TYPE_CHECKING:
     from ..strategies import Layout

@@ -48,13 +48,13 @@ from ..strategies import (
     realise,
     under,
 )
-from .averages import Averages
-from .choosing import Choosing
-from .gathering import gather_rows
+from .gather_rows import gather_rows
+from .loss_totals import BatchShare, Tally
 from .progress import make_view
 from .snapshot import restore_snapshot, share, take_snapshot
 from .spans import Spans
-from .tally import BatchShare, Tally
+from .sync_selection import Choosing
+from .weight_averages import Averages
 
 if TYPE_CHECKING:
     from ..strategies import Layout
@@ -178,8 +178,8 @@ class Hand:
             self.averages = Averages(self.model, self.replica.groups, task.ema)
         if task.weights is not None:
             # Both build on hands.
+            from .initial_weights import start_from
             from .run import as_weights
-            from .start import start_from
 
             start_from(self, as_weights(task.weights))
 

@@ -25,18 +25,18 @@ from ..launcher import regroup
 from ..storage import Weights
 from .callbacks import Callback
 from .check import Verdict
-from .draws import guess_notice, learn_draws
+from .error_hints import explain_mistake
 from .evaluation import evaluate, evaluating
 from .hand import Hand
+from .initial_weights import start_from
 from .memory import Guard, explain_memory, held_now, limited, used
-from .mistakes import explain_mistake
-from .parts import COPY_EVERY, Copies, restore_part
+from .partial_state import COPY_EVERY, Copies, restore_part
 from .patience import Patience, PatienceState, check_patience
 from .recovery import Marker, RecoveryState, Rollback, as_loss, eased, is_sound, recall, resized
+from .sample_randomness import guess_notice, learn_draws
 from .sampling import NoSampler, Sampler
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
-from .start import start_from
 from .stepping import Stepper
 from .stragglers import Stopwatch
 from .trial import NUM_SAMPLES, try_halves, try_loss, try_metrics

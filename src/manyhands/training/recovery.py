@@ -15,7 +15,7 @@ from ..data import Batch, Cursor
 from ..distributed import World
 from ..storage import Checkpoint
 from ..strategies import with_own_feedback
-from .parts import complete, joined, part_snapshot, shape_of
+from .partial_state import complete, joined, part_snapshot, shape_of
 from .snapshot import local_snapshot, share
 
 if TYPE_CHECKING:

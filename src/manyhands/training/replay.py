@@ -17,16 +17,16 @@ from ..core import EVENTS, CheckpointError, SettingsError, StrategySpec, Task, r
 from ..data import Batch, Cursor, Feed, as_source, check_source, split
 from ..distributed import Device, NullWorld
 from ..storage import CheckpointStore, weights
-from .draws import learn_draws
 from .evaluation import evaluating
 from .hand import Hand
+from .initial_weights import start_from
 from .loop import CHECKPOINTS
+from .loss_totals import BatchShare, Tally
 from .run import Run
+from .sample_randomness import learn_draws
 from .schedule import follow_schedule
 from .snapshot import restore_snapshot
-from .start import start_from
 from .stepping import take_step
-from .tally import BatchShare, Tally
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}

@@ -102,7 +102,7 @@ def take_part(place: ProcessRole, task: Task, spec: StrategySpec, device: Device
     """Serves or computes until the chief says that it is over; an evaluator has nothing to do, the chief measures."""
     if place.role == EVALUATOR:
         return
-    from .worker import Membership
+    from .parameter_server_members import Membership
 
     follows = place.role == SERVER and place.number >= spec.servers
     Membership(

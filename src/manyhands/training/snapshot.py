@@ -13,7 +13,7 @@ from ..core import MESH_ORDER, CheckpointError, StrategySpec, mix, random_state,
 from ..data import Cursor
 from ..distributed import World, message
 from ..storage import Checkpoint, check_matches, load_optimizer_state, optimizer_state
-from .tables import require_no_rows
+from .embedding_tables import require_no_rows
 
 if TYPE_CHECKING:
     from .hand import Hand

@@ -10,8 +10,8 @@ from ..core import Task
 from ..data import Batch
 from ..strategies import MAIN
 from .hand import Hand
-from .recorder import StepCapture, compute, shape_of_batch
-from .ways import Ways
+from .step_capture import StepCapture, compute, shape_of_batch
+from .step_variants import Ways
 
 RECORDING = ("cuda",)
 """Kinds of devices on which steps can be recorded."""

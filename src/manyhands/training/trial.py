@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import Mean, Task, TaskError, UsageError, random_state, restore_random_state
 from ..data import first_dim, split
 from ..distributed import NullWorld, World
+from .error_hints import explain_mistake
+from .loss_totals import BatchShare, Tally
 from .metrics import parted, try_meters
-from .mistakes import explain_mistake
 from .predictor import inputs_of, outputs_of
-from .tally import BatchShare, Tally
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-4

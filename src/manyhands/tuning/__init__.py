@@ -7,12 +7,12 @@ from .mapping import ItemsFailed, map_items
 from .objective import Objective, as_objectives, check_objectives
 from .searching import SEARCHERS, Constraint, Searcher, make_searcher
 from .space import Range, Space, as_space, check_space, choice, integers, loguniform, parse_range, uniform
-from .stacked import Stacked, stack_size
 from .stopping import ASHA, Hyperband, Median, Stopping, as_stopping
 from .study import TRIALS, Study
 from .trial import FAILED, FINISHED, RUNNING, STOPPED, Trial
+from .trial_work import TrialRunner
+from .vectorized_trials import Stacked, stack_size
 from .view import StudyView, make_study_view
-from .work import TrialRunner
 
 __all__ = [
     "Study",

@@ -24,7 +24,7 @@ from .searching import Constraint, Searcher
 from .space import Space
 from .stopping import GO_ON, PAUSE, STOP, Stopping, ToTheEnd
 from .trial import FAILED, FINISHED, STOPPED, Trial
-from .work import TrialOutcome, TrialRunner, TrialWork
+from .trial_work import TrialOutcome, TrialRunner, TrialWork
 
 MAX_DRAWS = 1000
 """Proposals that break the constraint, one after the other, before it is taken for one that nothing keeps."""

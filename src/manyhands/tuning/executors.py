@@ -9,7 +9,7 @@ from ..core import WorkerFailed
 from ..distributed import Device
 from ..launcher import Engine
 from .pool import Pool
-from .work import TrialOutcome, TrialRunner, TrialWork, TrialWorker, here
+from .trial_work import TrialOutcome, TrialRunner, TrialWork, TrialWorker, here
 
 
 class Executor(ABC):

@@ -1,8 +1,8 @@
 """Many networks of one structure as one program."""
 
-from .gain import Gain, gain
 from .grouping import TaskGroup, groups
 from .member import VectorizedMember
 from .population import Population
+from .speedup import Gain, gain
 
 __all__ = ["Population", "VectorizedMember", "TaskGroup", "groups", "Gain", "gain"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..core import Task, TaskError, mix, random_state, restore_random_state, seed_all
-from .chances import chances
+from .dropout_rates import chances
 from .stack import (
     AVERAGES,
     BUFFERS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..core import Task, TaskError, UsageError
 from ..data import as_source, lies_in_memory
 from .build import Built, build
-from .likeness import difference, network_difference
+from .program_equality import difference, network_difference
 from .trial import try_stacked
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..core import StrategySpec, Task, TaskError, UsageError, as_spec
 from ..distributed import resolve
-from .alone import OneByOne
 from .build import build_model
 from .member import DONE, FAILED, STOPPED, TRAINING, VectorizedMember
-from .together import StackedTraining
-from .way import CannotStack, MemberTraining
+from .member_training import CannotStack, MemberTraining
+from .sequential import OneByOne
+from .stacked_training import StackedTraining
 
 Report = Callable[[int, int, dict[str, float]], None]
 """Hears of a member's number, its step, and what was measured of it: `loss`, `valid_loss`, `valid_…`."""

@@ -16,9 +16,10 @@ from ..training import answers as predicted
 from ..training import evaluating
 from .attention import Folded
 from .build import Built
-from .casting import Cast
-from .chances import given_chances
 from .convolutions import GROUPED, Unfolded
+from .dropout_rates import given_chances
+from .member_training import CannotStack
+from .precision import Cast
 from .recurrent import Unrolled
 from .stack import (
     AVERAGES,
@@ -36,7 +37,6 @@ from .stack import (
     Stack,
 )
 from .updates import along
-from .way import CannotStack
 
 _AS_IT_IS = contextlib.nullcontext()
 FIRST_PASS = 1

@@ -12,8 +12,8 @@ from ..core import CheckpointError, StrategySpec
 from ..data import Cursor
 from .build import Built
 from .member import VectorizedMember
+from .member_training import CannotStack
 from .stack import AVERAGES, BUFFERS, COUNT, FROZEN, PARAMETERS, STEP, Row
-from .way import CannotStack
 
 COUNTED = ("exp_avg_sq", "square_avg")
 """Slots beside which torch keeps a counter of its own."""

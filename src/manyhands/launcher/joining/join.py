@@ -31,8 +31,8 @@ from ..pickles import pack
 from ..rank import Assignment
 from .agent import Agent
 from .channel import Channel, JoinTimeouts, Message, ProtocolError
-from .desk import TELL_SECONDS, HostsConductor, JoinListener, all_devices
 from .handshake import HostFacts, JoinRefused, introduce
+from .listener import TELL_SECONDS, HostsConductor, JoinListener, all_devices
 from .probing import answer, candidates, chosen, probe, said
 from .tls import NoTls, tls_here
 from .token import JoinToken, token_here

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ..advice import Advice
-from ..units import duration, size
+from ..formatting import duration, size
 
 if TYPE_CHECKING:
     from ..profile import Profile

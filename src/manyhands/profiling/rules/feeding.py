@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..advice import Advice
-from ..units import duration
+from ..formatting import duration
 
 if TYPE_CHECKING:
     from ..profile import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..advice import Advice
-from ..units import duration
+from ..formatting import duration
 
 if TYPE_CHECKING:
     from ..profile import Profile

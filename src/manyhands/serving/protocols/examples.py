@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...core import RequestRefused, Signature, TensorSpec
+from ..dtypes import BY_TORCH, Array, from_numbers, to_numbers
 from ..http import BadRequest
-from ..kinds import BY_TORCH, Array, from_numbers, to_numbers
 
 Features = Mapping[str, Sequence[Any]]
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..kinds import Array
+from ..dtypes import Array
 from ..version import Version
 
 MAX_BYTES = 4096

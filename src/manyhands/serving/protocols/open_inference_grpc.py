@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...core import RequestRefused, TensorSpec
+from ..dtypes import BY_TORCH, Array, from_numbers
 from ..http import BadRequest
-from ..kinds import BY_TORCH, Array, from_numbers
 from ..model import Unknown
 from ..version import Version
 from .grpc_service import GrpcService, Method, key_of

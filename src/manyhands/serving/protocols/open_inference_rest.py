@@ -19,8 +19,8 @@ import numpy as np
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
 from ..catalogue import Catalogue
+from ..dtypes import BY_TORCH, Array, fits, from_numbers
 from ..http import BadRequest, Body, Request
-from ..kinds import BY_TORCH, Array, fits, from_numbers
 from ..model import Unknown
 from ..parsing import INLINE
 from ..version import Version

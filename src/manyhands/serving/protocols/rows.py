@@ -11,7 +11,7 @@ import numpy as np
 import simdjson
 
 from ...core import Signature
-from ..kinds import BY_TORCH, Array
+from ..dtypes import BY_TORCH, Array
 
 _parser = simdjson.Parser()
 SMALLEST = 1024

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...core import RequestRefused, TensorSpec
+from ..dtypes import BY_NUMBER, BY_TORCH, Array, fits
 from ..http import BadRequest
-from ..kinds import BY_NUMBER, BY_TORCH, Array, fits
 from ..version import Version
 from .examples import Features, classes_of, rows_of, values_of
 from .grpc_service import GrpcService, Method, key_of

@@ -12,8 +12,8 @@ import numpy as np
 
 from ...core import RequestRefused, Signature, TensorSpec
 from ..batcher import Ticket
+from ..dtypes import BY_TORCH, Array, fits, from_numbers, to_numbers
 from ..http import BadRequest, Request
-from ..kinds import BY_TORCH, Array, fits, from_numbers, to_numbers
 from ..version import Version
 from .examples import classes_of, rows_of, values_of
 from .protocol import KEY, TRACE, RestProtocol, dump_json, parse_json, require_method, shown

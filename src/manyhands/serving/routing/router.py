@@ -13,8 +13,8 @@ import grpc.aio
 from ...core import RequestRefused, SettingsError
 from ...distributed import this_host
 from ..app import App
-from ..background import Background, ListenSettings
 from ..http import BadRequest, HttpListener, Request
+from ..listener_thread import Background, ListenSettings
 from ..protocols import GrpcListener, GrpcService, Method
 from ..protocols.health_grpc import MESSAGES, NOT_SERVING, SERVING
 from ..protocols.protocol import NOT_HERE, RestHandler, answer_failure, cancel

@@ -87,7 +87,7 @@ class PlacedServer:
     def __init__(self, world: World, *, models: Path | Mapping[str, Predictor], settings: ServeSettings) -> None:
         where = world.seat.address
         here = replace(settings, host=where, manage_host=where, http=0, grpc=0, manage=0)
-        self._engine = LocalEngine(preload=["manyhands.serving.computing"])
+        self._engine = LocalEngine(preload=["manyhands.serving.replica_process"])
         try:
             self._server = Server(models, self._engine, [world.seat.device], here).start()
         except BaseException:

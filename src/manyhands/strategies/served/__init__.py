@@ -26,9 +26,9 @@ from .messages import (
     Weighed,
     WorkPart,
 )
-from .post import Caller, LinkLost, MessageListener, call_again, new_context, new_token
 from .server import ParameterShardServer, ServerShard
-from .shared import SharedSlots
+from .shared_memory import SharedSlots
+from .sockets import Caller, LinkLost, MessageListener, call_again, new_context, new_token
 from .table import first_slot, kind_of, kind_of_optimizer, settings_of, slot_names
 from .update import cut_slot, needs_whole, pack_slots, unpack_slots
 

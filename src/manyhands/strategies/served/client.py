@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .layout import Share, TensorPiece, buffers_of, frames_of, tables_of, tensor_of
 from .messages import Attached, EndOfWork, Message, Pull, PullRows, Push, Pushed, RowsReply, ServerList, Values
-from .post import Caller, Frame, LinkLost
-from .shared import SharedSlots
+from .shared_memory import SharedSlots
+from .sockets import Caller, Frame, LinkLost
 from .table import joined
 
 REACH = 1 / 16

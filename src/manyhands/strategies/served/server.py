@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core import StrategySpec
-from .chain import Chain
+from .applied_pushes import Ledger
 from .layout import Share, buffers_of, frames_of, tables_of, tensor_of
-from .ledger import Ledger
 from .messages import (
     Apply,
     Attach,
@@ -46,8 +45,9 @@ from .messages import (
     Unreached,
     Values,
 )
-from .post import Frame, LinkLost, MessageListener, call_again
-from .shared import SharedSlots
+from .replication import Chain
+from .shared_memory import SharedSlots
+from .sockets import Frame, LinkLost, MessageListener, call_again
 from .table import ServerTable, group_of, joined, kind_of, settings_of
 from .update import pack_slots, pieces_of, unpack_slots
 

@@ -1,6 +1,6 @@
 """Where a run's events go besides its own log: files and the tools that people watch runs with."""
 
-from .outlets import DROPPED, SinkDispatcher
+from .dispatcher import DROPPED, SinkDispatcher
 from .registry import SINKS, LogTo, make_sinks
 from .sink import About, NumberSink, Sink
 

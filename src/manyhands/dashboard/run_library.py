@@ -1,0 +1,312 @@
+"""The library: every folder that there is to show, found and read in the background, the newest first."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import EVENTS
+from .log import ACCESS, Log
+from .log_source import LogSource, printable
+from .metrics import Metrics
+from .run import RECORD, RunFolder
+from .study import JOURNAL, StudyFolder
+
+DEPTH = 4
+"""How deep below a folder runs are looked for: runs/NAME, studies/NAME/trials/NUMBER."""
+PASSED_OVER = ("checkpoints",)
+INTERVAL = 0.5
+"""Seconds between two looks."""
+LONGEST_ERROR = 500
+"""Characters of a reason that pages show."""
+MOST_FOLDERS = 20_000
+"""Folders below one that is shown; further ones are not looked into."""
+LOCKS = Path("/proc/locks")
+
+
+class Library:
+    """Finds folders and keeps what was understood of them up to date.
+
+    Whatever changes gets the next number, the `stamp`; whoever has seen one asks for what came after it.
+    """
+
+    def __init__(self, folders: Sequence[Path], servers: Sequence[str] = ()) -> None:
+        self._folders = _named(folders)
+        self.servers = [Metrics(url) for url in servers]
+        self.sources: dict[str, LogSource] = {}
+        self.stamp = 0
+        self.has_changed = threading.Condition()
+        """Its lock is held by whoever reads or changes anything here."""
+        self._next = threading.Lock()
+        """Held by whoever waits for its turn, so that reading does not keep pages from theirs."""
+        self.error = ""
+        """Why the last look that failed did."""
+        self._states: dict[str, str] = {}
+        self._scanned_at = float("-inf")
+        self._wanted = ""
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keeps everything as it is for a moment; turns are taken in order."""
+        with self._next:
+            self.has_changed.acquire()
+        try:
+            yield
+        finally:
+            self.has_changed.release()
+
+    def run(self, closing: threading.Event) -> None:
+        """Reads until it is closed."""
+        while not closing.is_set():
+            try:
+                is_more = self.refresh()
+            except Exception as error:
+                # Whatever a look stumbled over, the next one is taken.
+                is_more, self.error = False, f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+            if not is_more:
+                closing.wait(INTERVAL)
+
+    def watch_servers(self, closing: threading.Event) -> None:
+        """Asks servers for their metrics until it is closed; one that does not answer keeps no log waiting."""
+        while not closing.wait(2 * INTERVAL):
+            for metrics in self.servers:
+                metrics.look()
+            with self.turn():
+                self.stamp += 1
+                self.has_changed.notify_all()
+
+    def refresh(self) -> bool:
+        """Looks for new folders now and then, and reads a slice of one that has grown; whether more is waiting."""
+        if time.monotonic() - self._scanned_at > INTERVAL:
+            self._scanned_at = time.monotonic()
+            self._scan()
+            grown = [source for source in self._in_order() if source.signature != source.has_read]
+            self._note([source for source in grown if not source.pending and self._read(source)])
+        source = next((source for source in self._in_order() if source.pending), None)
+        if source is None:
+            return False
+        if self._read(source):
+            self._note([source])
+        return True
+
+    def want(self, name: str) -> LogSource | None:
+        """A source that somebody looks at: it is read first."""
+        self._wanted = name
+        return self.sources.get(name)
+
+    # -- what pages get; the lock is held -------------------------------------------------------------------------
+
+    def overview(self, since: int = 0) -> dict[str, Any]:
+        """Summaries of everything that changed after a stamp, and the names of all that there are."""
+        changed = [source for source in self.sources.values() if source.stamp > since]
+        found: dict[str, Any] = {
+            name: [self._told(source, "summary") for source in changed if source.kind == kind]
+            for name, kind in (("runs", RunFolder.kind), ("studies", StudyFolder.kind), ("logs", Log.kind))
+        }
+        pending = sum(source.pending for source in self.sources.values())
+        return {"stamp": self.stamp, "ids": list(self.sources), "pending": pending, "error": self.error, **found}
+
+    def detail(self, name: str, kind: str) -> dict[str, Any] | None:
+        """What the page of a source shows; it is read first from now on. None where there is no such source."""
+        source = self.want(name)
+        return self._told(source, "detail") if source is not None and source.kind == kind else None
+
+    def _told(self, source: LogSource, what: str) -> dict[str, Any]:
+        """The summary or the detail of a source; where it cannot be made, that of an empty one that says why."""
+        try:
+            told = getattr(source, what)()
+        except Exception as error:
+            told = getattr(self._failed(source, error), what)()
+        return dict(told)
+
+    def _failed(self, source: LogSource, error: Exception) -> LogSource:
+        """Replaces a source whose files could not be understood; others are read and shown as before."""
+        fresh = self.sources[source.id] = type(source)(source.id, source.path)
+        fresh.failure = f"it could not be read: {type(error).__name__}: {error}"[:LONGEST_ERROR]
+        fresh.signature = fresh.has_read = source.signature
+        return fresh
+
+    def plans(self) -> list[dict[str, Any]]:
+        """Every plan with what was measured: by the planner itself, and by runs of the same task."""
+        found = []
+        for source in self.sources.values():
+            plans = [source.plan] if isinstance(source, RunFolder) and source.plan else []
+            plans += source.plans if isinstance(source, Log) else []
+            found += [{**plan, "from": source.id, "points": list(self._points(plan))} for plan in plans]
+        return sorted(found, key=lambda plan: -plan["t"])
+
+    def cluster(self) -> list[dict[str, Any]]:
+        """What runs where: an entry for every rank of a run, and for every device of a server."""
+        found = []
+        for source in self.sources.values():
+            if isinstance(source, RunFolder):
+                about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
+                found += [{**about, "cut": source.cut is not None, **place} for place in source.placed()]
+            elif isinstance(source, Log) and source.serving:
+                about = {"id": source.id, "name": source.path.name, "state": source.state, "changed": source.changed}
+                host = source.serving.get("host") or "this host"
+                found += [
+                    {**about, "host": host, "device": device, "rank": None, "memory": None}
+                    for device in source.serving.get("devices") or []
+                ]
+        return found
+
+    def _points(self, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        alone = plan.get("alone")
+        if not alone:
+            return
+        for option in plan["options"]:
+            if option["measured"]:
+                speedup = alone / option["measured"]
+                yield {"devices": option["devices"], "speedup": speedup, "what": f"tried: {option['strategy']}"}
+        for source in self.sources.values():
+            if isinstance(source, RunFolder) and source.step_seconds and _is_of(source, plan):
+                speedup = alone / source.step_seconds
+                yield {"devices": len(source.record["devices"]), "speedup": speedup, "what": f"run {source.id}"}
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _read(self, source: LogSource) -> bool:
+        with self.turn():
+            try:
+                seen = source.refresh()
+            except Exception as error:
+                self._failed(source, error)
+                return True
+            if source.was_replaced:
+                self.sources[source.id] = type(source)(source.id, source.path)
+            return seen
+
+    def _note(self, changed: Sequence[LogSource]) -> None:
+        """Gives what changed the next number and wakes up whoever waits for it."""
+        with self.turn():
+            if changed:
+                self.stamp += 1
+                for source in changed:
+                    source.stamp = self.stamp
+                self.has_changed.notify_all()
+
+    def _in_order(self) -> list[LogSource]:
+        """What somebody looks at first, then what changed last."""
+        return sorted(
+            self.sources.values(),
+            key=lambda source: (source.id != self._wanted, -max(source.signature, default=(0, 0))[0]),
+        )
+
+    def _scan(self) -> None:
+        found = {name: (kind, path) for name, kind, path in self._found()}
+        held = _locked_files()
+        with self.turn():
+            gone = self.sources.keys() - found.keys()
+            for name in gone:
+                del self.sources[name]
+            changed: list[LogSource] = []
+            for name, (kind, path) in found.items():
+                source = self.sources.get(name)
+                if source is None or type(source) is not kind:
+                    source = self.sources[name] = kind(name, path)
+                    changed.append(source)
+                source.signature = _signature(path)
+                if isinstance(source, RunFolder) and source.end:
+                    continue
+                source.is_held = _inode(path / source.lock) in held
+                if isinstance(source, RunFolder):
+                    source.trial_state = self._trial_state(name)
+                if self._states.get(name) != source.state:
+                    self._states[name] = source.state
+                    changed.append(source)
+            if gone:
+                self.stamp += 1
+        self._note(changed)
+
+    def _trial_state(self, name: str) -> str:
+        """What a study says of one of its trials that has ended: its run does not know that it is over."""
+        folder, _, number = name.rpartition("/trials/")
+        study = self.sources.get(folder)
+        if not isinstance(study, StudyFolder) or not number.isdecimal() or int(number) >= len(study.trials):
+            return ""
+        state = str(study.trials[int(number)]["state"])
+        return "" if state == "running" else state
+
+    def _found(self) -> Iterator[tuple[str, type[LogSource], Path]]:
+        for name, base in self._folders.items():
+            for path in itertools.islice(_below(base, DEPTH), MOST_FOLDERS):
+                kind = _kind_of(path)
+                if kind is not None:
+                    yield printable(str(Path(name) / path.relative_to(base))), kind, path
+
+
+def _named(folders: Sequence[Path]) -> dict[str, Path]:
+    """Folders by their names; those of one name get numbers."""
+    found: dict[str, Path] = {}
+    for path in dict.fromkeys(folder.resolve() for folder in folders):
+        number = 1
+        while (name := path.name if number == 1 else f"{path.name} ({number})") in found:
+            number += 1
+        found[name] = path
+    return found
+
+
+def _below(path: Path, depth: int) -> Iterator[Path]:
+    """A folder and those in it; links are not followed."""
+    yield path
+    if not depth:
+        return
+    try:
+        with os.scandir(path) as entries:
+            folders = [e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name not in PASSED_OVER]
+    except OSError:
+        return
+    for name in folders:
+        if not name.startswith("."):
+            yield from _below(path / name, depth - 1)
+
+
+def _kind_of(path: Path) -> type[LogSource] | None:
+    if os.path.lexists(path / RECORD):
+        return RunFolder
+    if os.path.lexists(path / JOURNAL):
+        return StudyFolder
+    return Log if os.path.lexists(path / EVENTS) else None
+
+
+def _signature(path: Path) -> tuple[tuple[int, int], ...]:
+    """When the files of a folder changed, and their sizes, which grow with every line."""
+    found = []
+    for name in (EVENTS, JOURNAL, ACCESS, RECORD):
+        try:
+            about = (path / name).lstat()
+        except OSError:
+            continue
+        found.append((about.st_mtime_ns, about.st_size))
+    return tuple(found)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
+
+
+def _locked_files() -> set[int]:
+    """Inodes that some program holds a lock on; looked up without taking a lock, which would be in its way."""
+    try:
+        lines = LOCKS.read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[-3].rpartition(":")[2]) for line in lines if "FLOCK" in line and "->" not in line}
+
+
+def _is_of(run: RunFolder, plan: dict[str, Any]) -> bool:
+    """Whether a run took the steps that a plan is of, on devices of its kind: a CPU says nothing about GPUs."""
+    record = run.record
+    on_cpu = all(str(device).rpartition("/")[2].startswith("cpu") for device in record.get("devices", []))
+    is_alike = record.get("task") == plan["task"] and record.get("batch_size") == plan.get("batch_size")
+    return bool(is_alike and on_cpu == (" CPU" in plan["cluster"]))

@@ -1,0 +1,172 @@
+"""Metrics and other state of a model over all replicas: after a step every replica has what one device would have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from keras import ops
+from keras.layers import BatchNormalization
+from keras.src.backend.torch.trainer import TorchTrainer
+from torch import Tensor
+
+from ..training import Hand
+from .batch_share import MicroBatchRows
+from .step import current_step
+
+Path = tuple[str, ...]
+_STEPS = ("train_step", "test_step", "compute_metrics")
+
+
+class Measures:
+    """The state that one step adds to: that of metrics, and of a model's layers where it is a model's step."""
+
+    def __init__(self, metrics: Sequence[Any], hand: Hand, model: Any = None) -> None:
+        self._metrics, self._hand, self._model = metrics, hand, model
+        self._before = {id(variable): variable.value.clone() for variable in self._counted()}
+        self._added: dict[int, Tensor] = {}
+        self._logs: dict[Path, Tensor] = {}
+        self._versions = {id(variable): variable._value._version for variable in _own_state(model)}
+        self._is_plain = all(getattr(type(model), name, None) is getattr(TorchTrainer, name) for name in _STEPS)
+        """Whether its steps are Keras' own, which tell results of metrics and nothing else."""
+        self._results: set[Path] = set()
+        """What the last micro-batch has told that is a result of a metric."""
+        self._mixed: list[Tensor] = []
+        self._has_rows = self._has_first_row = False
+        self.has_failed = False
+        """Whether something had failed on some replica when they were joined."""
+
+    def take(self, logs: Any, rows: MicroBatchRows) -> None:
+        """What a micro-batch has added; a borrowed row adds nothing."""
+        self._results = self._results_in(logs)
+        self._has_rows |= not rows.is_ghost
+        self._has_first_row |= not rows.is_ghost and rows.start == 0
+        for variable in self._counted():
+            before = self._before.setdefault(id(variable), torch.zeros_like(variable.value))
+            if not rows.is_ghost:
+                added = variable.value.double() - before.double()
+                self._added[id(variable)] = self._added.get(id(variable), 0) + added
+            variable.assign(before)
+        for path, value in _flat(logs):
+            weighed = torch.as_tensor(value).detach().double() * rows.weight
+            self._logs[path] = self._logs.get(path, 0) + weighed.cpu()
+        state = [variable._value.double() * rows.weight for variable in self._moved()]
+        self._mixed = [a + b for a, b in zip(self._mixed, state, strict=True)] if self._mixed else state
+
+    def _moved(self) -> list[Any]:
+        """State of layers that this step has changed."""
+        return [v for v in _own_state(self._model) if v._value._version != self._versions.get(id(v), -1)]
+
+    def joined(self, logs: Any, *, has_failed: bool = False) -> Any:
+        """Puts the sums over all replicas into the metrics; returns what the step has to tell, over all of them.
+
+        Whether something has failed here rides along, and is known to all afterwards.
+        """
+        metrics = self._counted()
+        extra = sorted(path for path, value in self._logs.items() if value.dim() == 0)
+        tensors = [self._added.get(id(v), torch.zeros_like(v.value, dtype=torch.float64)) for v in metrics]
+        if not self._has_first_row:
+            tensors = [
+                torch.zeros_like(t) if v.aggregation == "only_first_replica" else t
+                for t, v in zip(tensors, metrics, strict=True)
+            ]
+        riders = torch.tensor([self._has_rows, has_failed], dtype=torch.float64)
+        riders, *sums = _summed(self._hand, [riders, *tensors, *(self._logs[path] for path in extra), *self._mixed])
+        present, failed = riders
+        self.has_failed = bool(failed)
+        sums[: len(metrics)] = [
+            total / present if variable.aggregation == "mean" else total
+            for total, variable in zip(sums, metrics, strict=False)
+        ]
+        for variable, added in zip(metrics, sums, strict=False):
+            variable.assign((self._before[id(variable)].double() + added).to(variable.value.dtype))
+        for variable, mixed in zip(self._moved(), sums[len(sums) - len(self._mixed) :], strict=True):
+            variable.assign(mixed.to(variable.value.dtype))
+        told = dict(zip(extra, sums[len(metrics) :], strict=False))
+        results: dict[str, Any] = {}
+        if self._results:
+            results = self._model.get_metrics_result() if self._is_plain else _results_of(self._metrics)
+        return _filled(logs, told | {path: results[path[-1]] for path in self._results if path[-1] in results})
+
+    def _results_in(self, logs: Any) -> set[Path]:
+        """What a step tells that is the result of a metric: a step of one's own may tell a number under its name."""
+        values = dict(_flat(logs))
+        if self._is_plain or not values:
+            return set(values)
+        results = _results_of(self._metrics)
+        return {path for path, value in values.items() if path[-1] in results and _is_same(value, results[path[-1]])}
+
+    def _counted(self) -> list[Any]:
+        """The metrics' variables, each once."""
+        return list({id(variable): variable for metric in self._metrics for variable in metric.variables}.values())
+
+
+def by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Mean.update_state` within a step: a number that is a mean over this replica's rows counts by their share."""
+
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is not None and not step.is_plain_sum and sample_weight is None and not len(ops.shape(values)):
+            sample_weight = step.rows.weight
+        return original(self, values, sample_weight)
+
+    return update_state
+
+
+def _summed(hand: Hand, tensors: list[Tensor]) -> list[Tensor]:
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.to(hand.device).reshape(-1) for tensor in tensors])
+    hand.replicas.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _flat(logs: Any, before: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What a step tells, by name; the metrics of `compile` come as a dict of their own."""
+    for name, value in logs.items() if isinstance(logs, dict) else ():
+        if isinstance(value, dict):
+            yield from _flat(value, (*before, name))
+        else:
+            yield (*before, name), value
+
+
+def _filled(logs: Any, told: dict[Path, Any], before: Path = ()) -> Any:
+    """The same with what all replicas have seen."""
+    if not isinstance(logs, dict):
+        return told.get(before, logs)
+    return {name: _filled(value, told, (*before, name)) for name, value in logs.items()}
+
+
+def _results_of(metrics: Sequence[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        if getattr(metric, "built", True):
+            result = metric.result()
+            found.update(result if isinstance(result, dict) else {metric.name: result})
+    return found
+
+
+def _is_same(value: Any, result: Any) -> bool:
+    return bool(np.array_equal(ops.convert_to_numpy(value), ops.convert_to_numpy(result), equal_nan=True))
+
+
+def _own_state(model: Any) -> list[Any]:
+    """State that layers may move by what they see; batch statistics are those of all replicas already."""
+    if model is None:
+        return []
+    synchronised = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, BatchNormalization)
+        for variable in layer.variables
+    }
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if id(variable) not in synchronised and variable._value.is_floating_point()
+    ]

@@ -1,0 +1,359 @@
+"""What a replica's process does: load a network aside, warm it up, then compute batches until its server lets go.
+
+The process of an exported model enters its sandbox before it reads the first byte of the archive. A predictor that was
+given by the user's own program is that program's code, and is not confined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core import ArchiveError, Predictor, RunError, Signature
+from ..distributed import Device, World
+from ..storage import Archive, OutputMismatch, load, require_outputs
+from .dtypes import BY_TORCH, Array
+from .execution import Run, fastest
+from .precision import in_precision
+from .sandbox import Protection, Sandbox, default_memory, kept_environment
+from .scheduling import shorten_slice
+from .slots import Dims, ReplicaSlots, SlotLayout
+
+MAX_MESSAGE = 65536
+JOB = struct.Struct("<II")
+"""Slot and rows with padding, then the shapes of the inputs' rows."""
+REPLY = struct.Struct("<III")
+"""Slot, whether it failed, and microseconds; then the shapes of the outputs' rows, or why."""
+_FREE_SIZE = 8
+"""What free dims are warmed up with."""
+_PATIENCE = 600.0
+LOADING_SECONDS = 120.0
+"""For a replica to load and warm up, beside what reading its weights takes."""
+READING_SPEED = 20e6
+"""Bytes a second that a disk gives at least."""
+COMPILING_SECONDS = 900.0
+STARVED_SECONDS = 2.0
+"""How long a version that loads waits for a core, all in all, before it is loaded like any other work."""
+
+
+class Starved(RunError):
+    """A replica that stepped back for those who serve got no core at all."""
+
+
+class PredictorSource(Protocol):
+    """Where a predictor comes from."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it may be compiled."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which it must be loaded and warm."""
+
+    def open(self, device: str) -> Predictor:
+        """Makes it, in the process that will compute with it."""
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        """What confines its process; None where it runs the user's own code."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A version's folder."""
+
+    path: Path
+    precision: str = "fp32"
+    compiles: bool = False
+    memory: int = 0
+    """Bytes that a replica may use; 0 for a share of what is free."""
+
+    @property
+    def patience(self) -> float:
+        size = sum(file.stat().st_size for file in self.path.iterdir() if not file.is_symlink())
+        return LOADING_SECONDS + size / READING_SPEED + (COMPILING_SECONDS if self.compiles else 0)
+
+    def open(self, device: str) -> Predictor:
+        return in_precision(load(self.path, device), self.precision)
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        return _sandbox((str(self.path.absolute()),), self.memory, device, group, compiles=self.compiles)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A predictor of the user's own program, with whatever Python it needs.
+
+    It is that program's code, so its process is not confined; an archive that was loaded there is.
+    """
+
+    predictor: Predictor
+    precision: str = "fp32"
+    compiles: bool = False
+
+    @property
+    def patience(self) -> float:
+        return _PATIENCE + (COMPILING_SECONDS if self.compiles else 0)
+
+    def open(self, device: str) -> Predictor:
+        return in_precision(self.predictor, self.precision)
+
+    def sandbox(self, device: Device, group: str) -> Sandbox | None:
+        is_data = type(self.predictor) is Archive
+        return _sandbox((), 0, device, group, compiles=self.compiles) if is_data else None
+
+
+def _sandbox(reads: tuple[str, ...], memory: int, device: Device, group: str, *, compiles: bool) -> Sandbox:
+    return Sandbox(
+        reads=reads,
+        memory=memory or default_memory(),
+        group=group,
+        cuda_index=device.index if device.kind == "cuda" else None,
+        compiles=compiles,
+        environ=kept_environment(os.environ),
+    )
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A replica as a function for an engine."""
+
+    source: PredictorSource
+    device: Device
+    meeting: str
+    """The socket where the server waits."""
+    key: str
+    """Which replica this is, in a way that nobody can guess."""
+    sizes: tuple[int, ...]
+    """Batches to warm up with, the largest last."""
+    quietly: bool = True
+    """Whether it loads only when nobody else wants a core."""
+    sandbox: Sandbox | None = None
+
+    @property
+    def confines(self) -> bool:
+        """Whether the process is confined, and must not be given what it could not give up."""
+        return self.sandbox is not None
+
+    def __call__(self, world: World) -> None:
+        # Before the sandbox, which does not allow the system call.
+        shorten_slice()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(self.meeting)
+            server.send(json.dumps({"key": self.key}).encode())
+            if self.sandbox is None:
+                self._serve(server, Protection())
+            else:
+                self._serve_confined(server, self.sandbox)
+
+    def _serve_confined(self, server: socket.socket, sandbox: Sandbox) -> None:
+        """Serve until the server lets go, and end the process.
+
+        What a rank reports on its line is unpickled by the program that started it, so the line is closed with all
+        other descriptors, and a failure is reported as text.
+        """
+        code = 1
+        try:
+            self._serve(server, sandbox.enter([server.fileno()]))
+            code = 0
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                server.send(json.dumps({"failed": type(error).__name__, "text": str(error)[:2000]}).encode())
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
+
+    def _serve(self, server: socket.socket, protection: Protection) -> None:
+        server.send(json.dumps({"layers": protection.layers, "missing": protection.missing}).encode())
+        if self.confines:
+            settle(self.device)
+        own_cores(self.device)
+        compute = quietly(lambda: self._prepare(server)) if self.quietly else self._prepare(server)
+        # Each thread has a number of its own.
+        torch.set_num_threads(compute.num_threads)
+        # Nothing of what is there by now is garbage; looking for it would hold batches up.
+        gc.collect()
+        gc.freeze()
+        server.send(b'{"ready": true}')
+        while message := server.recv(MAX_MESSAGE):
+            server.send(compute(message))
+        # Ending takes time too.
+        step_back()
+
+    def _prepare(self, server: socket.socket) -> Compute:
+        predictor = self.source.open(str(self.device.torch))
+        require_rows(predictor.signature)
+        slots = self._introduce(server, predictor.signature)
+        run = fastest(predictor, self.device.torch, self.sizes[-1], compiles=self.source.compiles)
+        compute = Compute(run, predictor.signature, slots, self.device.torch)
+        compute.warm_up(self.sizes)
+        compute.choose_threads(self.sizes[-1])
+        return compute
+
+    def _introduce(self, server: socket.socket, signature: Signature) -> ReplicaSlots:
+        server.send(json.dumps({"signature": signature.to_dict()}).encode())
+        server.settimeout(_PATIENCE)
+        _, (fd,), _, _ = socket.recv_fds(server, MAX_MESSAGE, 1)
+        server.settimeout(None)
+        slots = ReplicaSlots(SlotLayout(signature, self.sizes[-1]), fd)
+        os.close(fd)
+        return slots
+
+
+class Compute:
+    """Answers one batch after another, in a replica's own memory."""
+
+    def __init__(self, run: Run, signature: Signature, slots: ReplicaSlots, device: torch.device) -> None:
+        self._compute, self._signature, self._slots = run, signature, slots
+        self._dims_in, self._dims_out = Dims(signature.inputs.values()), Dims(signature.outputs.values())
+        self.num_threads = 1
+        if device.type == "cuda":
+            _pin(slots)
+
+    def warm_up(self, sizes: tuple[int, ...]) -> None:
+        """Computes batches of the sizes that will come, so that no request pays for a first time."""
+        inputs = self._signature.inputs
+        shapes = [tuple(_FREE_SIZE if n is None else n for n in spec.shape[1:]) for spec in inputs.values()]
+        free = any(n is None for spec in inputs.values() for n in spec.shape[1:])
+        for size in sizes:
+            try:
+                self._run(0, size, shapes)
+            except OutputMismatch:
+                raise
+            except Exception:
+                # A network of free shapes may not like the ones that were made up.
+                if not free:
+                    raise
+
+    def choose_threads(self, size: int) -> None:
+        """One thread, unless several are clearly faster: they wait for each other, and the server needs a core too."""
+        most = torch.get_num_threads() - 1
+        times = {}
+        for num in (1, most) if most > 1 else ():
+            torch.set_num_threads(num)
+            began = time.perf_counter()
+            for _ in range(3):
+                self.warm_up((size,))
+            times[num] = time.perf_counter() - began
+        self.num_threads = most if most > 1 and times[most] < 0.7 * times[1] else 1
+
+    def __call__(self, message: bytes) -> bytes:
+        """A job's reply."""
+        slot, size = JOB.unpack_from(message)
+        began = time.perf_counter()
+        try:
+            shapes = self._run(slot, size, self._dims_in.unpack(message, JOB.size))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
+            return REPLY.pack(slot, 1, 0) + reason
+        micros = min(int((time.perf_counter() - began) * 1e6), 2**32 - 1)
+        return REPLY.pack(slot, 0, micros) + self._dims_out.pack(shapes)
+
+    def _run(self, slot: int, size: int, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        signature = self._signature
+        views = self._slots.inputs(slot, size, shapes)
+        answers = self._compute({name: as_tensor(view, signature.inputs[name].dtype) for name, view in views.items()})
+        require_outputs(signature, answers, size)
+        found = [tuple(answers[name].shape[1:]) for name in signature.outputs]
+        for name, view in self._slots.outputs(slot, size, found).items():
+            as_tensor(view, signature.outputs[name].dtype).copy_(answers[name])
+        return found
+
+
+def settle(device: Device) -> None:
+    """Take the cores and the device that a rank otherwise gets before its function is called."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if device.kind == "cuda" and device.share < 1.0:
+        torch.cuda.set_per_process_memory_fraction(device.share, device.index)
+
+
+def as_tensor(view: Array, dtype: str) -> Tensor:
+    """Shared memory as a tensor; bfloat16 lies there as uint16."""
+    tensor: Tensor = torch.from_numpy(view)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def own_cores(device: Device) -> None:
+    """A virtual device's share of the cores, so that two replicas on one CPU do not fight."""
+    if device.kind != "cpu" or device.share == 1.0:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, int(len(cores) * device.share + 1e-6))
+    mine = [cores[(device.slot * each + i) % len(cores)] for i in range(each)]
+    os.sched_setaffinity(0, mine)
+    torch.set_num_threads(len(mine))
+
+
+def require_rows(signature: Signature) -> None:
+    """What is served answers rows with rows, of kinds that can travel."""
+    for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
+        for name, spec in specs.items():
+            if spec.dtype not in BY_TORCH or not spec.shape or spec.shape[0] is not None:
+                raise ArchiveError(
+                    f"{what} {name!r} of a served model has rows first, of numbers or bools",
+                    got=str(spec),
+                    remedy="let predict return a row for each row",
+                )
+
+
+def step_back() -> None:
+    """This thread computes only when nobody else wants the core.
+
+    A thread of low priority would not do: the kernel lets it finish its turn of some milliseconds when another wakes.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def quietly(make: Callable[[], Compute]) -> Compute:
+    """Loads and warms up on a thread that steps back, so that whoever is serving does not notice."""
+    made: list[Compute | BaseException] = []
+
+    def work() -> None:
+        step_back()
+        try:
+            made.append(make())
+        except BaseException as error:
+            made.append(error)
+
+    # Where it waits for a core for ever this process ends without it.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        if thread.is_alive() and waited(thread.native_id) > STARVED_SECONDS:
+            raise Starved(f"no core was free for {STARVED_SECONDS:g} s")
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
+
+
+def waited(thread: int | None) -> float:
+    """Seconds that a thread of this process could have run and did not; 0 where the kernel does not count them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _pin(slots: ReplicaSlots) -> None:
+    """Tells the driver that the memory stays where it is, so that copies to the GPU need no detour."""
+    address, size = slots.address
+    if size <= 1 << 28:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))

@@ -1,0 +1,469 @@
+"""The one function that turns a spec into a replica; the order in which a network is split stands here alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, complex128, float64, nn
+from torch.optim import Optimizer
+
+from ..core import (
+    DATA_AXES,
+    StrategyError,
+    StrategySpec,
+    TaskError,
+    each_of,
+    joined,
+    nested_in,
+    parameters_of,
+    random_state,
+    remember_buffers,
+    restore_random_state,
+)
+from ..distributed import World
+from ..sync import Auto, Local, Policy, make_policy
+from .buffers import Buffers, Rules, find_rules
+from .deferred import Take
+from .gradient_hooks import GradientHooks, refuse_hooks
+from .local_sgd import replicated
+from .mirrored import mirror
+from .offload import OffloadedReplica
+from .optimizer_traits import require_in_stages
+from .parameter_server import ServedReplica
+from .piece_parameters import Holding
+from .pipeline import PipelineReplica, place
+from .placed import PlacedReplica
+from .recompute import recompute
+from .replica import Replica
+
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+"""A loss of a few samples, computed by a network; the function is applied to what the network gets."""
+if TYPE_CHECKING:
+    from .tensor import Layout
+
+MAIN = ""
+"""The key of the only optimizer, where a task has just one."""
+
+
+def realise(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None = None,
+    look: Callable[[nn.Module], None] | None = None,
+    layout: Layout | None = None,
+    fill: Callable[[Take], None] | None = None,
+) -> Replica:
+    """A replica of the network on this rank: precision, device, layers, recomputation, shards, optimizers, sync.
+
+    `probe` computes the loss of a few samples, for what must be found out by following them through the network;
+    `look` sees a network that is going to be cut in pieces while it is whole; `layout` is what was found so before.
+    `fill` brings the values of a network that has none yet, which shards alone can do without.
+    """
+    require_built(spec)
+    if fill is None:
+        _require_place(model, world)
+    hooks = GradientHooks()
+    if not (world.size == 1 and "optimizer" in spec.offloaded):
+        hooks.adopt(model.named_parameters())
+    if spec.servers:
+        refuse_hooks(hooks)
+    if spec.precision == "fp64":
+        model = in_double(model)
+    if fill is None:
+        model = model.to(world.device)
+        if world.size > 1:
+            _require_sums(model)
+            mirror(model, world)
+            _convert_parameters(model, probe)
+    rules: Rules | None = None
+    if spec.stages != 1:
+        # What is cut is tried while it is whole.
+        rules = find_rules(model, probe, nullcontext()) if _splits(spec, world) else {}
+    replica = _built(spec, world, model, make_optimizer, probe, look, layout, fill)
+    replica.hooks = hooks
+    if rules is None:
+        rules = find_rules(model, probe, replica.scope()) if _splits(spec, world) else {}
+    _follow_buffers(replica, rules)
+    return replica
+
+
+def _convert_parameters(model: nn.Module, probe: Probe | None) -> None:
+    """Run a first forward of a network that is not in float32, which may convert parameters.
+
+    Routers of mixtures of experts do so, and buckets and shards are made for the dtypes that training has.
+    """
+    parameters = list(model.parameters())
+    if probe is None or all(parameter.dtype == torch.float32 for parameter in parameters):
+        return
+    device = parameters[0].device
+    states, put_back = random_state(device), remember_buffers(model)
+    try:
+        # A mistake of the user comes again in the first step.
+        with torch.no_grad(), suppress(Exception):
+            probe(model, lambda batch: batch)
+    finally:
+        put_back()
+        restore_random_state(states, device)
+
+
+def _splits(spec: StrategySpec, world: World) -> bool:
+    """Whether what a forward sees is a part of a batch, and buffers are those of the batch."""
+    num_parts = spec.accumulate * spec.microbatches * world.along(spec.axes, *DATA_AXES).size
+    is_local = spec.batch_stats == "local" or (spec.replicas != 1 and isinstance(make_policy(spec.sync), Local))
+    return (num_parts > 1 or spec.servers > 0) and not is_local
+
+
+def _follow_buffers(replica: Replica, rules: Rules) -> None:
+    spec, world = replica.spec, replica.world
+    held = dict(replica.model.named_buffers())
+    mine = {name: rule for name, rule in rules.items() if not held[name].is_meta}
+    replica.buffers = Buffers(replica.model, mine, world.along(spec.axes, *DATA_AXES))
+    if spec.servers and replica.buffers.names:
+        raise StrategyError(
+            "on parameter servers a forward leaves the network's buffers as they are",
+            got=f"{replica.buffers.names[0]}, which is updated from samples",
+            remedy="use mh.Mirrored() or mh.Sharded()",
+        )
+
+
+def _built(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    look: Callable[[nn.Module], None] | None,
+    layout: Layout | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica:
+    if spec.stages != 1:
+        holding = _holding(spec, world, model, probe, layout)
+        placement = place(spec, world, model, probe, look, holding.layers)
+        holding.hold(model)
+        optimizers = optimizers_of(model, make_optimizer)
+        for optimizer in optimizers.values():
+            require_in_stages(optimizer)
+        return (PlacedReplica if spec.place else PipelineReplica)(spec, world, model, optimizers, placement, holding)
+    if spec.shards != 1 and world.size > 1:
+        whole = _whole_in_a_step(spec, world, model, make_optimizer, probe, fill)
+        if whole is not None:
+            return whole
+    if spec.tensor > 1 or (spec.shards != 1 and world.size > 1):
+        return _in_parts(spec, world, model, make_optimizer, probe, layout, fill)
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+    if spec.servers:
+        return ServedReplica(spec, world, model, optimizers_of(model, make_optimizer))
+    if world.size == 1 and "optimizer" in spec.offloaded:
+        return OffloadedReplica(spec, world, model, optimizers_of(model, make_optimizer))
+    if world.size == 1:
+        return Replica(spec, world, model, optimizers_of(model, make_optimizer))
+    return replicated(spec, world, model, optimizers_of(model, make_optimizer))
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """Return a network in double precision; complex tensors stay complex, which Module.double() makes real."""
+
+    def widened(tensor: Tensor) -> Tensor:
+        wide = complex128 if tensor.is_complex() else float64 if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(wide)
+
+    made: nn.Module = model._apply(widened)
+    return made
+
+
+def _whole_in_a_step(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica | None:
+    """Return a replica whose optimizer state alone is sharded, where that is asked for or the network needs it."""
+    why = ""
+    if spec.sharding != "optimizer":
+        # torch's fake tensors take a while to import, and few need them.
+        from .by_block import why_not_by_block
+
+        why = next(filter(None, world.gather_objects(why_not_by_block(model, probe, world.device))), "")
+        if not why:
+            return None
+        _require_whole_possible(spec, why)
+        spec = dataclasses.replace(spec, sharding="optimizer")
+    from .optimizer_shards import OptimizerShardedReplica, sharded_optimizers
+    from .sharded import taking
+
+    if fill is not None:
+        model.to_empty(device=world.device)
+        fill(taking(model))
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic)
+    parted, shadows = sharded_optimizers(spec, world, model, make_optimizer)
+    replica = OptimizerShardedReplica(spec, world, model, parted, shadows)
+    if why:
+        replica.notes.append(f'{why}: parameters and gradients stay whole on every rank, as with sharding="optimizer"')
+    return replica
+
+
+def _require_whole_possible(spec: StrategySpec, why: str) -> None:
+    if spec.tensor > 1 or isinstance(make_policy(spec.sync), Local):
+        raise StrategyError(
+            "shards of a network that is also split by tensor=, or whose replicas run local steps, run the same blocks",
+            got=f"{why}, and {spec}",
+            remedy="use mh.Mirrored(), or mh.Sharded() without tensor and with another sync",
+        )
+
+
+def _in_parts(
+    spec: StrategySpec,
+    world: World,
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]],
+    probe: Probe | None,
+    layout: Layout | None,
+    fill: Callable[[Take], None] | None,
+) -> Replica:
+    """A network that no rank holds all of: layers are cut first, then whatever is left of them is sharded."""
+    # torch's own parts take a while to import, and few need them.
+    from .sharded import ShardedReplica, shard, shared_stats, taking
+
+    stats = shared_stats(model, spec, world)
+    cutting = None
+    if spec.tensor > 1:
+        from .tensor import Cutting
+
+        if layout is None:
+            require_loss(spec, probe is not None)
+            assert probe is not None
+            layout = lay_out(model, spec, world, probe)
+        cutting = Cutting(spec, world, model, layout)
+        cutting.apply(model)
+    scope = ExitStack if cutting is None else cutting.scope
+    recompute(model, spec.recompute, own_randomness=not spec.deterministic, scope=scope)
+    if spec.shards != 1:
+        apart = len(optimizers_of(model, make_optimizer)) > 1
+        shard(model, spec, world, apart=apart, compares=probe is None)
+    if fill is not None:
+        model.to_empty(device=world.device)
+        fill(taking(model))
+    optimizers = optimizers_of(model, make_optimizer)
+    if cutting is None:
+        return ShardedReplica(spec, world, model, optimizers, stats)
+    from .tensor import TensorReplica
+
+    return TensorReplica(spec, world, model, optimizers, cutting, stats)
+
+
+def _holding(spec: StrategySpec, world: World, model: nn.Module, probe: Probe | None, layout: Layout | None) -> Holding:
+    """How ranks that have the same pieces of a network hold them."""
+    if spec.shards == 1 and spec.tensor == 1:
+        return Holding()
+    from .sharded_pieces import HeldInParts
+
+    if spec.tensor > 1 and layout is None:
+        require_loss(spec, probe is not None)
+        assert probe is not None
+        layout = lay_out(model, spec, world, probe)
+    return HeldInParts(spec, world, model, layout)
+
+
+def lay_out(model: nn.Module, spec: StrategySpec, world: World, probe: Probe) -> Layout:
+    """How a network's layers are cut over the tensor axis, found by following a few samples through it."""
+    from .tensor import Axis, find_layout
+
+    # What crosses between stages is whole, so nothing is left in parts along its tokens. On a CPU it is left so only on
+    # demand: gloo sums all of a tensor to give each rank its part of the sum, so that more is sent and not less.
+    is_wanted = world.device.type != "cpu" or "sequence" in spec.layouts.values()
+    spreads = spec.stages == 1 and is_wanted
+    return find_layout(model, Axis(world.mesh(spec.axes)["tensor"]), probe, spec.layouts, spreads=spreads)
+
+
+def require_loss(spec: StrategySpec, has_loss: bool) -> None:
+    """How layers are cut is found by following a few samples to the loss, so there must be one."""
+    if (spec.tensor > 1 or spec.stages != 1) and not has_loss:
+        raise StrategyError(
+            "cutting a network needs a loss to follow: a task with loss=, trained by fit",
+            got=str(spec),
+            remedy="use mh.Mirrored() or mh.Sharded() for steps of one's own",
+        )
+
+
+def require_built(spec: StrategySpec) -> None:
+    """Refuses axes that this version cannot split along, and policies that do not exist or do not fit."""
+    if spec.sharding == "optimizer" and (spec.tensor > 1 or isinstance(make_policy(spec.sync), Local)):
+        raise StrategyError(
+            'sharding="optimizer" is for replicas that agree in every step, with whole layers',
+            got=str(spec),
+            remedy='use sharding="full", or leave tensor and the policy away',
+        )
+    policy = make_policy(spec.sync)
+    if (spec.shards != 1 or spec.tensor > 1 or spec.stages != 1) and isinstance(policy, Auto):
+        raise StrategyError(
+            "a policy is chosen for whole networks only",
+            got=str(spec),
+            remedy='use mh.Mirrored(), or name the policy, sync="bf16" say',
+        )
+    if spec.stages != 1:
+        _require_pipelined(spec, policy)
+    if (spec.shards != 1 or spec.tensor > 1) and policy.between == "hosts":
+        raise StrategyError(
+            "hosts of whole networks agree by a policy between them",
+            got=str(spec),
+            remedy="with parts of a network, give each host its own: as many shards as it has devices, and replicas",
+        )
+    if (spec.shards != 1 or spec.tensor > 1) and policy.needs_matrices:
+        raise StrategyError(
+            f"the policy {policy} needs whole matrices, and such ranks hold parts of them",
+            got=str(spec),
+            remedy='use mh.Mirrored(), or another policy such as sync="int8"',
+        )
+
+
+def _require_pipelined(spec: StrategySpec, policy: Policy) -> None:
+    if spec.place and (spec.shards != 1 or spec.tensor > 1):
+        raise StrategyError(
+            "a part that is placed runs on one device, so its layers and parameters are not cut any further",
+            got=str(spec),
+            remedy="leave shards and tensor at 1, or use mh.Pipeline for stages that several devices hold together",
+        )
+    if spec.sharding == "optimizer" and spec.shards != 1:
+        raise StrategyError(
+            "shards of a stage hold its parameters, gradients and optimizer state in parts",
+            got=str(spec),
+            remedy='leave sharding away, or use sharding="full"',
+        )
+    if spec.servers or isinstance(policy, Local):
+        raise StrategyError(
+            "a network that is cut is trained in step: without servers, and without replicas that go apart",
+            got=str(spec),
+            remedy="leave servers at 0, and sync at a policy such as int8",
+        )
+    if spec.schedule == "zero-bubble" and spec.recompute:
+        raise StrategyError(
+            "the zero-bubble schedule takes a backward in halves, which cannot be computed again",
+            got=f"recompute={spec.recompute!r}",
+            remedy='leave recompute away, or use schedule="1f1b"',
+        )
+
+
+def optimizers_of(
+    model: nn.Module, make: Callable[[nn.Module], Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]]
+) -> dict[str, Optimizer]:
+    """The optimizers of a network by key, checked to hold parameters of it, each once."""
+    try:
+        made = make(model)
+    except TypeError as error:
+        if not any(words in str(error) for words in ("can only optimize", "object is not iterable")):
+            raise
+        raise TaskError(
+            "optimizer must be a function of the model",
+            got=f"one that takes parameters ({error})",
+            remedy="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
+        ) from error
+    made = joined(made) if isinstance(made, list | tuple) else made
+    optimizers: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {MAIN: made}
+    for key, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TaskError(
+                "the optimizer factory returns a torch optimizer, or a list or a dict of them",
+                got=f"{key + ': ' if key else ''}{type(optimizer).__name__}",
+                remedy="return torch.optim.AdamW(model.parameters())",
+            )
+        for member in each_of(optimizer):
+            _require_single_gradient(member)
+    _require_parameters(model, [p for optimizer in optimizers.values() for p in parameters_of(optimizer)])
+    return optimizers
+
+
+def _require_parameters(model: nn.Module, held: list[Tensor]) -> None:
+    """Optimizers hold parameters of this model, each once, and at least one that is trained."""
+    known = set(held)
+    missed = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+    if missed and not any(p.requires_grad for p in held):
+        raise TaskError(
+            "the optimizer must hold a trainable parameter",
+            got=f"none of {', '.join(missed[:5])}{' …' if len(missed) > 5 else ''}",
+            remedy="build it from model.parameters()",
+        )
+    foreign = len(known - set(model.parameters()))
+    if foreign:
+        raise TaskError(
+            "the optimizer must hold this model's parameters only",
+            got=f"{foreign} of another",
+            remedy="build it from its argument",
+        )
+    if len(known) != len(held):
+        twice = next(name for name, p in model.named_parameters() if sum(p is one for one in held) > 1)
+        raise TaskError(
+            "a parameter belongs to one optimizer",
+            got=f"{twice} in two of them",
+            remedy="pass each parameter to one of them",
+        )
+
+
+def _require_single_gradient(optimizer: Optimizer) -> None:
+    """An optimizer takes its step from one gradient of the parameters in its groups."""
+    name, inner = type(optimizer).__name__, nested_in(optimizer)
+    hidden = {p for one in inner.values() for p in parameters_of(one)} - set(parameters_of(optimizer))
+    if hidden:
+        kinds = ", ".join(type(one).__name__ for one in inner.values())
+        raise TaskError(
+            "the parameter groups of an optimizer hold all that it updates",
+            got=f"{name}, whose inner optimizers ({kinds}) hold {len(hidden)} parameters that are in no group of it",
+            remedy=f"return the inner optimizers themselves as a list, [{kinds}]",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    why = "" if needs_closure or not inner else _failed_step(optimizer)
+    if needs_closure or why:
+        raise TaskError(
+            "the optimizer must take a step from one gradient",
+            got=f"{name}, which computes the loss several times in a step{why and f' ({why})'}",
+            remedy="use for instance torch.optim.AdamW",
+        )
+
+
+def _failed_step(optimizer: Optimizer) -> str:
+    """Why a step without a closure fails, on a copy; empty where it does not, or where it cannot be copied."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    try:
+        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # torch's own way to copy one drops its attributes
+        for parameter in parameters_of(copied):
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.random.fork_rng(devices=[]):
+            copied.step()
+    except (AssertionError, TypeError) as error:  # what calling or requiring a closure of None raises
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return ""
+    return ""
+
+
+def _require_sums(model: nn.Module) -> None:
+    """Names a tensor that no backend can add up over ranks."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            raise TaskError(
+                "tensors of a network on several devices must be of a type that collectives can add up",
+                got=f"{name} of {tensor.dtype}",
+                remedy="keep it in bfloat16 or float32, and narrow it where it is used",
+            )
+
+
+def _require_place(model: nn.Module, world: World) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError("the model factory returns an nn.Module", got=type(model).__name__, remedy="return the network")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", world.device.type):
+            raise TaskError(
+                f"the model factory must build on the CPU (it is moved to {world.device})",
+                got=f"{name} on {tensor.device}",
+                remedy="leave .to(device) away",
+            )

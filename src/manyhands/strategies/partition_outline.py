@@ -1,0 +1,105 @@
+"""Outline: a network's cut before anything runs: as it would be, or as the error that it would end in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..core import StrategySpec, UsageError
+from ..distributed import Device, NullWorld, groups_along, place_of
+from .partition_drawing import Outline, drawn
+from .pipeline import StagedPlacement, homes_of_stages, named_devices
+from .placed import autocast_of
+from .placement import Placement, calling, placed_homes, require_cuttable
+from .placement_rules import check_map, module_names, too_many_stages
+from .recompute import recomputed_by
+from .schedules import stages_per_rank
+from .split_table import table_of
+
+if TYPE_CHECKING:
+    from .tensor import Layout
+
+Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
+
+
+def outline(
+    spec: StrategySpec,
+    model: nn.Module,
+    devices: Sequence[Device],
+    probe: Probe,
+    *,
+    layout: Layout | None = None,
+    slots: float = 0.0,
+    rows: float = 0.0,
+) -> Outline:
+    """Cuts a network as `fit` would, on this machine and without starting anything; the rest is as for `table_of`."""
+    layers = () if layout is None else tuple(layout.ways)
+    placement = _placed(spec, model, devices, probe, measures=True, layers=layers)
+    assert placement.first is not None
+    found = drawn(str(spec), placement.first, placement, _names(spec, devices))
+    if spec.shards == 1 and spec.tensor == 1:
+        return found
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    stages = [[n for n in sizes if placement.holds(n, rank)] for rank in range(spec.stages)]
+    largest = max(stages, key=lambda names: sum(sizes[name] for name in names))
+    table = table_of(model, spec, layout=layout, slots=slots, rows=rows, names=largest)
+    return dataclasses.replace(found, table=table)
+
+
+def _names(spec: StrategySpec, devices: Sequence[Device]) -> list[str]:
+    """The devices of every stage of the first replica."""
+    groups = groups_along(spec.axes, *(axis for axis in ("shards", "tensor") if axis in spec.axes))
+    firsts = [next(g for g in groups if stage * spec.tensor in g) for stage in range(spec.stages)]
+    return [" ".join(str(devices[rank]) for rank in ranks) for ranks in firsts]
+
+
+def check_cut(spec: StrategySpec, model: nn.Module, devices: Sequence[Device], probe: Probe | None) -> None:
+    """Refuses a cut that cannot be made, from a network that need not have values.
+
+    Without a probe, where the data is made in the ranks only, what depends on a call of the network is seen there.
+    """
+    require_cuttable(model)
+    recomputed_by(model, spec.recompute)
+    named = named_devices(spec, model) if spec.place else {}
+    check_map(module_names(model), {pattern: place_of(name, devices[: spec.stages]) for pattern, name in named.items()})
+    num_stages = spec.stages * stages_per_rank(spec.schedule)
+    layers = sum(not any(True for _ in module.children()) for module in model.modules())
+    if not spec.place and layers < num_stages:
+        raise too_many_stages(num_stages, layers)
+    if probe is None:
+        return
+    try:
+        _placed(spec, model, devices, probe, measures=False)
+    except UsageError:
+        raise
+    except Exception:
+        # A slip of the person's own comes again in the ranks; a network that needs its values there does not.
+        return
+
+
+def _placed(
+    spec: StrategySpec,
+    model: nn.Module,
+    devices: Sequence[Device],
+    probe: Probe,
+    *,
+    measures: bool,
+    layers: Sequence[str] = (),
+) -> Placement:
+    device = torch.device("cpu")
+    scope = autocast_of(spec, device)
+    model.train()
+    found = calling(model, probe, scope(), computes=measures)
+    kind = Placement if spec.place else StagedPlacement
+    placement = kind(model, spec, spec.stages, device, scope, found, layers=layers)
+    if isinstance(placement, StagedPlacement):
+        placement.settle(lambda works: homes_of_stages(placement, works, NullWorld(), measures=measures))
+        return placement
+    named = named_devices(spec, model).items()
+    patterns = {pattern: place_of(name, devices[: spec.stages]) for pattern, name in named}
+    placement.settle(placed_homes(placement, patterns, NullWorld(), measures=measures))
+    return placement

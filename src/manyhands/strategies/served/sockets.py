@@ -1,0 +1,276 @@
+"""Post: sockets of ZeroMQ that speak only with whoever knows the token, and carry tensors as raw frames."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ...core import RunError
+from .authentication import Door, knock
+from .messages import (
+    MAX_FRAME,
+    AnyMessage,
+    Challenge,
+    Hello,
+    Message,
+    Proof,
+    Stranger,
+    Welcome,
+    decode,
+    encode,
+)
+
+Frame = Any
+"""Anything with a buffer: bytes, an array, a ZeroMQ frame."""
+NONCE = 32
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+SOON = 3.0
+"""Seconds after which a person hears who is waited for."""
+LAST = 20
+"""Milliseconds in which what was sent before a connection was lost still comes."""
+_BIG = 65536
+"""Bytes from which a frame is sent without a copy."""
+
+
+class LinkLost(RunError):
+    """The other end of a connection does not answer or does not know us any more."""
+
+
+def new_context() -> zmq.Context[Any]:
+    """What sockets are made in; one for every process and purpose, ended when its sockets are closed."""
+    return zmq.Context()
+
+
+def new_token() -> bytes:
+    """A secret for one job."""
+    return secrets.token_bytes(32)
+
+
+class MessageListener:
+    """Many members at one address; only those that proved to know the token are heard."""
+
+    def __init__(
+        self, context: zmq.Context[Any], token: bytes, timeout: float, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        _settle(self.socket, timeout)
+        self.socket.plain_server = True
+        self._door = Door(context, token)
+        where = f"tcp://{host}"
+        if port:
+            self.socket.bind(f"{where}:{port}")
+        else:
+            port = self.socket.bind_to_random_port(where)
+        self.address = f"{where}:{port}"
+        self._token = token
+        self._strangers: dict[str, tuple[bytes, bytes]] = {}
+        self._known: set[str] = set()
+        """Connections that have proved to know the token, by the names that the door knows."""
+        self.num_bytes = 0
+        """Bytes that came and went, of messages and of tensors, those in shared memory included."""
+
+    def receive(self) -> tuple[bytes, AnyMessage, list[Frame]] | None:
+        """The next message of a known peer; None where it was a stranger's, or none at all."""
+        try:
+            peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        name = bytes(peer)
+        self.num_bytes += sum(len(frame) for frame in frames)
+        try:
+            message = decode(frames[0].buffer)
+        except (msgspec.DecodeError, IndexError):
+            return None
+        connection = str(frames[0].get("User-Id"))
+        if connection in self._known:
+            return name, message, _joined([frame.buffer for frame in frames[1:]])
+        self._meet(name, connection, message)
+        return None
+
+    def send(self, peer: bytes, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Sends to a peer; one that is gone hears nothing."""
+        head = encode(message)
+        self.num_bytes += len(head) + sum(memoryview(frame).nbytes for frame in frames)
+        self.socket.send_multipart([peer, head, *_cut(frames)])
+
+    def close(self) -> None:
+        """Stops listening."""
+        self.socket.close(linger=200)
+        self._door.close()
+
+    def _meet(self, peer: bytes, connection: str, message: AnyMessage) -> None:
+        if isinstance(message, Hello) and len(message.nonce) == NONCE:
+            ours = secrets.token_bytes(NONCE)
+            self._strangers[connection] = message.nonce, ours
+            self.send(peer, Challenge(ours, _proof(self._token, b"listener", message.nonce, ours)))
+        elif isinstance(message, Proof) and connection in self._strangers:
+            theirs, ours = self._strangers.pop(connection)
+            if hmac.compare_digest(message.proof, _proof(self._token, b"caller", theirs, ours)):
+                self._known.add(connection)
+                self.send(peer, Welcome())
+        else:
+            self.send(peer, Stranger())
+
+
+class Caller:
+    """One connection to a listener, which must answer within `reach` seconds when it is made."""
+
+    def __init__(
+        self, context: zmq.Context[Any], token: bytes, address: str, timeout: float, reach: float | None = None
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        _settle(self.socket, timeout)
+        knock(self.socket, token)
+        self.address, self._lost = address, ""
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
+        """Becomes readable when the connection is lost; what it held is lost too, so it is not used again."""
+        self.socket.connect(address)
+        try:
+            self._introduce(token, timeout if reach is None else reach)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Message, frames: Sequence[Frame] = ()) -> None:
+        """Sends a message; a large frame must stay as it is until it is answered.
+
+        Where the connection is lost nobody hears it, and `receive` says so.
+        """
+        parts = [encode(message), *_cut(frames)]
+        last = len(parts) - 1
+        for index, part in enumerate(parts):
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
+            try:
+                self.socket.send(part, flags, copy=memoryview(part).nbytes < _BIG)
+            except zmq.Again:
+                return
+
+    def receive(self, timeout: float | None = 0.0) -> tuple[AnyMessage, list[Frame]] | None:
+        """The next message, within so many seconds; None where none came."""
+        if not self._has_come(timeout):
+            return None
+        head, *frames = self.socket.recv_multipart(copy=False)
+        try:
+            message = decode(head.buffer)
+        except msgspec.DecodeError as error:
+            raise LinkLost(f"{self.address} sent what is no message: {error}") from None
+        if isinstance(message, Stranger):
+            raise LinkLost(f"{self.address} does not know this connection any more")
+        return message, _joined([frame.buffer for frame in frames])
+
+    def _has_come(self, timeout: float | None) -> bool:
+        """Waits for a message; what came before a connection was lost is still read."""
+        if self.socket.poll(0):
+            return True
+        if self._lost:
+            raise LinkLost(self._lost)
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout is None else int(1000 * timeout)))
+        if self.monitor in ready and not self.socket.poll(LAST):
+            # Read, so that whoever polls the monitor is not woken again.
+            is_refused = recv_monitor_message(self.monitor)["event"] & REFUSED
+            refused = f"whoever listens at {self.address} does not know this job's token"
+            self._lost = refused if is_refused else f"the connection to {self.address} was lost"
+            raise LinkLost(self._lost)
+        return bool(self.socket.poll(0))
+
+    def expect(self, timeout: float | None) -> tuple[AnyMessage, list[Frame]]:
+        """The next message; an error where none comes in time."""
+        got = self.receive(timeout)
+        if got is None:
+            assert timeout is not None
+            raise LinkLost(f"{self.address} did not answer within {timeout:.0f} s")
+        return got
+
+    def close(self) -> None:
+        """Ends the connection; what was sent still leaves."""
+        if self.socket.closed:
+            return
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=200)
+
+    def _introduce(self, token: bytes, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        ours = secrets.token_bytes(NONCE)
+        self.send(Hello(ours))
+        answer, _ = self.expect(timeout)
+        expected = _proof(token, b"listener", ours, answer.nonce) if isinstance(answer, Challenge) else b""
+        if not isinstance(answer, Challenge) or not hmac.compare_digest(answer.proof, expected):
+            raise LinkLost(f"whoever listens at {self.address} does not know this job's token")
+        self.send(Proof(_proof(token, b"caller", ours, answer.nonce)))
+        got = self.receive(max(0.1, min(5.0, deadline - time.monotonic())))
+        if got is None or not isinstance(got[0], Welcome):
+            raise LinkLost(f"{self.address} refused this job's token")
+
+
+def call_again(
+    context: zmq.Context[Any], token: bytes, address: str, timeout: float, on_wait: Callable[[str], None]
+) -> Caller:
+    """A new connection to somebody who may be starting anew: within the time limit it may fail and is tried again.
+
+    `on_wait` is told once that it takes a while.
+    """
+    began, is_told = time.monotonic(), False
+    while True:
+        left = began + timeout - time.monotonic()
+        try:
+            return Caller(context, token, address, timeout, max(0.1, min(left, SOON)))
+        except LinkLost as lost:
+            if time.monotonic() >= began + timeout:
+                raise LinkLost(f"{address} did not answer within {timeout:.0f} s: {lost}") from None
+            if not is_told and time.monotonic() - began >= SOON:
+                is_told = True
+                on_wait(f"waiting up to {timeout:.0f} s for the chief at {address.removeprefix('tcp://')}: {lost}")
+            time.sleep(0.1)
+
+
+def _proof(token: bytes, role: bytes, caller: bytes, listener: bytes) -> bytes:
+    return hmac.digest(token, b"manyhands " + role + caller + listener, "sha256")
+
+
+def _cut(frames: Sequence[Frame]) -> list[Frame]:
+    """Frames in parts that may be sent: one of just the greatest length is gone on with in the next."""
+    parts: list[Frame] = []
+    for frame in frames:
+        whole = memoryview(frame)
+        parts += [whole[at : at + MAX_FRAME] for at in range(0, len(whole) + 1, MAX_FRAME)]
+    return parts
+
+
+def _joined(parts: Sequence[Frame]) -> list[Frame]:
+    """The inverse of `_cut`."""
+    frames: list[Frame] = []
+    start = 0
+    for index, part in enumerate(parts):
+        if len(part) == MAX_FRAME:
+            continue
+        if start == index:
+            frames.append(part)
+        else:
+            whole: Any = np.concatenate([np.frombuffer(piece, np.uint8) for piece in parts[start : index + 1]])
+            frames.append(memoryview(whole))
+        start = index + 1
+    return frames
+
+
+def _settle(socket: Any, timeout: float) -> None:
+    """Bounds what a frame may hold, and how long the other end may be silent, whose ZeroMQ answers by itself.
+
+    What is sent waits in memory, bounded by who asks how often.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, int(1000 * timeout / 8)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(400, int(1000 * timeout / 2)))
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)

@@ -1,0 +1,238 @@
+"""Course: how a flat gradient goes over the replicas under a policy: warm-up, feedback, rounds, looks at the error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..core import TaskError, event
+from ..distributed import Pending, World
+from .collectives import PolicyCollectives
+from .hierarchical import HierarchicalSum
+from .policy import Policy
+from .policy_memory import PolicyMemory
+
+STEPS, OWN = "steps", "own"
+
+
+@dataclass
+class PolicyState:
+    """What a policy remembers, by the names of parameters, so that it fits however they lie in buckets."""
+
+    feedback: dict[str, Tensor] = field(default_factory=dict)
+    """What was not sent yet: of one replica, or of all of them, stacked."""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    num_steps: int = 0
+    is_own: bool = False
+    """Whether it is meant for the replica that it came from, and nobody else's feedback is in it."""
+
+    @classmethod
+    def joined(cls, states: Iterable[PolicyState]) -> PolicyState:
+        """The state of several buckets."""
+        whole = cls()
+        for state in states:
+            whole.feedback |= state.feedback
+            whole.shared |= state.shared
+            whole.num_steps = max(whole.num_steps, state.num_steps)
+            whole.is_own = state.is_own
+        return whole
+
+    def own(self) -> PolicyState:
+        """The same, meant for this replica."""
+        return replace(self, is_own=True)
+
+    def gathered(self, world: World) -> PolicyState:
+        """The feedback of all replicas; one parameter after another, and kept by the first one only."""
+        kept = {}
+        for name, tensor in self.feedback.items():
+            stacked = world.all_gather(tensor)
+            if world.is_first:
+                kept[name] = stacked.cpu()
+        return PolicyState(kept, self.shared, self.num_steps)
+
+    def share(self, world: World) -> PolicyState:
+        """This replica's part of stacked feedback; among another number of replicas the sum is dealt out evenly."""
+        if self.is_own:
+            return self
+
+        def mine(stacked: Tensor) -> Tensor:
+            return stacked[world.rank] if len(stacked) == world.size else stacked.sum(0) / world.size
+
+        return PolicyState(
+            {name: mine(stacked) for name, stacked in self.feedback.items()}, self.shared, self.num_steps
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it under flat names, for a checkpoint."""
+        feedback = {f"feedback/{name}": tensor for name, tensor in self.feedback.items()}
+        shared = {f"shared/{name}": tensor for name, tensor in self.shared.items()}
+        own = {OWN: torch.tensor(True)} if self.is_own else {}
+        return {STEPS: torch.tensor(self.num_steps), **own, **feedback, **shared}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> PolicyState:
+        """The inverse of `tensors`.
+
+        >>> State.of(State({"w": torch.ones(1, 2)}, {}, 3).tensors())
+        State(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
+        """
+        state = cls(num_steps=int(tensors[STEPS]), is_own=OWN in tensors)
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            if rest:
+                getattr(state, kind)[rest] = tensor
+        return state
+
+
+def with_own_feedback(shared: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a policy shares, of one replica's state, and of another's what it has not sent yet; both as `tensors`."""
+    own = PolicyState.of(mine).feedback if mine else {}
+    return replace(PolicyState.of(shared), feedback=own).tensors()
+
+
+class BucketExchange:
+    """Takes a flat gradient over the replicas. What lies behind the gradient in its buffer is always summed exactly."""
+
+    def __init__(self, policy: Policy, world: World, parameters: Mapping[str, Tensor]) -> None:
+        self._policy, self._world = policy, world
+        self._wire = PolicyCollectives(world)
+        self._rounds: Iterator[Pending] = iter(())
+        self._waits_for: Pending | None = None
+        self._size = sum(parameter.numel() for parameter in parameters.values())
+        self._memory: PolicyMemory | None = None
+        self.measures = False
+        """Whether the result is compared with the exact sum now and then."""
+        self.error: Tensor | None = None
+        """How far the last result was from the exact sum, relative to it, where somebody looked."""
+        self.num_exact_bytes = 0
+        self._hosts: HierarchicalSum | None = None
+        if policy.changes_mathematics and self._size:
+            _require_real(policy, parameters)
+            self._memory = PolicyMemory(parameters)
+        if policy.between == "hosts" and self._size:
+            self._hosts = HierarchicalSum(policy, world, next(iter(parameters.values())), self._size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this replica sent in the last step; within a host none count where only hosts agree."""
+        return self._wire.num_bytes + (0 if self._hosts is None else self._hosts.num_bytes)
+
+    @property
+    def num_lossy(self) -> int:
+        """Steps that were not exact."""
+        return 0 if self._memory is None else max(0, self._memory.num_steps - self._policy.warmup)
+
+    def begin(self, flat: Tensor) -> None:
+        """Starts the first round."""
+        self._wire.num_bytes = 0
+        if self._hosts is not None:
+            self._hosts.num_bytes = 0
+        self.num_exact_bytes = 2 * flat.numel() * flat.element_size() * (self._wire.size - 1) // self._wire.size
+        self.error = None
+        memory = self._memory
+        if memory is not None:
+            memory.num_steps += 1
+        is_exact = memory is None or memory.num_steps <= self._policy.warmup
+        if is_exact and self._hosts is None:
+            self._waits_for = self._wire.all_reduce(flat)
+            return
+        gradient, tail = flat[: self._size], flat[self._size :]
+        self._rounds = (
+            self._exact(gradient, tail) if memory is None or is_exact else self._lossy(memory, gradient, tail)
+        )
+        self._waits_for = next(self._rounds)
+
+    def advance(self) -> bool:
+        """Waits for the round under way and starts the next; False when there is none left."""
+        if self._waits_for is None:
+            return False
+        self._waits_for.wait()
+        self._waits_for = next(self._rounds, None)
+        return self._waits_for is not None
+
+    def _exact(self, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
+        """Sums within hosts, then over them, part by part."""
+        assert self._hosts is not None
+        tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
+        yield from self._hosts.reduce(gradient, None)
+        yield tail_sums
+
+    def _lossy(self, memory: PolicyMemory, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
+        tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
+        exact = gradient.clone() if self.measures and is_look(self.num_lossy) else None
+        exact_sums = Pending() if exact is None else self._world.start_all_reduce(exact)
+        wide = torch.add(gradient, memory.feedback, out=memory.room("gradient", gradient.shape, memory.feedback.dtype))
+        memory.feedback.zero_()
+        if self._hosts is None:
+            yield from self._policy.reduce(self._wire, wide, memory)
+        else:
+            yield from self._hosts.reduce(wide, memory)
+        # A gradient that is not finite says so once; kept, it would spoil every step to come.
+        memory.feedback.nan_to_num_(0.0, 0.0, 0.0)
+        gradient.copy_(wide)
+        yield tail_sums
+        yield exact_sums
+        if exact is not None:
+            self.error = (wide - exact).norm() / exact.norm()
+
+    def give_back(self, name: str, unused: Tensor) -> None:
+        """Keeps what was sent of a parameter that gets no gradient in this step, for one in which it does."""
+        if self._memory is not None:
+            self._memory.feedback_by_name()[name].add_(unused, alpha=1 / self._wire.size)
+
+    def state(self) -> PolicyState:
+        """What is remembered, as it lies here."""
+        if self._memory is None:
+            return PolicyState()
+        return PolicyState(self._memory.feedback_by_name(), dict(self._memory.shared), self._memory.num_steps)
+
+    def take_over(self, state: PolicyState) -> None:
+        """Goes on from the state of the same parameters."""
+        if self._memory is not None:
+            self._memory.take_over(state.feedback, state.shared, state.num_steps)
+
+
+def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
+    """Says how far a policy's result was from the exact one, where that was measured, and what it saves."""
+    if course.error is None or not world.is_first:
+        return
+    error = float(course.error)
+    if not math.isfinite(error):
+        return
+    saved = sizes_told(num_bytes, num_exact_bytes)
+    text = f"sync={policy}: the mean gradient was {error:.2g} from the exact one, relative to it; {saved}"
+    told = {"policy": str(policy), "relative_error": error, "bytes": num_bytes, "exact_bytes": num_exact_bytes}
+    world.line.report(event("sync", num_lossy=course.num_lossy, **told))
+    world.line.report(event("notice", text=text))
+
+
+def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:
+    """What a policy saves, in words.
+
+    >>> sizes_told(2000, 10**7)
+    '2 kB a step on the wire instead of 10 MB'
+    """
+    return f"{_size(num_bytes)} a step on the wire instead of {_size(num_exact_bytes)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
+
+
+def is_look(count: int) -> bool:
+    """The 1st, 10th, 100th … time."""
+    return count >= 1 and 10 ** round(math.log10(count)) == count
+
+
+def _require_real(policy: Policy, parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise TaskError(
+                f"the policy {policy} takes gradients of real numbers",
+                got=f"{name} of {parameter.dtype}",
+                remedy='use sync="allreduce"',
+            )

@@ -1,0 +1,76 @@
+"""Hosts: exact sums within each host, a policy between them, so that little crosses the slow network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..distributed import Pending, World
+from .collectives import PolicyCollectives
+from .policy import AllReduce, Policy
+from .policy_memory import PolicyMemory
+
+
+def acting(policy: Policy, world: World) -> Policy:
+    """The policy as it acts among some ranks: one host has no other to agree with, so its sums are exact."""
+    if (
+        policy.between == "hosts"
+        and policy.changes_mathematics
+        and len(set(world.gather_objects(world.seat.host))) == 1
+    ):
+        return AllReduce()
+    return policy
+
+
+class HierarchicalSum:
+    """How a flat gradient is summed by hosts: each rank of a host carries its part of the host's sum to the others.
+
+    A policy that looks at whole parameters carries all of them on every rank.
+    """
+
+    def __init__(self, policy: Policy, world: World, like: Tensor, size: int) -> None:
+        inside, between = world.by_hosts()
+        self._policy, self._inside, self._between = policy, PolicyCollectives(inside), PolicyCollectives(between)
+        each = -(-size // inside.size)
+        self._mine = slice(each * inside.rank, min(size, each * (inside.rank + 1)))
+        self._part = torch.zeros(each, dtype=like.dtype, device=like.device)
+        self._memory: PolicyMemory | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sent to other hosts since the count was set to 0."""
+        return self._between.num_bytes
+
+    @num_bytes.setter
+    def num_bytes(self, count: int) -> None:
+        self._between.num_bytes = count
+
+    def reduce(self, gradient: Tensor, memory: PolicyMemory | None) -> Iterator[Pending]:
+        """Replaces a gradient by its sum; without a memory the sum is exact."""
+        yield self._inside.all_reduce(gradient)
+        if memory is not None and self._policy.needs_matrices:
+            yield from self._policy.reduce(self._between, gradient, memory)
+            if self._inside.rank > 0:
+                # All ranks of a host have left out the same; it is owed once.
+                memory.feedback.zero_()
+            return
+        part = self._part.to(gradient.dtype).zero_()
+        count = max(0, self._mine.stop - self._mine.start)
+        part[:count].copy_(gradient[self._mine])
+        yield from self._carry(part, count, memory)
+        gathered, pending = self._inside.all_gather(part)
+        yield pending
+        gradient.copy_(gathered.view(-1)[: gradient.numel()])
+
+    def _carry(self, part: Tensor, count: int, memory: PolicyMemory | None) -> Iterator[Pending]:
+        """Sums one part of the gradient over the hosts."""
+        if memory is None:
+            yield self._between.all_reduce(part)
+            return
+        if self._memory is None:
+            self._memory = PolicyMemory({"": part})
+        self._memory.feedback.zero_()
+        yield from self._policy.reduce(self._between, part, self._memory)
+        memory.feedback[self._mine].copy_(self._memory.feedback[:count])

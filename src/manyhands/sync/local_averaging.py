@@ -1,0 +1,243 @@
+"""Agreement: replicas that went their own ways become one network again, as a local policy says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..core import TaskError, event
+from ..distributed import World
+from .bucket_exchange import BucketExchange, PolicyState, is_look, sizes_told
+from .buckets import pieces
+from .local import Local
+from .policy_memory import key_of, wide
+
+ANCHOR, VELOCITY = "anchor", "velocity"
+COUNT = 1
+"""Where a row of numbers holds what its replica has learnt from in that step."""
+
+
+class Agreement:
+    """Where the replicas last agreed on some parameters, and what they did since."""
+
+    def __init__(
+        self,
+        policy: Local,
+        world: World,
+        parameters: Mapping[str, Tensor],
+        buffers: Callable[[], Iterable[Tensor]],
+        here: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self._policy, self._world, self._buffers = policy, world, buffers
+        self._parameters, self._here = parameters, here
+        self._rows: list[Tensor] = []
+        self._courses: list[tuple[list[str], BucketExchange]] = []
+        for name, parameter in parameters.items():
+            _require_real(policy, name, parameter)
+        self._trained = _trainable(parameters)
+        self._anchors = {name: _copy(parameter) for name, parameter in self._held().items()}
+        self._velocities: dict[str, Tensor] = {}
+        if policy.has_velocity:
+            self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        self.num_steps = self.num_meetings = 0
+        """Steps in all, and agreements after the warm-up."""
+        self.num_bytes = 0
+        """Bytes that this replica sent, by steps, as of the last agreement."""
+
+    def _held(self) -> dict[str, Tensor]:
+        """What this rank holds of the parameters."""
+        return {name: self._here(parameter.detach()) for name, parameter in self._parameters.items()}
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether nothing was done since the last one."""
+        return not self._rows
+
+    def note(self, row: Tensor) -> bool:
+        """A step was taken: what it learnt from stands in its row of numbers. True when it is time to agree."""
+        self._rows.append(row)
+        self.num_steps += 1
+        if self._velocities or self.num_steps <= self._policy.warmup:
+            return self.is_outer
+        return len(self._rows) >= self._policy.every
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether a meeting now is one that the policy asks for, and follows the mean way as it says.
+
+        A velocity gathers speed with every such step, so that others, before a checkpoint say, only take the mean.
+        """
+        since = self.num_steps - self._policy.warmup
+        return not self._velocities or since <= 0 or since % self._policy.every == 0
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Makes all replicas one; the rows of the steps since become their sums over the replicas."""
+        if self.is_reached:
+            return
+        numbers = torch.stack(self._rows)
+        weight = numbers[:, COUNT].sum()
+        self._world.all_reduce(numbers)
+        total = numbers[:, COUNT].sum()
+        share = torch.where(total > 0, weight / total, 1 / self._world.size)
+        for row, sums in zip(self._rows, numbers, strict=True):
+            row.copy_(sums)
+        self._average_buffers(share)
+        self._go(share)
+        self._rows = []
+
+    def _go(self, share: Tensor) -> None:
+        held, before = self._held(), self._trained
+        self._trained = _trainable(self._parameters)
+        self._plan([name for name in held if name in before | self._trained])
+        is_warm = self.num_steps <= self._policy.warmup
+        self.num_meetings += not is_warm
+        flats = [self._ways(names, held) * share for names, _ in self._courses]
+        looks = bool(flats) and self._world.is_first and not is_warm and is_look(self.num_meetings)
+        own = flats[0] / share if looks else None
+        for flat, (_, course) in zip(flats, self._courses, strict=True):
+            course.begin(flat)
+        under_way = [course for _, course in self._courses]
+        while under_way:
+            under_way = [course for course in under_way if course.advance()]
+        exact = sum(course.num_exact_bytes for _, course in self._courses)
+        sent = sum(course.num_bytes for _, course in self._courses)
+        self.num_bytes = sent // len(self._rows)
+        if own is not None:
+            self._tell(own, flats[0], exact)
+        for flat, (names, _) in zip(flats, self._courses, strict=True):
+            self._arrive(flat, names, held, is_warm)
+
+    def _ways(self, names: Sequence[str], held: Mapping[str, Tensor]) -> Tensor:
+        anchors = [self._anchors[name] for name in names]
+        ways = torch._foreach_sub([wide_of(held[name]) for name in names], anchors)
+        return torch.cat([way.reshape(-1) for way in ways])
+
+    def _arrive(self, flat: Tensor, names: Sequence[str], held: Mapping[str, Tensor], is_warm: bool) -> None:
+        """Goes from the anchors where the policy says, and casts anchor there; in between to the mean, without."""
+        anchors = [self._anchors[name] for name in names]
+        parts = flat.split([anchor.numel() for anchor in anchors])
+        ways = [part.view(anchor.shape) for part, anchor in zip(parts, anchors, strict=True)]
+        if not self.is_outer:
+            torch._foreach_copy_([held[name] for name in names], torch._foreach_add(anchors, ways))
+            return
+        velocities = [self._velocities[name] for name in names if name in self._velocities]
+        steps = ways if is_warm else self._policy.follow(ways, velocities)
+        torch._foreach_add_(anchors, list(steps))
+        parameters = [held[name] for name in names]
+        torch._foreach_copy_(parameters, anchors)
+        if any(parameter.dtype != anchor.dtype for parameter, anchor in zip(parameters, anchors, strict=True)):
+            torch._foreach_copy_(anchors, parameters)
+
+    def _plan(self, trained: Sequence[str]) -> None:
+        """Courses for these parameters; where they are others than before, what is known of them goes along."""
+        planned = [name for names, _ in self._courses for name in names]
+        if set(planned) == set(trained):
+            return
+        state = self.state()
+        alike = {name: self._anchors[name] for name in trained}
+        carrier = self._policy.carrier
+        made = [piece for piece in pieces(alike, carrier.bucket_bytes) if piece]
+        self._courses = [(list(piece), BucketExchange(carrier, self._world, piece)) for piece in made]
+        for _, course in self._courses:
+            course.take_over(_of_carrier(state))
+
+    def _average_buffers(self, share: Tensor) -> None:
+        """Averages of real numbers; whole numbers and flags are the first replica's."""
+        for dtype, buffers in _by_dtype(self._buffers()).items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            if dtype.is_floating_point or dtype.is_complex:
+                flat = flat.to(torch.promote_types(dtype, torch.float32)) * share
+                self._world.all_reduce(flat)
+            else:
+                self._world.broadcast(flat)
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+    def _tell(self, own: Tensor, mean: Tensor, exact: int) -> None:
+        """How far the first replica's own way was from the mean one, and what is saved."""
+        apart = float((own - mean).norm() / mean.norm())
+        if not math.isfinite(apart):
+            return
+        policy, told = self._policy, sizes_told(self.num_bytes, exact)
+        text = f"sync={policy}: a replica's own way was {apart:.2g} from the mean way, relative to it; {told}"
+        values = {"policy": str(policy), "relative_error": apart, "bytes": self.num_bytes, "exact_bytes": exact}
+        self._world.line.report(event("sync", num_lossy=self.num_meetings, **values))
+        self._world.line.report(event("notice", text=text))
+
+    def state(self) -> PolicyState:
+        """What is remembered besides the parameters, as it lies here; complete only where an agreement is reached."""
+        state = PolicyState.joined(course.state() for _, course in self._courses)
+        velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
+        anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
+        return PolicyState(state.feedback, {**state.shared, **velocities, **anchors}, self.num_steps)
+
+    @torch.no_grad()
+    def take_over(self, state: PolicyState) -> None:
+        """Goes on from the state of the same parameters."""
+        self.num_steps = state.num_steps
+        for kind, held in ((VELOCITY, self._velocities), (ANCHOR, self._anchors)):
+            for name, mine in held.items():
+                saved = state.shared.get(key_of(kind, name))
+                if saved is not None and saved.shape == mine.shape:
+                    mine.copy_(saved)
+        self._plan([name for name in self._parameters if name in self._trained])
+        for _, course in self._courses:
+            course.take_over(_of_carrier(state))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Takes it that all replicas are where they should be: after parameters were put there from elsewhere."""
+        self._rows = []
+        for name, parameter in self._held().items():
+            self._anchors[name].copy_(parameter)
+
+
+def average(world: World, tensors: Iterable[Tensor]) -> None:
+    """Replaces tensors of real numbers by their means over the replicas, in one collective for each type."""
+    for dtype, some in _by_dtype(tensors).items():
+        if dtype.is_floating_point:
+            # An optimizer on a GPU may keep its counters with the processor.
+            flat = torch.cat([tensor.reshape(-1).to(world.device) for tensor in some]).to(wide(dtype))
+            world.all_reduce(flat, "avg")
+            for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _of_carrier(state: PolicyState) -> PolicyState:
+    """What of a state belongs to the policy that carries the ways."""
+    shared = {key: held for key, held in state.shared.items() if key.partition("/")[0] not in (ANCHOR, VELOCITY)}
+    return replace(state, shared=shared)
+
+
+def wide_of(tensor: Tensor) -> Tensor:
+    """The tensor in the precision in which policies compute."""
+    return tensor.to(wide(tensor.dtype))
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return wide_of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+
+
+def _trainable(parameters: Mapping[str, Tensor]) -> set[str]:
+    return {name for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor.detach())
+    return found
+
+
+def _require_real(policy: Local, name: str, parameter: Tensor) -> None:
+    if not parameter.is_floating_point():
+        raise TaskError(
+            f"the policy {policy} averages parameters of real numbers",
+            got=f"{name} of {parameter.dtype}",
+            remedy='use sync="allreduce"',
+        )

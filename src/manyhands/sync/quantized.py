@@ -1,0 +1,176 @@
+"""Coded policies: gradients as narrower numbers. Each replica adds up one part of them and sends the sum around.
+
+Two rounds, as in a ring all-reduce: every replica gets one part from all others, adds it up in full precision, and
+gives the sum to all. So the bytes are those of an all-reduce of the narrower numbers, no sum is rounded on its way, and
+everyone decodes the very same bytes. Two replicas simply swap their numbers: the same bytes in one round.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..distributed import Pending
+from .collectives import PolicyCollectives
+from .policy import Policy
+from .policy_memory import PolicyMemory
+
+BLOCK = 256
+"""Numbers that share a scale."""
+
+
+@dataclass(frozen=True)
+class Coded(Policy):
+    """Narrower numbers with one scale for each block of them, so that neither huge nor tiny ones are lost."""
+
+    bucket_bytes = 4 << 20
+    kind: ClassVar[torch.dtype]
+    """What a number is sent as."""
+
+    @abstractmethod
+    def scale(self, largest: Tensor) -> Tensor:
+        """What numbers are divided by, from the largest of each block."""
+
+    def has_scales(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of a type need scales at all."""
+        return True
+
+    def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
+        if wire.size <= 2:
+            yield from self._swap(wire, gradient, memory)
+            return
+        blocks = _blocks(gradient, wire.size, memory)
+        sent, said = self._encode(blocks, memory, "parts")
+        received, pending = wire.all_to_all(sent, memory.room("received", sent.shape, sent.dtype))
+        left = torch.sub(blocks, said, out=said)
+        yield pending
+        total = self._sum(received, blocks, memory)
+        sent, said = self._encode(total, memory, "sum")
+        gathered, pending = wire.all_gather(sent[0], memory.room("received", received.shape, sent.dtype))
+        # What the second rounding takes away is known to whoever did it.
+        left[wire.rank] += total.sub_(said)[0]
+        memory.feedback.copy_(left.view(-1)[: gradient.numel()])
+        yield pending
+        gradient.copy_(self._decode(gathered, blocks, memory).view(-1)[: gradient.numel()])
+
+    def _swap(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
+        blocks = _blocks(gradient, 1, memory)
+        sent, said = self._encode(blocks, memory, "parts")
+        room = memory.room("received", (wire.size, sent.shape[1]), sent.dtype)
+        gathered, pending = wire.all_gather(sent[0], room)
+        torch.sub(gradient, said.view(-1)[: gradient.numel()], out=memory.feedback)
+        yield pending
+        gradient.copy_(self._sum(gathered, blocks, memory).view(-1)[: gradient.numel()])
+
+    def _encode(self, blocks: Tensor, memory: PolicyMemory, name: str) -> tuple[Tensor, Tensor]:
+        """Rows of bytes, each its scales and then its codes; and what they say, as numbers."""
+        rows, num_blocks, block = blocks.shape
+        width = self._width(blocks)
+        sent = memory.room(f"sent {name}", (rows, width + num_blocks * block * self.kind.itemsize), torch.uint8)
+        said = memory.room(f"said {name}", blocks.shape, blocks.dtype)
+        codes = sent[:, width:].view(self.kind).view(blocks.shape)
+        if not width:
+            codes.copy_(blocks)
+            return sent, said.copy_(codes)
+        scales = self.scale(torch.abs(blocks, out=said).amax(-1)).clamp_(min=torch.finfo(blocks.dtype).tiny)
+        sent[:, :width].view(blocks.dtype).copy_(scales)
+        self._round(torch.div(blocks, scales.unsqueeze(-1), out=said), codes)
+        return sent, said.mul_(scales.unsqueeze(-1))
+
+    def _round(self, numbers: Tensor, codes: Tensor) -> None:
+        """Writes the codes of scaled numbers, and what they say in the numbers' place."""
+        codes.copy_(numbers)
+        numbers.copy_(codes)
+
+    def _decode(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
+        """Rows of blocks of numbers from rows of bytes."""
+        width = self._width(like)
+        numbers = memory.room(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
+        numbers.view(len(sent), -1).copy_(sent[:, width:].view(self.kind))
+        return numbers.mul_(sent[:, :width].view(like.dtype).unsqueeze(-1)) if width else numbers
+
+    def _sum(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
+        """The sum of what several rows say, in their order."""
+        total = memory.room("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
+        for row in range(1, len(sent)):
+            total += self._decode(sent[row : row + 1], like, memory)
+        return total
+
+    def _width(self, blocks: Tensor) -> int:
+        """Bytes of the scales of a row."""
+        return blocks.shape[1] * blocks.element_size() if self.has_scales(blocks.dtype) else 0
+
+
+def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
+    """A flat gradient in so many rows of blocks; a copy only where it must be filled up."""
+    size, share = gradient.numel(), -(-gradient.numel() // rows)
+    # A multiple of 8, so that codes lie where numbers may lie.
+    block = min(BLOCK, -(-share // 8) * 8)
+    num_blocks = -(-share // block)
+    full = rows * num_blocks * block
+    if full != size:
+        filled = memory.room("blocks", (full,), gradient.dtype)
+        filled[:size].copy_(gradient)
+        filled[size:].zero_()
+        gradient = filled
+    return gradient.view(rows, num_blocks, block)
+
+
+@dataclass(frozen=True)
+class _Half(Coded):
+    """Sixteen bits. The scale is a power of two, so that it takes no precision away."""
+
+    def scale(self, largest: Tensor) -> Tensor:
+        mantissa = torch.frexp(largest).mantissa
+        return torch.where(largest == 0, 1.0, largest / (2 * mantissa))
+
+
+@dataclass(frozen=True)
+class BF16(_Half):
+    """Gradients in bfloat16: half the bytes, eight bits of precision.
+
+    >>> print(BF16())
+    bf16
+    """
+
+    name = "bf16"
+    kind = torch.bfloat16
+
+    def has_scales(self, dtype: torch.dtype) -> bool:
+        # It reaches as far as single precision.
+        return dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class FP16(_Half):
+    """Gradients in float16: half the bytes, eleven bits of precision.
+
+    >>> print(FP16(warmup=5))
+    fp16(warmup=5)
+    """
+
+    name = "fp16"
+    kind = torch.float16
+
+
+@dataclass(frozen=True)
+class Int8(Coded):
+    """Gradients in eight bits: a quarter of the bytes.
+
+    >>> print(Int8())
+    int8
+    """
+
+    name = "int8"
+    kind = torch.int8
+
+    def scale(self, largest: Tensor) -> Tensor:
+        return largest / 127
+
+    def _round(self, numbers: Tensor, codes: Tensor) -> None:
+        codes.copy_(numbers.round_())

@@ -1,0 +1,738 @@
+"""The chief of a job with parameter servers: starts servers and workers, hands work out, closes steps, mends.
+
+It lives in the process of whoever called `fit`. Every member is a job of the engine by itself, so one that dies takes
+nobody with it.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from ..core import Event, NoProgress, PeerLost, RunError, WorkerFailed, event
+from ..data import Ids
+from ..distributed import ControlChannel, Device, resolve_host, this_host
+from ..launcher import RankFailure, RestartPolicy, RunningJob
+from ..strategies import MAIN, served
+from .hand import Hand
+from .loop import Job as TrainingJob
+from .parameter_server_members import Membership, clip_factor, shares_of
+from .roles import ProcessRole
+from .server_checkpoints import forget_tables, load_frames, take_state
+from .work_schedule import Agenda, FirstCome, Free, InOrder, WorkTicket
+
+Start = Callable[[Callable[[Any], Any], Device], RunningJob]
+"""Starts a function in a process of its own."""
+Request = Callable[[int], tuple[Any, Sequence[Any]]]
+"""By a server's number what it is asked: a message and its frames."""
+ANSWER = 2.0
+"""Seconds in which a server answers of which a worker says that it is out of reach."""
+TICK = 0.1
+"""Seconds between two looks at what became of the processes."""
+GRACE = 1.0
+"""Seconds that members have to end by themselves."""
+LATE = 30.0
+"""Seconds after the last step in which workers that others have started may still come, to be told so."""
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class ServerLost(RunError):
+    """A server died, and what it held since the last checkpoint with it."""
+
+
+@dataclass
+class _Member:
+    """A server or a worker."""
+
+    role: str
+    number: int
+    device: Device
+    place: int
+    job: RunningJob | None = None
+    thread: threading.Thread | None = None
+    peer: bytes | None = None
+    """Its connection, once it has joined."""
+    address: str = ""
+    ticket: int | None = None
+    is_asking: bool = False
+    step: int = -1
+    """The last step that it has done a part of."""
+    since: float = 0.0
+    heard: float = 0.0
+    """When a member that somebody else has started was last heard of."""
+    is_led: bool = False
+    """Whether its server was told of a follower."""
+    is_filled: bool = False
+    """Whether a follower has all that its server acknowledges."""
+    round: int = 0
+    """How many rounds of losses there were when it was begun."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step."""
+
+    loss: float
+    is_taken: bool = True
+
+
+@dataclass
+class ServerStats:
+    """What happened between workers and servers, in numbers."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Gradients by how old the values were that they were computed with."""
+    late: int = 0
+    """Gradients that came after their step was closed."""
+    lost_workers: int = 0
+    lost_servers: int = 0
+    lost_followers: int = 0
+    applied: int = 0
+    """Gradients in closed steps."""
+    ledger: list[int] = field(default_factory=list)
+    """By server: gradients that it has applied since it was filled, each of them once."""
+    bytes: list[int] = field(default_factory=list)
+    """By server: what came from workers and went to them, in shared memory or not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "staleness": {str(age): count for age, count in sorted(self.staleness.items())},
+            "late": self.late,
+            "lost_workers": self.lost_workers,
+            "lost_servers": self.lost_servers,
+            "lost_followers": self.lost_followers,
+            "applied": self.applied,
+            "ledger": self.ledger,
+            "bytes": self.bytes,
+        }
+
+
+class Chief:
+    """Keeps servers and workers together."""
+
+    def __init__(
+        self,
+        hand: Hand,
+        job: TrainingJob,
+        devices: Sequence[Device],
+        start: Start | ProcessRole,
+        line: ControlChannel,
+        timeout: float,
+    ) -> None:
+        self.hand, self.task, self.spec = hand, job.task, job.spec
+        self._every = job.profile
+        self.shares = shares_of(hand)
+        self.tale = ServerStats()
+        self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
+        self._is_placed = isinstance(start, ProcessRole)
+        """Whether somebody else starts servers and workers, and starts them again."""
+        self._token = start.token if isinstance(start, ProcessRole) else served.new_token()
+        self._context = served.new_context()
+        listens = (
+            (resolve_host(start.chief.name), start.chief.port) if isinstance(start, ProcessRole) else ("127.0.0.1", 0)
+        )
+        self._listener = served.MessageListener(self._context, self._token, timeout, *listens)
+        self._poller = zmq.Poller()
+        self._poller.register(self._listener.socket, zmq.POLLIN)
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._servers: list[_Member] = []
+        self._followers: dict[int, _Member] = {}
+        self._closes: deque[tuple[served.Close, float | None]] = deque(maxlen=2 + (self.spec.staleness or 0))
+        """The last steps that were closed, with their factors: a follower may lack what it has not acknowledged."""
+        self._workers: dict[int, _Member] = {}
+        self._peers: dict[bytes, _Member] = {}
+        self._num_workers = 0
+        self._told: set[str] = set()
+        # Drawn, so that what a server holds of another chief's run is not taken for this one's.
+        self._term = secrets.randbelow(1 << 30)
+        self._is_open = False
+        self._judgement, self._round = RestartPolicy(), 0
+        self._agenda: Agenda | None = None
+        self._epoch = 0
+        self._limit = 0
+        self._next_ticket = 0
+        self._asked: dict[type[Any], tuple[Request, dict[int, tuple[Any, list[Any]]]]] = {}
+        """What servers were asked for, by the kind of the answer; and the answers."""
+        self._looked = 0.0
+        self._skips: dict[int, bool] = {}
+        self._num_entered = 0
+        """Gradients in closed steps since the servers were filled; each of them must have applied just these."""
+        self._client: served.ParameterClient | None = None
+        self._is_ending = False
+        self.on_output: Callable[[int, str, str], None] = lambda rank, text, stream: None
+        """Called with a worker's number, a line that it printed, and where."""
+
+    # -- members --------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Starts servers and workers, and gives the servers what the hand's network holds."""
+        for number in range(self.spec.servers):
+            self._servers.append(self._begin("server", number, number))
+            if self.spec.followers:
+                self._followers[number] = self._begin("follower", number, number)
+        for place in range(0 if self._is_placed else len(self._devices)):
+            self._begin_worker(place)
+        self._client = served.ParameterClient(self.hand.model, self.shares, -1, None, self._token, self._timeout)
+        self._client.on_wait = self._attend
+        self.publish(with_followers=True)
+
+    def _begin(self, role: str, number: int, place: int) -> _Member:
+        device = self._devices[place] if role == "worker" else Device("cpu")
+        member = _Member(role, number, device, place, round=self._round)
+        if isinstance(self._start, ProcessRole):
+            return member
+        # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
+        task = self.task.replace(valid=None, metrics={})
+        if role != "worker":
+            task = task.replace(data=(torch.zeros(1, 1),), collate=None, batch_size=1)
+        work = Membership(
+            task=task,
+            spec=self.spec,
+            role=role,
+            number=number,
+            chief=self._listener.address,
+            token=self._token,
+            timeout=self._timeout,
+            every=self._every,
+        )
+        member.job = self._start(work.run, device)
+        member.thread = threading.Thread(target=self._watch, args=(member,), name=f"{role}-{number}", daemon=True)
+        member.thread.start()
+        return member
+
+    def _begin_worker(self, place: int) -> None:
+        number, self._num_workers = self._num_workers, self._num_workers + 1
+        self._workers[number] = self._begin("worker", number, place)
+
+    def _watch(self, member: _Member) -> None:
+        """Waits for a member's end; runs beside the chief, which hears of everything in its own time."""
+        assert member.job is not None
+
+        def on_event(rank: int, entry: Event) -> None:
+            self._news.put(lambda: self._hear_event(entry))
+
+        def on_output(rank: int, text: str, stream: str) -> None:
+            self._news.put(lambda: self.on_output(member.place if member.role == "worker" else -1, text, stream))
+
+        error: BaseException | None = None
+        try:
+            member.job.wait(on_event, on_output)
+        except BaseException as failure:
+            error = failure
+        self._news.put(lambda: self._hear_end(member, error))
+
+    def _hear_event(self, entry: Event) -> None:
+        """Passes on what a member has to tell; notices once for all of them."""
+        if entry["kind"] == "profile":
+            self._line.report(entry)
+        text = str(entry.get("text", ""))
+        if entry["kind"] == "notice" and text not in self._told:
+            self._told.add(text)
+            self._line.report(entry)
+
+    def _hear_end(self, member: _Member, error: BaseException | None) -> None:
+        if self._is_ending:
+            return
+        died = error is None or (isinstance(error, WorkerFailed) and not error.traceback)
+        if not died:
+            assert error is not None
+            raise error
+        reason = error.reason if isinstance(error, WorkerFailed) else "ended before its work was done"
+        self._judge(member, reason)
+        if member.peer is not None:
+            self._peers.pop(member.peer, None)
+        if member.role == "follower":
+            self._lose_follower(member, reason)
+            return
+        if member.role == "server":
+            self._lose_server(member, reason)
+            return
+        self.tale.lost_workers += 1
+        self._say(f"worker {member.number} {reason}: its samples are handed out again, another one is started")
+        del self._workers[member.number]
+        if member.ticket is not None and self._agenda is not None:
+            self._agenda.give_back(member.ticket)
+        self._forget(member)
+        self._begin_worker(member.place)
+
+    def _judge(self, member: _Member, reason: str) -> None:
+        """Whether it helps to replace a member; those that are lost together are one round."""
+        self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
+        if member.round != self._round:
+            return
+        self._round += 1
+        loss = RankFailure(member.number, this_host(), f"{member.role} {member.number} {reason}")
+        if not self._judgement.goes_on([loss], size=len(self._devices), step=self.hand.num_steps):
+            raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
+
+    def _forget(self, worker: _Member) -> None:
+        """Lets servers drop what they share with a worker that is gone."""
+        for holder in (*self._servers, *self._followers.values()):
+            if holder.peer is not None:
+                self._send(holder, served.Gone(worker.number))
+
+    def _lose_server(self, member: _Member, reason: str) -> None:
+        """Its follower takes its place; without one it is filled again from the last checkpoint, and so are all."""
+        number, follower = member.number, self._followers.get(member.number)
+        self.tale.lost_servers += 1
+        if follower is not None and follower.is_filled:
+            self._say(f"server {number} {reason}: its follower is in its place, and gets a follower")
+            self._promote(follower)
+            return
+        if follower is not None:
+            follower.is_led = False
+        self._servers[number] = self._begin("server", number, number)
+        raise ServerLost(f"server {number} {reason}, and is started anew")
+
+    def _lose_follower(self, member: _Member, reason: str) -> None:
+        self.tale.lost_followers += 1
+        self._say(f"the follower of server {member.number} {reason}: another one is filled")
+        if self._servers[member.number].peer is not None:
+            self._send(self._servers[member.number], served.Lead(""))
+        self._followers[member.number] = self._begin("follower", member.number, member.number)
+
+    def _promote(self, follower: _Member) -> None:
+        """Goes on with a follower in its server's place, under another term; what is under way is asked for again."""
+        number = follower.number
+        follower.role, follower.is_filled = "server", False
+        self._servers[number] = follower
+        self._followers[number] = self._begin("follower", number, number)
+        self._is_open = False
+        self._term += 1
+        for worker in self._workers.values():
+            if worker.ticket is not None and self._agenda is not None:
+                self._agenda.give_back(worker.ticket)
+            worker.ticket, worker.is_asking = None, False
+        term = self._term
+        self._ask(lambda _: (served.Renew(term), ()), served.Loaded, "servers to go on")
+        if self._term != term:
+            return
+        self._remind(follower)
+        self._announce()
+
+    def _remind(self, server: _Member) -> None:
+        """Tells a server again what it may not have heard: steps that were closed, and what it was asked for."""
+        for close, scale in list(self._closes):
+            again = msgspec.structs.replace(close, term=self._term)
+            self._send(server, again)
+            if close.is_measured and scale is not None:
+                self._send(server, served.Apply(self._term, close.step, scale))
+        for request, answers in list(self._asked.values()):
+            if server.number not in answers:
+                self._send(server, *request(server.number))
+
+    def _announce(self) -> None:
+        """Tells everybody where the servers are."""
+        self._is_open = True
+        for worker in self._workers.values():
+            if worker.peer is not None:
+                self._send(worker, self._crew())
+        if self._client is not None:
+            self._client.connect(self._crew())
+
+    def _say(self, text: str) -> None:
+        self._line.report(event("notice", text=text))
+
+    def _crew(self) -> served.ServerList:
+        return served.ServerList(self._term, [server.address for server in self._servers])
+
+    # -- the whole network ----------------------------------------------------------------------------------------
+
+    def publish(self, *, with_followers: bool = False) -> None:
+        """Makes the hand's network and optimizer those of the servers; everybody starts from them.
+
+        Where a server is lost meanwhile, all are filled again.
+        """
+        while True:
+            try:
+                self._fill()
+                if with_followers:
+                    self._turn(lambda: all(f.is_filled for f in self._followers.values()), "followers to be filled")
+                break
+            except ServerLost as lost:
+                self._say(str(lost))
+        forget_tables(self.hand)
+
+    def _fill(self) -> None:
+        self._is_open = False
+        self._term += 1
+        self._agenda = None
+        self._next_ticket = self._num_entered = 0
+        self._closes.clear()
+        for follower in self._followers.values():
+            follower.is_filled = False
+        self._turn(lambda: all(server.peer is not None for server in self._servers), "servers to join")
+
+        def load(number: int) -> tuple[Any, Sequence[Any]]:
+            found: tuple[Any, Sequence[Any]] = load_frames(
+                self.hand, self.shares[number], number, self.spec.servers, self._term
+            )
+            return found
+
+        self._ask(load, served.Loaded, "servers to take their values")
+        for worker in self._workers.values():
+            worker.ticket, worker.is_asking = None, False
+        self._announce()
+        for follower in self._followers.values():
+            self._pair(follower)
+
+    def _pair(self, follower: _Member) -> None:
+        """Lets a follower be filled that has joined, if its server holds something."""
+        server = self._servers[follower.number]
+        if self._is_open and follower.peer is not None and server.peer is not None and not follower.is_led:
+            follower.is_led = True
+            self._send(server, served.Lead(follower.address))
+
+    def refresh(self) -> None:
+        """Makes the servers' values and slots those of the hand's network and optimizer."""
+        save = served.Save()
+        answers = self._ask(lambda _: (save, ()), served.ServerState, "servers to give their values")
+        for number, (state, _) in enumerate(answers):
+            if state.applied != self._num_entered:
+                raise RunError(
+                    f"server {number} has applied {state.applied} gradients since it was filled, but closed steps have "
+                    f"{self._num_entered}: its values cannot be trusted, the last checkpoint can"
+                )
+        self.tale.ledger = [state.applied for state, _ in answers]
+        self.tale.bytes = [state.wire for state, _ in answers]
+        take_state(self.hand, self.shares, answers)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, windows: Iterator[Ids]) -> None:
+        """Hands out these batches from now on."""
+        spec, first = self.spec, (windows, self.hand.num_steps, self._next_ticket)
+        workers = len(self._devices)
+        self._epoch = epoch
+        if spec.staleness is None:
+            self._agenda = Free(*first, parts=1)
+        elif spec.backup:
+            self._agenda = FirstCome(*first, workers - spec.backup, spec.backup, spec.accumulate)
+        else:
+            self._agenda = InOrder(*first, workers, spec.staleness, spec.accumulate)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the servers hold exactly the steps that were taken, and nothing is on its way."""
+        in_order = self.spec.staleness is not None and not self.spec.backup
+        return in_order or self._agenda is None or self._agenda.is_idle
+
+    def take_step(self, limit: int) -> StepResult:
+        """Waits until a step is complete, and closes it; nothing is handed out for steps from `limit` on."""
+        agenda = self._agenda
+        assert agenda is not None
+        self._limit = limit
+        closed: list[list[WorkTicket]] = []
+
+        def is_complete() -> bool:
+            tickets = agenda.complete()
+            closed.extend([tickets] if tickets else [])
+            return bool(closed)
+
+        self._turn(is_complete, "")
+        self._next_ticket = agenda.number
+        self.tale.late, agenda.late = self.tale.late + agenda.late, 0
+        tickets = closed[0]
+        self.tale.applied += len(tickets)
+        self._num_entered += len(tickets)
+        self.tale.staleness.update(ticket.staleness for ticket in tickets)
+        total, count = sum(t.total for t in tickets), sum(t.count for t in tickets)
+        is_taken = not any(self._skips.pop(ticket.number, False) for ticket in tickets)
+        if self.spec.staleness is not None:
+            is_taken = self._close(agenda.step - 1, tickets, count)
+        return StepResult(total / count, is_taken)
+
+    def _close(self, step: int, tickets: list[WorkTicket], count: float) -> bool:
+        samples = sum(len(ticket.ids) for ticket in tickets)
+        weighed = [served.Weighed(t.number, t.weight / count, len(t.ids) / samples) for t in tickets]
+        is_measured = self.task.clip is not None or self.hand.skips
+        rates = self.rates
+
+        def close(_: int) -> tuple[Any, Sequence[Any]]:
+            return served.Close(self._term, step, weighed, rates, is_measured), ()
+
+        self._closes.append((close(0)[0], None))
+        if not is_measured:
+            for server in self._servers:
+                self._send(server, *close(0))
+            return True
+        squares = [message.square for message, _ in self._ask(close, served.Summed, "servers to sum gradients")]
+        norm = sum(squares) ** 0.5
+        is_taken = norm < float("inf") or not self.hand.skips
+        scale = clip_factor(norm, self.task.clip) if is_taken else 0.0
+        self._closes[-1] = (close(0)[0], scale)
+        for server in self._servers:
+            self._send(server, served.Apply(self._term, step, scale))
+        return is_taken
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates as they are now, by group; 0 where an optimizer finds its own."""
+        return [float(group.get("lr", 0.0)) for group in self.hand.optimizers[MAIN].param_groups]
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _turn(self, is_done: Callable[[], bool], waiting_for: str) -> None:
+        """Hears everybody until something is the case; what should come soon is waited for only so long."""
+        deadline = time.monotonic() + self._timeout if waiting_for else float("inf")
+        while True:
+            self._hear_news()
+            if is_done():
+                return
+            self._hand_out()
+            self._poller.poll(int(1000 * TICK))
+            self._attend()
+            if time.monotonic() > deadline:
+                raise PeerLost("fit", "the chief", f"waited {self._timeout:.0f} s for {waiting_for}")
+
+    def _attend(self) -> None:
+        """Hears what has come, and looks who has been silent."""
+        while (got := self._listener.receive()) is not None:
+            self._hear(*got)
+        self._look_for_silence()
+        self._hear_news()
+
+    def _hear_news(self) -> None:
+        while not self._news.empty():
+            self._news.get()()
+
+    def _hear(self, peer: bytes, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, served.JoinRequest):
+            self._welcome(peer, message)
+            return
+        member = self._peers.get(peer)
+        if member is None:
+            # It was taken for gone, and learns so.
+            self._listener.send(peer, served.Stranger())
+            return
+        member.heard = time.monotonic()
+        if isinstance(message, served.Ask) and message.term == self._term:
+            member.is_asking = True
+        elif isinstance(message, served.Delivered) and message.term == self._term:
+            self._receive(member, message)
+        elif isinstance(message, served.Filled):
+            follower = self._followers.get(member.number)
+            if follower is not None and follower.address == message.address and self._servers[member.number] is member:
+                follower.is_filled = True
+                self._line.report(event("followed", server=member.number))
+        elif isinstance(message, served.Unreached):
+            self._hear_complaint(member, message)
+        elif type(message) in self._asked and self._is_answer(message):
+            self._asked[type(message)][1][member.number] = message, frames
+
+    def _is_answer(self, message: Any) -> bool:
+        """Whether a message answers what was asked last."""
+        if isinstance(message, served.Summed):
+            # What a server has summed stays so when another one is lost and the term changes.
+            return message.step == self._closes[-1][0].step
+        return bool(getattr(message, "term", self._term) == self._term)
+
+    def _welcome(self, peer: bytes, message: served.JoinRequest) -> None:
+        member = self._worker_for(message) if message.role == "worker" else self._holder_for(message)
+        if member is None:
+            return
+        if member.peer is not None:
+            self._peers.pop(member.peer, None)
+        member.peer, member.address, member.heard = peer, message.address, time.monotonic()
+        self._peers[peer] = member
+        if member.role == "worker" and self._is_open:
+            self._send(member, self._crew())
+        elif member.role == "follower":
+            self._pair(member)
+        elif message.term == self._term:
+            self._remind(member)
+
+    def _worker_for(self, message: served.JoinRequest) -> _Member | None:
+        """A worker that we or somebody else has started; it may have been here before."""
+        number, before = message.number, self._workers.get(message.number)
+        if not self._is_placed:
+            if before is not None and before.ticket is not None and self._agenda is not None:
+                self._agenda.give_back(before.ticket)
+                before.ticket, before.is_asking = None, False
+            return before
+        if before is not None:
+            self._release(before)
+        if 0 <= number < len(self._devices):
+            self._workers[number] = _Member("worker", number, Device("cpu"), number, round=self._round)
+        return self._workers.get(number)
+
+    def _holder_for(self, message: served.JoinRequest) -> _Member | None:
+        """A server or a follower: the one that it was, if it still holds what it did; else one that has yet to come."""
+        if not 0 <= message.number < len(self._servers):
+            return None
+        server, follower = self._servers[message.number], self._followers.get(message.number)
+        for member in (server, *([follower] if follower is not None else [])):
+            if member.peer is not None and message.term == self._term and message.address == member.address:
+                return member
+        if not self._is_placed:
+            return server if message.role == "server" else follower
+        if server.peer is not None and message.address == server.address:
+            self._lose_placed(server, "was started anew")
+            server, follower = self._servers[message.number], self._followers.get(message.number)
+        if message.role == "server" and server.peer is None:
+            return server
+        if follower is not None and follower.peer is not None:
+            self._peers.pop(follower.peer, None)
+            self._lose_follower(follower, "was started anew")
+        return self._followers.get(message.number)
+
+    def _lose_placed(self, member: _Member, reason: str) -> None:
+        """A member is gone that somebody else has started, and will maybe start again."""
+        self._peers.pop(member.peer or b"", None)
+        member.peer = None
+        self._judge(member, reason)
+        if member.role == "follower":
+            self._lose_follower(member, reason)
+            return
+        try:
+            self._lose_server(member, reason)
+        except ServerLost as lost:
+            self._news.put(lambda lost=lost: _raise(lost))  # type: ignore[misc]
+
+    def _hear_complaint(self, member: _Member, message: served.Unreached) -> None:
+        """A server does not reach its follower, or a worker a server: it is looked after."""
+        follower = self._followers.get(message.number)
+        if member.role == "server":
+            if follower is not None and follower.address == message.address:
+                self._end(follower)
+        elif self._is_placed and 0 <= message.number < len(self._servers):
+            server = self._servers[message.number]
+            if server.peer is not None:
+                server.heard = min(server.heard, time.monotonic() - self._timeout / 2 + ANSWER)
+                self._send(server, served.Beat())
+
+    def _end(self, member: _Member) -> None:
+        if member.job is not None:
+            member.job.kill()
+        else:
+            self._lose_placed(member, "does not answer")
+
+    def _release(self, worker: _Member) -> None:
+        """Takes back what a worker has that is gone."""
+        self.tale.lost_workers += 1
+        self._say(f"worker {worker.number} is gone: its samples are handed out again")
+        self._peers.pop(worker.peer or b"", None)
+        del self._workers[worker.number]
+        if worker.ticket is not None and self._agenda is not None:
+            self._agenda.give_back(worker.ticket)
+        self._forget(worker)
+
+    def _look_for_silence(self) -> None:
+        """A member that is silent for too long is taken for gone: it may be frozen, or its host may be."""
+        now = time.monotonic()
+        for worker in [w for w in self._workers.values() if w.ticket is not None and w.since < now - self._timeout]:
+            if worker.job is None:
+                self._release(worker)
+            else:
+                worker.job.kill()
+                worker.since = now
+        away, self._looked = now - self._looked, now
+        holders = [m for m in (*self._servers, *self._followers.values()) if m.peer is not None and m.job is None]
+        for member in holders if self._is_placed else ():
+            if away > self._timeout / 8:
+                # Nobody listened meanwhile.
+                member.heard = now
+            if now - max(member.heard, member.since) > self._timeout / 8:
+                member.since = now
+                self._send(member, served.Beat())
+            if now - member.heard > self._timeout / 2:
+                self._lose_placed(member, f"was silent for {now - member.heard:.0f} s")
+
+    def _receive(self, worker: _Member, message: served.Delivered) -> None:
+        worker.ticket, worker.is_asking = None, True
+        assert self._agenda is not None
+        ticket = self._agenda.deliver(message.ticket)
+        if ticket is None:
+            # The servers keep its gradient until the next one with the same ticket takes its place.
+            return
+        worker.step = ticket.step
+        ticket.total, ticket.count, ticket.weight = message.total, message.count, message.weight
+        ticket.staleness = message.staleness
+        if message.skipped:
+            self._skips[message.ticket] = True
+
+    def _hand_out(self) -> None:
+        agenda = self._agenda
+        if agenda is None or not self._is_open:
+            return
+        # A person who asked to stop wants what is under way to end, and nothing new.
+        limit = self._limit if not self._line.stopping or agenda.is_idle else min(self._limit, agenda.step)
+        for worker in self._workers.values():
+            if not worker.is_asking or worker.peer is None:
+                continue
+            ticket = agenda.take(limit, again=worker.step == agenda.step)
+            if ticket is None:
+                continue
+            worker.ticket, worker.is_asking, worker.since = ticket.number, False, time.monotonic()
+            oldest = 0 if self.spec.staleness is None else max(0, ticket.step - self.spec.staleness)
+            rates = self.rates if self.spec.staleness is None else []
+            part = served.WorkPart(self._term, ticket.number, self._epoch, ticket.step, oldest, rates)
+            self._send(worker, part, [ticket.ids.tobytes()])
+
+    def _ask(self, request: Request, kind: type[Any], waiting_for: str) -> list[tuple[Any, list[Any]]]:
+        """Asks all servers, and whoever comes in the place of one; returns their answers in order."""
+        answers: dict[int, tuple[Any, list[Any]]] = {}
+        before, term = self._asked.get(kind), self._term
+        self._asked[kind] = request, answers
+        try:
+            for server in self._servers:
+                if server.peer is not None:
+                    self._send(server, *request(server.number))
+            # Another server may be lost meanwhile: what is said about the next term is enough then.
+            self._turn(
+                lambda: len(answers) == len(self._servers) or (kind is served.Loaded and self._term != term),
+                waiting_for,
+            )
+        finally:
+            del self._asked[kind]
+            if before is not None:
+                self._asked[kind] = before
+        return [answers[number] for number in sorted(answers)]
+
+    def _send(self, member: _Member, message: Any, frames: Sequence[Any] = ()) -> None:
+        assert member.peer is not None
+        self._listener.send(member.peer, message, frames)
+
+    def close(self) -> None:
+        """Ends all members, by themselves where they can, and lets their connections go."""
+        self._is_ending, self._is_open = True, False
+        if self._is_placed:
+            self._await_late()
+        members = [*self._servers, *self._followers.values(), *self._workers.values()]
+        for member in members:
+            if member.peer is not None:
+                self._send(member, served.EndOfWork())
+        deadline = time.monotonic() + GRACE
+        for member in members:
+            if member.thread is None or member.job is None:
+                continue
+            member.thread.join(max(0.0, deadline - time.monotonic()))
+            if member.thread.is_alive():
+                member.job.kill()
+                member.thread.join()
+        if self._client is not None:
+            self._client.close()
+        self._listener.close()
+        self._context.term()
+
+    def _await_late(self) -> None:
+        """Lets workers join that others were too fast for: they must hear that it is over, and from nobody else can."""
+        deadline = time.monotonic() + min(LATE, self._timeout)
+        while len(self._workers) < len(self._devices) and time.monotonic() < deadline:
+            self._poller.poll(int(1000 * TICK))
+            while (got := self._listener.receive()) is not None:
+                self._hear(*got)

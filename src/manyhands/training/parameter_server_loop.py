@@ -1,0 +1,325 @@
+"""Training with parameter servers: the loop of every strategy, whose steps are taken by servers and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core import StrategyError, StrategySpec, Task, TaskError, each_of, event
+from ..data import Batch, Cursor, Feed, IndexedSource, as_source
+from ..distributed import Device, World
+from ..strategies import MAIN, declaring, optimizers_of
+from .explain import without_values
+from .hand import Hand
+from .initial_weights import start_from
+from .loop import Job, ReplicaResult, TrainingLoop
+from .recovery import RecoveryState, Rollback
+from .sampling import NoSampler, Sampler
+from .stepping import Stepper
+
+if TYPE_CHECKING:
+    from .parameter_server_coordinator import Chief, Start
+    from .roles import ProcessRole
+
+Output = Callable[[int, str, str], None]
+
+
+def train_served(
+    world: World, job: Job, *, devices: Sequence[Device], start: Start | ProcessRole, on_output: Output, timeout: float
+) -> ReplicaResult:
+    """Trains with parameter servers; this process is the chief, and the devices are the workers'.
+
+    `start` starts a member, or says where in a cluster this process stands whose members somebody else starts.
+    """
+    hand = Hand(world, alone(job.spec))
+    loop = ServedLoop(hand, job, devices, start, on_output, timeout)
+    try:
+        with declaring():
+            outcome = loop.run()
+        outcome.servers = loop.chief.tale.to_dict()
+        return outcome
+    finally:
+        loop.reporter.flush()
+        loop.close()
+        hand.close()
+
+
+def alone(spec: StrategySpec) -> StrategySpec:
+    """What a strategy with servers is for one member by itself."""
+    return replace(spec, replicas=1, backup=0)
+
+
+def check_served(task: Task) -> None:
+    """Refuses what parameter servers cannot train, before any process is started."""
+    _require_transport()
+    if task.step is not None:
+        raise TaskError(
+            "parameter servers train a loss", got="a task with a step of its own", remedy="use mh.Mirrored(), or a loss"
+        )
+    if task.ema is not None:
+        raise TaskError(
+            "parameter servers keep no average of the weights", got=f"ema={task.ema}", remedy="use mh.Mirrored()"
+        )
+    if not callable(task.data) and not isinstance(as_source(task.data, collate=task.collate), IndexedSource):
+        raise StrategyError(
+            "parameter servers hand out samples by number",
+            got="a stream, which can only be read from its beginning",
+            remedy="pass a dataset with a length, or use mh.Mirrored()",
+        )
+
+
+def tables_in(task: Task) -> list[str]:
+    """Return the names of a task's tables whose rows are on servers alone."""
+    from ..strategies import served
+
+    with declaring():
+        model = without_values(task)
+    return [] if model is None else list(served.tables_of(model))
+
+
+def has_own_optimizer(task: Task) -> bool:
+    """Return whether a task's optimizer is not one of torch's, so that servers may see it in another way."""
+    model = without_values(task)
+    try:
+        made = {} if model is None else optimizers_of(model, task.optimizer)
+    except Exception:
+        return False
+    members = [member for optimizer in made.values() for member in each_of(optimizer)]
+    return any(not type(member).__module__.startswith("torch.optim") for member in members)
+
+
+def _require_dense(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise StrategyError(
+                "gradients of plain layers travel dense to parameter servers",
+                got=f"{name}, a {type(layer).__name__} with sparse=True",
+                remedy="use mh.Embedding(rows, dim), of which only touched rows travel, or sparse=False",
+            )
+
+
+def _rows_that_wait(hand: Hand) -> list[str]:
+    """Tables of which only touched rows change while their optimizer would move all; refuses what rows cannot do."""
+    from ..strategies import served
+
+    optimizer, waiting = hand.optimizers[MAIN], []
+    for name, table in served.tables_of(hand.model).items():
+        served.settings_of(name, table, optimizer, hand.model)
+        if table.optimizer is None and served.kind_of(table, optimizer) == "adam":
+            waiting.append(name)
+    return waiting
+
+
+def _require_transport() -> None:
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise StrategyError(
+            "parameter servers need pyzmq", got=str(error), remedy='pip install "manyhands[servers]"'
+        ) from None
+
+
+class ServedLoop(TrainingLoop):
+    """The training loop, with a chief in place of the step."""
+
+    def __init__(
+        self,
+        hand: Hand,
+        job: Job,
+        devices: Sequence[Device],
+        start: Start | ProcessRole,
+        on_output: Output,
+        timeout: float,
+    ) -> None:
+        super().__init__(hand, job, RecoveryState())
+        self._devices, self._start, self._on_output, self._timeout = devices, start, on_output, timeout
+        self._chief: Chief | None = None
+        self._refreshed_at = -1
+
+    @property
+    def chief(self) -> Chief:
+        """Who keeps servers and workers together."""
+        assert self._chief is not None
+        return self._chief
+
+    def close(self) -> None:
+        """Ends servers and workers."""
+        if self._chief is not None:
+            self._chief.close()
+
+    def try_out(self, feed: Feed) -> None:
+        from .parameter_server_coordinator import Chief, ServerLost
+
+        if list(self.hand.optimizers) != [MAIN]:
+            raise TaskError(
+                "parameter servers take one optimizer",
+                got=f"{len(self.hand.optimizers)} by name",
+                remedy="return one optimizer with several parameter groups",
+            )
+        _require_dense(self.hand.model)
+        lazy = _rows_that_wait(self.hand)
+        line = self.hand.world.line
+        chief = Chief(self.hand, self.job, self._devices, self._start, line, self._timeout)
+        self._chief = chief
+        chief.on_output = self._on_output
+        self._chief.open()
+        self._say_what_differs(self.hand.model)
+        if lazy:
+            what = "change only when a batch touches them; Adam on one device moves the others too"
+            self.hand.notice(f"rows of {', '.join(lazy)} {what}")
+        while True:
+            try:
+                return super().try_out(feed)
+            except ServerLost as lost:
+                self.hand.notice(str(lost))
+                self._begin_again()
+                chief.publish()
+
+    @property
+    def split(self) -> StrategySpec:
+        """How the work is split over workers; the chief's own hand is alone."""
+        return self.job.spec
+
+    def why_not_verified(self, model: nn.Module) -> str:
+        from ..strategies import served
+
+        tables = ", ".join(served.tables_of(self.hand.model))
+        return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
+
+    def ease(self, batch_size: int) -> None:
+        """The chief's own hand takes no samples, so it needs no smaller parts of them."""
+
+    def sampling(self, feed: Feed) -> Sampler:
+        """Workers look at their own steps, and tell."""
+        return NoSampler()
+
+    def prepare(self) -> tuple[Feed, Feed | None]:
+        feeds = super().prepare()
+        if self.hand.num_steps or self.job.start_from is not None:
+            self.chief.publish()
+        return feeds
+
+    def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
+        from .parameter_server_coordinator import ServerLost
+
+        plan: Any = _Plan(self, train_feed)
+        reason: Exception | None = None
+        while True:
+            try:
+                if reason is not None:
+                    self._go_back(reason)
+                super().train(plan, valid_feed, plan)
+                # What the last checkpoint needs comes here while losses are still made up for.
+                return self.refresh()
+            except (ServerLost, Rollback) as failure:
+                reason = failure
+
+    def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
+        self.refresh()
+        super().end_epoch(epoch, valid_feed)
+        self.hand.world.line.report(event("servers", step=self.hand.num_steps, **self.chief.tale.to_dict()))
+
+    def save(self) -> None:
+        self.refresh()
+        super().save()
+
+    def look(self, batch: Batch) -> None:
+        super().look(batch)
+        # Updates that are on their way end first, so that the last checkpoint has all of them.
+        self.stopped = self.stopped and self.chief.is_settled
+
+    def refresh(self) -> None:
+        """Brings the servers' values here, where they are measured and saved."""
+        if self._refreshed_at != self.hand.num_steps:
+            with self.hand.timed("save"):
+                self.chief.refresh()
+            self._refreshed_at = self.hand.num_steps
+
+    def take(self) -> None:
+        """One step of all workers and servers."""
+        hand = self.hand
+        step = self.chief.take_step(self._limit())
+        hand.num_steps += 1
+        hand.losses = {MAIN: torch.tensor(step.loss, dtype=torch.float64)}
+        hand.good = torch.tensor(step.is_taken) if hand.skips else None
+
+    def _limit(self) -> int:
+        """The step before which everything that is handed out must be done, so that a checkpoint has a clear border."""
+        steps = self.job.steps if self.job.steps is not None else math.inf
+        if self.job.save_every and (self.job.spec.staleness is None or self.job.spec.backup):
+            steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
+        return int(min(steps, 1 << 62))
+
+    def _go_back(self, reason: Exception) -> None:
+        """A server is gone, or no gradient is finite: all go on from the last checkpoint, and so does the feed."""
+        hand = self.hand
+        before = hand.num_steps
+        hand.store(self.path).wait()
+        state = hand.restore(self.path, before=self.kept.goes_before)
+        if state is None:
+            self._begin_again()
+        self.kept.goes_before = None
+        self.reporter.forget()
+        if state is not None:
+            self.take_up(state)
+        hand.notice(f"{reason}; {before - hand.num_steps} steps since the last checkpoint are taken again")
+        source = "its beginning" if state is None else "the last checkpoint"
+        self.reporter.report(event("recovered", step=hand.num_steps, size=len(self._devices), source=source))
+        self._refreshed_at = -1
+        self.chief.publish()
+
+    def _begin_again(self) -> None:
+        """Makes network and optimizer what they were at first; a save that was left out may have changed them."""
+        from .server_checkpoints import restore_tables
+
+        hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
+        first.build(self.task)
+        hand.num_steps, hand.cursors = 0, []
+        hand.model.load_state_dict(first.model.state_dict())
+        hand.optimizers[MAIN].load_state_dict(first.optimizers[MAIN].state_dict())
+        restore_tables(hand, first)
+        first.close()
+        hand.seed(self.task.seed)
+        start_from(hand, self.job.start_from)
+
+    def _say_what_differs(self, model: nn.Module) -> None:
+        if self.job.spec.followers:
+            self.hand.notice("every server has a follower: twice the servers' memory, and every update is taken twice")
+        if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+            self.hand.notice("batch statistics are those of each worker's part of a batch, and buffers their average")
+
+
+class _Plan:
+    """In place of the feed and of the stepper: batches without their data, and steps that others take."""
+
+    waited = 0.0
+    limit = "compute"
+
+    def __init__(self, loop: ServedLoop, feed: Feed) -> None:
+        self._loop, self._feed = loop, feed
+
+    def epoch(self, cursor: Cursor) -> Iterator[Batch]:
+        """The epoch's batches, each given before it is computed."""
+        self._loop.chief.begin_epoch(cursor.epoch, (ids for ids, _ in self._feed.plan(cursor)))
+        for ids, after in self._feed.plan(cursor):
+            yield Batch(None, (len(ids),), (len(ids),), ids, after)
+
+    def take(self, batch: Batch) -> None:
+        """One step."""
+        self._loop.take()
+
+    def look_again(self) -> None:
+        """Nothing is recorded here."""
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+    def said(self) -> str:
+        """Nothing to say."""
+        return ""

@@ -1,0 +1,251 @@
+"""Members of a job with parameter servers: a worker that computes what the chief hands out, and a server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core import StrategySpec, Task, mix, seed_all
+from ..data import as_source, check_source
+from ..distributed import World
+from ..strategies import MAIN, declaring, served
+from .hand import Hand
+from .parameter_server_loop import alone
+from .sampling import Sample, told
+from .spans import PHASES, Spans, by_phase
+from .step_capture import compute
+
+OVERLAP_FROM = 0.1
+"""Share of a worker's time spent waiting for values from which it asks for the next ones before it needs them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What a member of a job must know to join it: plain data."""
+
+    task: Task
+    spec: StrategySpec
+    role: str
+    number: int
+    chief: str
+    token: bytes = field(repr=False)
+    timeout: float
+    every: int = 0
+    """Of so many steps a worker times one by what it does; 0 for none."""
+    listens: tuple[str, int] | None = None
+    """Where a server listens; None for any port of loopback."""
+
+    def run(self, world: World) -> dict[str, Any]:
+        """Takes part until the chief says that it is over."""
+        with contextlib.suppress(OSError):
+            # As `ps` and `top` show it.
+            Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, cores // max(1, self.spec.replicas or 1)))
+        hand = Hand(world, alone(self.spec))
+        try:
+            with declaring():
+                hand.build(self.task)
+            return _Worker(self, hand).run() if self.role == "worker" else serve(self, hand)
+        finally:
+            hand.close()
+            # A program that takes part goes on after that.
+            torch.set_num_threads(threads)
+
+
+def shares_of(hand: Hand) -> list[served.Share]:
+    """Which server holds what of a hand's network."""
+    optimizer = hand.optimizers[MAIN]
+    return served.cut(hand.model, hand.spec.servers, whole=served.needs_whole(optimizer))
+
+
+def serve(member: Membership, hand: Hand) -> dict[str, Any]:
+    """Holds one share of the network."""
+    shard = served.ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
+    listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
+    served_by = served.ParameterShardServer(
+        shard,
+        member.spec,
+        member.chief,
+        member.token,
+        member.timeout,
+        listens,
+        leads=leads,
+        on_wait=hand.notice,
+    )
+    return served_by.run()
+
+
+class _Worker:
+    def __init__(self, member: Membership, hand: Hand) -> None:
+        self.member, self.hand, self.task = member, hand, member.task
+        if not hand.model.training:
+            hand.model.train()
+        # Numbers of two workers must differ; layout-free ones come from the step and the samples.
+        hand.seed(self.task.seed)
+        seed_all(mix(self.task.seed, 1 + member.number))
+        source = as_source(self.task.data, collate=self.task.collate)
+        self.feed = hand.make_feed(
+            source,
+            check_source(source, self.task.batch_size),
+            shuffle=self.task.shuffle,
+            seed=self.task.seed,
+            workers=0,
+        )
+        self._context = served.new_context()
+        self.chief = self._join()
+        self.client = served.ParameterClient(
+            hand.model, shares_of(hand), member.number, self.chief, member.token, member.timeout
+        )
+        self.client.waiting = partial(hand.during, "communication")
+        self.waited = 0.0
+        self.computed = 1e-9
+        self._num_delivered = 0
+
+    def _join(self) -> served.Caller:
+        """Reports to the chief, who is waited for as long as the one time limit says."""
+        member = self.member
+        chief = served.call_again(self._context, member.token, member.chief, member.timeout, self.hand.notice)
+        chief.send(served.JoinRequest("worker", member.number))
+        return chief
+
+    def run(self) -> dict[str, Any]:
+        """Computes what it is given until there is nothing left."""
+        try:
+            with contextlib.suppress(served.Over):
+                crew = None
+                while True:
+                    try:
+                        crew = self._wait_for_crew(None) if crew is None else crew
+                        self.client.connect(crew)
+                        self._work(crew)
+                    except served.Moved as moved:
+                        crew = moved.crew
+                    except served.ServerUnreached as lost:
+                        crew = self._complain(lost.number)
+                    except served.LinkLost:
+                        self._join_again()
+                        crew = None
+                    self.hand.forget_step()
+            return {"waited": self.waited, "computed": self.computed}
+        finally:
+            self.client.close()
+            self.chief.close()
+            self._context.term()
+
+    def _complain(self, number: int) -> served.ServerList | None:
+        """A server is out of reach: the chief says who is in its place, or else it is tried again by joining anew."""
+        try:
+            self.chief.send(served.Unreached(number))
+            return self._wait_for_crew(self.member.timeout / 4)
+        except served.LinkLost:
+            self._join_again()
+            return None
+
+    def _join_again(self) -> None:
+        self.client.disconnect()
+        self.chief.close()
+        self.chief = self.client.chief = self._join()
+
+    def _wait_for_crew(self, timeout: float | None) -> served.ServerList:
+        while True:
+            message, _ = self.chief.expect(timeout)
+            if isinstance(message, served.ServerList):
+                return message
+            if isinstance(message, served.EndOfWork):
+                raise served.Over
+
+    def _work(self, crew: served.ServerList) -> None:
+        self.chief.send(served.Ask(crew.term))
+        while True:
+            with self.hand.during("communication"):
+                message, frames = self.chief.expect(None)
+            if isinstance(message, served.WorkPart) and message.term == crew.term:
+                self.chief.send(self._deliver(message, np.frombuffer(frames[0], np.int64).copy()))
+                self._sample(message.step)
+            elif isinstance(message, served.ServerList):
+                raise served.Moved(message)
+            elif isinstance(message, served.EndOfWork):
+                raise served.Over
+
+    def _sample(self, step: int) -> None:
+        """Tells where the time of a step went, from one delivery to the next, and begins to look at another."""
+        hand, every = self.hand, self.member.every
+        if hand.spans is not None:
+            spans, hand.spans = hand.spans.end(), None
+            sample = Sample(step, dict.fromkeys(PHASES, 0.0) | by_phase(spans), tuple(spans))
+            hand.world.line.report({**told(hand.world, sample), "rank": self.member.number})
+        self._num_delivered += 1
+        if every and self._num_delivered % every == 0:
+            hand.spans = Spans(hand.device)
+
+    def _deliver(self, part: served.WorkPart, ids: Any) -> served.Delivered:
+        """Computes one part and brings its gradient to the servers."""
+        hand, client = self.hand, self.client
+        hand.num_steps = part.step
+        if not client.is_pulling:
+            client.begin_pull(part.version)
+        with hand.during("input"):
+            batch = self.feed.read(ids, part.epoch)
+        began = time.perf_counter()
+        if client.receive_values() < part.version:
+            client.begin_pull(part.version)
+            client.receive_values()
+        with hand.during("copy"):
+            client.put_values()
+        self.waited += time.perf_counter() - began
+        began = time.perf_counter()
+        hand.take(batch)
+        assert self.task.loss is not None
+        compute(hand, self.task.loss, batch)
+        self.computed += time.perf_counter() - began
+        tally = hand.recorded_tally()
+        count = float(tally.count) if tally.count is not None else float(batch.num_samples)
+        # A part that counts nothing has no mean, and adds nothing to the sum.
+        total = float(tally.loss) * count if count else 0.0
+        weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
+        scale, is_skipped = self._limit(weight / max(count, 1.0)) if part.rates else (1.0, False)
+        with hand.during("communication"):
+            staleness = client.push(part.ticket, scale, part.rates)
+        if not part.rates:
+            staleness = max(0, part.step - client.version)
+        elif self.waited > OVERLAP_FROM * self.computed:
+            # Values travel while the chief is asked and the next samples are read.
+            client.begin_pull(0)
+        hand.forget_step()
+        return served.Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
+
+    def _limit(self, scale: float) -> tuple[float, bool]:
+        """What a gradient that is an update by itself is multiplied with: its mean, shortened to the task's norm."""
+        if self.task.clip is None and not self.hand.skips:
+            return scale, False
+        gradients = [p.grad for p in self.hand.model.parameters() if p.grad is not None]
+        norm = scale * total_norm([*gradients, *self.client.row_gradients])
+        if self.hand.skips and not norm < float("inf"):
+            return 0.0, True
+        return scale * clip_factor(norm, self.task.clip), False
+
+
+def total_norm(gradients: list[Tensor]) -> float:
+    """The norm of several gradients together."""
+    norms = torch._foreach_norm(gradients) if gradients else []
+    return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What a gradient of this norm is multiplied with so that it keeps to a limit; torch's own formula.
+
+    >>> clip_factor(2.0, 1.0) < 0.5 < clip_factor(2.0, 1.001)
+    True
+    """
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

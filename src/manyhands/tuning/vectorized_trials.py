@@ -1,0 +1,253 @@
+"""Trials as one program: those whose networks have one structure are members of a population, the others run alone.
+
+A member that has come as far as it should frees its place, and the next trial takes it, so the device stays full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core import SettingsError, Task
+from ..distributed import Device
+from ..storage import Checkpoint, CheckpointStore
+from ..training import CHECKPOINTS
+from ..vectorized import Gain, Population, gain, groups
+from .executors import Executor, InProcessExecutor
+from .trial_work import TrialOutcome, TrialRunner, TrialWork, write_record
+
+LEAST_GAIN, LOOK_AGAIN = 1.1, 2.0
+SIZES = (4, 8, 16, 32, 64)
+ENOUGH = 0.8
+"""The share of the largest size's gain from which on a size is large enough: searchers learn sooner from few."""
+SAVE_SECONDS = 30.0
+MOST_SHELVES = 8
+"""Populations that are kept for trials to come, so that a structure that returns finds its recordings."""
+
+
+class _Reached(Exception):
+    """A member has come as far as it should, or somebody wants to look."""
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """A population, and which work its members do."""
+
+    population: Population
+    works: dict[int, TrialWork] = field(default_factory=dict)
+    began: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def free(self) -> list[int]:
+        return [number for number in range(len(self.population.members)) if number not in self.works]
+
+    def goal(self, number: int) -> int:
+        """The step to which a member goes now."""
+        return self.works[number].until * self.population.num_steps_in_epoch
+
+
+class Stacked(Executor):
+    """Many trials at a time, in this process, as few programs."""
+
+    def __init__(
+        self, workshop: TrialRunner, device: Device, size: int, notice: Callable[[str], None], *, must_stack: bool
+    ) -> None:
+        self._workshop, self._device, self._size, self._notice = workshop, device, size, notice
+        self._must_stack = must_stack
+        self._alone = InProcessExecutor(workshop, device)
+        self._pending: list[TrialWork] = []
+        self._single: deque[TrialWork] = deque()
+        self._shelves: list[_Shelf] = []
+        self._ready: list[TrialOutcome] = []
+        self._said: set[str] = set()
+        self._is_stopping = False
+        self._saved_at = time.monotonic()
+
+    @property
+    def num_free(self) -> int:
+        return self._size - self._num_busy
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._num_busy)
+
+    @property
+    def _num_busy(self) -> int:
+        return len(self._pending) + len(self._single) + len(self._ready) + sum(len(s.works) for s in self._shelves)
+
+    def start(self, work: TrialWork) -> int:
+        self._pending.append(work)
+        return 0
+
+    def wait(self) -> list[TrialOutcome]:
+        self._admit()
+        for shelf in self._shelves:
+            if shelf.works:
+                self._advance(shelf)
+        if self._must_save:
+            for shelf in self._shelves:
+                self._save_all(shelf)
+            self._saved_at = time.monotonic()
+        if self._single and not self._ready:
+            self._alone.start(self._single.popleft())
+            self._ready += self._alone.wait()
+        outcomes, self._ready = self._ready, []
+        return outcomes
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._alone.stop()
+
+    def close(self) -> None:
+        for shelf in self._shelves:
+            shelf.population.close()
+        self._alone.close()
+
+    def _admit(self) -> None:
+        """Gives places to what is pending: in a population that is there, or in a new one, or alone."""
+        pending, self._pending = self._pending, []
+        new: list[tuple[TrialWork, Task]] = []
+        for work in pending:
+            outcome = TrialOutcome(work.number)
+            made = self._workshop.prepared(work, outcome)
+            if made is None:
+                self._ready.append(outcome)
+            elif not any(self._place(shelf, work, made) for shelf in self._shelves):
+                new.append((work, made))
+        for group in groups([task for _, task in new]) if new else []:
+            chosen = [new[number] for number in group.tasks]
+            if group.stacks:
+                self._make_room()
+                tasks = [task for _, task in chosen]
+                epochs, notice = self._workshop.epochs, self._say
+                population = Population(tasks, device=[self._device], epochs=epochs, notice=notice)
+                shelf = _Shelf(population)
+                self._shelves.append(shelf)
+                for number, (work, _) in enumerate(chosen):
+                    self._begin(shelf, number, work)
+            elif self._must_stack and not group.is_broken:
+                raise SettingsError("execution='stacked' needs tasks that stack", got=group.reason, remedy="leave it")
+            else:
+                if not group.is_broken:
+                    self._say(f"trials run one by one: {group.reason}")
+                self._single.extend(work for work, _ in chosen)
+
+    def _make_room(self) -> None:
+        """Lets populations go in which nobody is, the oldest first: every structure of a space would stay in memory."""
+        idle = [shelf for shelf in self._shelves if not shelf.works]
+        for shelf in idle[: max(0, len(self._shelves) + 1 - MOST_SHELVES)]:
+            shelf.population.close()
+            self._shelves.remove(shelf)
+
+    def _place(self, shelf: _Shelf, work: TrialWork, task: Task) -> bool:
+        """Puts a trial into a population, where it has room and the trial is like its members."""
+        if not shelf.free:
+            return False
+        try:
+            shelf.population.replace(shelf.free[0], task)
+        except Exception:  # it is another network, or one that cannot be built, which is told where it runs alone
+            return False
+        self._begin(shelf, shelf.free[0], work)
+        return True
+
+    def _begin(self, shelf: _Shelf, number: int, work: TrialWork) -> None:
+        """A member takes up its work, where a trial was before from its checkpoint."""
+        shelf.works[number], shelf.began[number] = work, time.perf_counter()
+        folder = self._workshop.run_folder(work.number) / CHECKPOINTS
+        if folder.exists() and (store := CheckpointStore(folder)).steps():
+            shelf.population.load(number, vars(store.load()))
+
+    def _advance(self, shelf: _Shelf) -> None:
+        """Trains until a member has come as far as it should."""
+        population = shelf.population
+        for number in shelf.free:
+            population.stop(number)
+
+        def look(number: int, step: int, metrics: dict[str, float]) -> None:
+            if self._must_save or any(self._is_there(shelf, one) for one in shelf.works):
+                raise _Reached
+
+        if not any(self._is_there(shelf, number) for number in shelf.works):
+            with contextlib.suppress(_Reached):
+                population.train(report=look)
+        for number in [number for number in shelf.works if self._is_there(shelf, number)]:
+            self._ready.append(self._outcome(shelf, number))
+
+    @property
+    def _must_save(self) -> bool:
+        return self._is_stopping or time.monotonic() - self._saved_at > SAVE_SECONDS
+
+    def _is_there(self, shelf: _Shelf, number: int) -> bool:
+        member = shelf.population.members[number]
+        return not member.is_training or member.step >= shelf.goal(number)
+
+    def _outcome(self, shelf: _Shelf, number: int) -> TrialOutcome:
+        """What came of a member's work; its place is free then."""
+        population, member = shelf.population, shelf.population.members[number]
+        work = shelf.works.pop(number)
+        seconds = (time.perf_counter() - shelf.began.pop(number)) / max(1, len(shelf.works) + 1)
+        outcome = TrialOutcome(work.number, dict(member.metrics), seconds=seconds)
+        outcome.epochs = member.step // population.num_steps_in_epoch
+        if member.reason:
+            outcome.reason, outcome.is_diverged = member.reason, True
+        else:
+            outcome.save = functools.partial(self._save, work, member.task, population.state(number))
+        population.stop(number)
+        return outcome
+
+    def _save_all(self, shelf: _Shelf) -> None:
+        """Writes what every member has reached; where a person asked to stop, that is the end here."""
+        for number, work in list(shelf.works.items()):
+            self._save(work, shelf.population.members[number].task, shelf.population.state(number))
+            if self._is_stopping:
+                del shelf.works[number]
+                self._ready.append(TrialOutcome(work.number, is_interrupted=True))
+
+    def _save(self, work: TrialWork, task: Task, state: dict[str, Any]) -> None:
+        """A member as a run of its own, from which it can go on, stacked or alone."""
+        folder = self._workshop.run_folder(work.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder, task, work.params, self._workshop.epochs, str(self._device))
+        with CheckpointStore(folder / CHECKPOINTS, keep=1) as store:
+            store.claim()
+            store.save(Checkpoint(**state))
+            store.wait()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._notice(text)
+
+
+def _measured(task: Task, device: Device, most: int) -> Gain:
+    """What stacking gains; measured again where it seems to be little, because other programs may have been busy."""
+    found = gain(task, device=[device])
+    if found(most) < LOOK_AGAIN:
+        found = max(found, gain(task, device=[device]), key=lambda one: one(most))
+    return found
+
+
+def stack_size(task: Task, device: Device, limit: int | None, *, must_stack: bool) -> tuple[int, str]:
+    """How many trials of such a task are trained as one program, 1 where that does not pay; and why, in words."""
+    looked_at = groups([task])[0]
+    if looked_at.reason:
+        if must_stack and not looked_at.is_broken:
+            raise SettingsError(
+                "execution='stacked' needs tasks that stack", got=looked_at.reason, remedy="leave it away"
+            )
+        return 1, f"trials run one by one: {looked_at.reason}"
+    most = min(SIZES[-1], limit or SIZES[-1])
+    if most < SIZES[0] and not must_stack:
+        return 1, ""
+    measured = _measured(task, device, most)
+    best = measured(most)
+    if best < LEAST_GAIN and not must_stack:
+        return 1, f"trials run one by one: {most} stacked would do {best:.2f} times as much"
+    size = next((size for size in SIZES if measured(size) >= ENOUGH * best), most)
+    size = max(1, min(size, most))
+    return size, f"{size} trials at a time as one program, measured {measured(size):.1f} times as fast as one by one"

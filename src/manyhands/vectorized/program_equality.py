@@ -1,0 +1,175 @@
+"""Likeness: whether two networks or functions are one program, so that they differ in nothing but their numbers."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+from .dropout_rates import chances
+
+Seen = dict[tuple[int, int], tuple[Any, Any]]
+"""Pairs that are being compared, kept alive so that their ids stay theirs."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "training", "_version"}
+"""What a module keeps that is compared by itself, or says nothing of what it computes."""
+
+
+def network_difference(first: nn.Module, second: nn.Module) -> str:
+    """What makes two networks different programs, in words; empty where only their numbers differ.
+
+    >>> network_difference(nn.LeakyReLU(0.1), nn.LeakyReLU(0.5))
+    'negative_slope is 0.1 in one and 0.5 in another'
+    >>> network_difference(nn.Linear(2, 2), nn.Linear(2, 2)), network_difference(nn.Dropout(0.1), nn.Dropout(0.5))
+    ('', '')
+    """
+    one, two = dict(first.named_modules()), dict(second.named_modules())
+    free = chances(first).keys() & chances(second).keys()
+    if list(one) != list(two):
+        return f"their layers are not the same: {_some(set(one) ^ set(two))}"
+    for path, layer in one.items():
+        found = _layer_difference(path, layer, two[path], free)
+        if found:
+            return found
+    return ""
+
+
+def _layer_difference(path: str, layer: nn.Module, other: nn.Module, free: Set[str]) -> str:
+    named = f"{path}." if path else ""
+    # torch makes a class of its own for every layer with parametrized weights.
+    mine, theirs = type_before_parametrizations(layer), type_before_parametrizations(other)
+    if mine is not theirs or is_parametrized(layer) is not is_parametrized(other):
+        return f"{path or 'the network'} is a {type(layer).__name__} in one and a {type(other).__name__} in another"
+    for own, its in ((layer._parameters, other._parameters), (layer._buffers, other._buffers)):
+        if list(own) != list(its):
+            return f"{path or 'the network'} has {_some(set(own) ^ set(its))} in one only"
+        for name in own:
+            shapes = [_outline(tensors[name]) for tensors in (own, its)]
+            if shapes[0] != shapes[1]:
+                return f"{named}{name} is {shapes[0]} in one and {shapes[1]} in another"
+    first, second = (_attributes(module) for module in (layer, other))
+    alike = [name for name in first if f"{named}{name}" not in free]
+    odd = sorted(set(first) ^ set(second)) or [name for name in alike if difference(first[name], second[name])]
+    if not odd:
+        return ""
+    name = odd[0]
+    if name not in first or name not in second:
+        return f"{named}{name} is set in one only"
+    return f"{named}{name} {difference(first[name], second[name])}"
+
+
+def difference(first: Any, second: Any) -> str:
+    """How two values differ, in words; empty where they are the same.
+
+    >>> def scaled(by): return lambda x: by * x
+    >>> difference(scaled(2), scaled(2)), difference(scaled(2), scaled(3))
+    ('', 'uses by, which is 2 in one and 3 in another')
+    """
+    return _difference(first, second, {})
+
+
+def _difference(first: Any, second: Any, seen: Seen) -> str:
+    if first is second or (id(first), id(second)) in seen:
+        return ""
+    seen[id(first), id(second)] = first, second
+    if type(first) is not type(second):
+        return f"is a {type(first).__name__} in one and a {type(second).__name__} in another"
+    if isinstance(first, _PLAIN):
+        same = first == second or (first != first and second != second)
+        return "" if same else f"is {first!r} in one and {second!r} in another"
+    if isinstance(first, Tensor | np.ndarray):
+        return "" if _equal(first, second) else "holds other numbers in one than in another"
+    if isinstance(first, types.FunctionType):
+        return _function_difference(first, second, seen)
+    if isinstance(first, types.MethodType):
+        return _difference((first.__func__, first.__self__), (second.__func__, second.__self__), seen)
+    if isinstance(first, functools.partial):
+        one, two = ((part.func, part.args, part.keywords) for part in (first, second))
+        return _difference(one, two, seen)
+    if isinstance(first, Mapping):
+        if list(first) != list(second):
+            return f"has {_some(set(map(str, first)) ^ set(map(str, second)))} in one only"
+        return _first(_difference(first[key], second[key], seen) for key in first)
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return f"has {len(first)} entries in one and {len(second)} in another"
+        return _first(_difference(a, b, seen) for a, b in zip(first, second, strict=True))
+    if isinstance(first, set | frozenset):
+        return "" if first == second else "is another set in one than in another"
+    if isinstance(first, nn.Module):
+        # A network that a loss brings along must be the same in its numbers too.
+        mine, its = (dict(module.state_dict()) for module in (first, second))
+        return network_difference(first, second) or _difference(mine, its, seen)
+    return _object_difference(first, second, seen)
+
+
+def _function_difference(first: Any, second: Any, seen: Seen) -> str:
+    if first.__code__ != second.__code__:
+        return f"is {first.__qualname__} in one and {second.__qualname__} in another"
+    cells = [
+        dict(zip(f.__code__.co_freevars, map(_content, f.__closure__ or ()), strict=True)) for f in (first, second)
+    ]
+    for name in cells[0]:
+        found = _difference(cells[0][name], cells[1][name], seen)
+        if found:
+            return f"uses {name}, which {found}"
+    one, two = ((f.__defaults__, f.__kwdefaults__) for f in (first, second))
+    return _difference(one, two, seen)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _object_difference(first: Any, second: Any, seen: Seen) -> str:
+    one, two = (getattr(value, "__dict__", None) for value in (first, second))
+    if one is not None and two is not None:
+        return _difference(one, two, seen)
+    try:
+        same = bool(first == second)
+    except Exception:
+        same = False
+    return "" if same else f"is a {type(first).__name__} of its own in each"
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    # Older layers with a norm on their weights compute an attribute of this name before every call.
+    computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
+    if isinstance(layer, nn.RNNBase):
+        computed |= {"_flat_weights", "_flat_weight_refs"}  # its parameters under other names
+    held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
+    # Hooks lie under numbers that count all hooks of the process.
+    return {n: list(v.values()) if "_hooks" in n and isinstance(v, Mapping) else v for n, v in held.items()}
+
+
+def _outline(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    kind = "" if tensor.dtype is torch.float32 else f" of {tensor.dtype}".replace("torch.", "")
+    frozen = " and frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)}{kind}{frozen}"
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        same = first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
+        return same and bool(torch.equal(first, second))
+    return first.dtype == second.dtype and bool(np.array_equal(first, second))
+
+
+def _first(texts: Any) -> str:
+    return next((text for text in texts if text), "")
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (" …" if len(shown) > 3 else "")

@@ -1,0 +1,213 @@
+"""Members one after another: the way of tasks that cannot be computed as one program, with the loop's own steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..core import StrategySpec, Task, UsageError, random_state, restore_random_state
+from ..data import Cursor, as_source, check_source
+from ..distributed import Device, DirectChannel, NullWorld
+from ..storage import Checkpoint
+from ..training import (
+    Hand,
+    evaluate,
+    follow_schedule,
+    learn_draws,
+    restore_snapshot,
+    take_snapshot,
+    take_step,
+)
+from .member import VectorizedMember
+from .member_training import MemberTraining
+
+NUM_SAMPLES = 8
+"""Samples on which a member learns which random numbers are drawn, as `fit` does."""
+
+
+class Alone:
+    """One member with a network, an optimizer and random numbers of its own."""
+
+    def __init__(self, task: Task, spec: StrategySpec, device: Device, notice: Callable[[str], None]) -> None:
+        def hear(entry: Mapping[str, Any]) -> None:
+            if entry["kind"] == "notice":
+                notice(entry["text"])
+
+        self._task = task
+        self._factor: float | None = None
+        self._hand = Hand(NullWorld(device, DirectChannel(hear)), replace(spec, deterministic=True))
+        self._random = random_state(self._hand.device)
+        with self._own_randomness():
+            self._hand.build(task)
+            self._hand.model.train()
+            self._hand.seed(task.seed)
+            source = as_source(task.data, collate=task.collate)
+            size = check_source(source, task.batch_size)
+            settings: Any = {"seed": task.seed, "workers": task.workers}
+            self._feed = self._hand.make_feed(source, size, shuffle=task.shuffle, **settings)
+            self._valid = None
+            if task.valid is not None:
+                held = as_source(task.valid, collate=task.collate)
+                self._valid = self._hand.make_feed(held, task.batch_size or size, shuffle=False, workers=task.workers)
+            learn_draws(self._hand, task, self._feed.peek(NUM_SAMPLES))
+
+    @property
+    def num_steps_in_epoch(self) -> int | None:
+        """Batches of a pass; None where the data do not say."""
+        return self._feed.num_steps()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters, buffers and optimizer state."""
+        slots = [slot for o in self._hand.optimizers.values() for held in o.state.values() for slot in held.values()]
+        tensors = (*self._hand.model.parameters(), *self._hand.model.buffers(), *slots)
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+    def take(self, count: int, total: int) -> list[float]:
+        """Takes so many steps; returns their losses."""
+        losses: list[float] = []
+        with self._own_randomness():
+            while len(losses) < count:
+                with contextlib.closing(self._hand.one_epoch(self._feed)) as batches:  # type: ignore[type-var]
+                    for batch in batches:
+                        self._factor = follow_schedule(self._hand, self._task, total, self._factor)
+                        take_step(self._hand, self._task, batch)
+                        losses.append(self._hand.loss if self._hand.losses else 0.0)
+                        if len(losses) == count:
+                            break
+            self._end_pass()
+        return losses
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where it is in its data."""
+        return self._hand.cursors[0] if self._hand.cursors else Cursor()
+
+    def measure(self) -> dict[str, float]:
+        """The loss and the metrics on the task's `valid`."""
+        assert self._valid is not None
+        with self._own_randomness():
+            return evaluate(self._hand, self._task, self._valid)
+
+    def state(self, loop: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a checkpoint, as copies on the CPU."""
+        with self._own_randomness():
+            taken = take_snapshot(self._hand, loop)
+        fields = {name: value for name, value in vars(taken).items() if name != "policy"}
+        copied: dict[str, Any] = _copied(fields)
+        return copied
+
+    def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Goes on from what `state` gave; returns what the loop knew."""
+        with self._own_randomness():
+            self._factor = None
+            return restore_snapshot(self._hand, Checkpoint(**state))
+
+    @property
+    def step(self) -> int:
+        """The steps that it has taken."""
+        return self._hand.num_steps
+
+    def close(self) -> None:
+        """Ends what reads its data."""
+        for feed in filter(None, (self._feed, self._valid)):
+            feed.close()
+        self._hand.close()
+
+    def _end_pass(self) -> None:
+        """A pass whose last batch was taken is over, as the next one would find."""
+        size = self._feed.source.size
+        if size is not None and self.cursor.position >= size:
+            self._hand.cursors[0] = Cursor(self.cursor.epoch + 1)
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        device = self._hand.device
+        before = random_state(device)
+        restore_random_state(self._random, device)
+        try:
+            yield
+        finally:
+            self._random = random_state(device)
+            restore_random_state(before, device)
+
+
+class OneByOne(MemberTraining):
+    """Members that are trained one after another."""
+
+    def __init__(
+        self,
+        members: Sequence[VectorizedMember],
+        spec: StrategySpec,
+        device: Device,
+        notice: Callable[[str], None],
+        states: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._members, self._spec, self._device = members, spec, device
+        self._said: set[str] = set()
+        self._notice = notice
+        self._alone = [self._made(member.task) for member in members]
+        for alone, state in zip(self._alone, states or (), strict=bool(states)):
+            alone.load(state)
+
+    def _made(self, task: Task) -> Alone:
+        return Alone(task, self._spec, self._device, self._say)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._notice(text)
+
+    @property
+    def num_steps_in_epoch(self) -> int:
+        found = self._alone[0].num_steps_in_epoch
+        if found is None:
+            raise UsageError(
+                "members are measured after every pass over the data",
+                got="a stream, which does not tell its length",
+                remedy="pass a dataset with a length",
+            )
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(alone.num_bytes for alone in self._alone)
+
+    def take(self, active: Sequence[int], most: int, total: int, taken: dict[int, list[float]]) -> None:
+        for number in active:
+            taken[number] = self._alone[number].take(most, total)
+            self._members[number].cursor = self._alone[number].cursor
+
+    def measured(self, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
+        return {
+            number: {f"valid_{name}": value for name, value in self._alone[number].measure().items()}
+            for number in numbers
+            if self._members[number].task.valid is not None
+        }
+
+    def state(self, number: int) -> dict[str, Any]:
+        return self._alone[number].state(self._members[number].loop_state())
+
+    def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
+        member.take_up(self._alone[number].load(state))
+        member.step, member.cursor = self._alone[number].step, self._alone[number].cursor
+
+    def replace(self, number: int, task: Task) -> None:
+        made = self._made(task)
+        self._alone[number].close()
+        self._alone[number] = made
+
+    def close(self) -> None:
+        for alone in self._alone:
+            alone.close()
+
+
+def _copied(value: Any) -> Any:
+    """Nested dicts with copies of their tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,268 @@
+"""Rounds: steps of a whole stack, taken plainly or from a recording, in parts where memory is short."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import OutOfMemory, StrategySpec
+from ..data import Resident
+from ..graph import CannotRecord, Phase, Recording, has_convolutions, rehearsing
+from .compiling import CannotCompile, Compiled
+from .convolutions import ALL, GROUPED, THIN
+from .program import Program
+from .shared_feed import Block, most_rounds
+from .stack import Stack
+
+NUM_PLAIN = 2
+"""Plain rounds before the rehearsal: libraries set themselves up in the first."""
+WORTH_SECONDS = 240.0
+"""The time that training must have before it for a trial of compiled steps, which take a minute or so to make."""
+BETTER = 0.97
+"""How much of a recorded round's time a compiled one may take at most, to be kept."""
+Way = tuple[int, int | None]
+"""Which convolutions are unfolded, and how many members are computed at a time."""
+
+
+@dataclass
+class _Made:
+    """A recorded round, and the tensors that it reads and writes."""
+
+    ids: Tensor
+    factors: Tensor
+    losses: Tensor
+    round: Tensor
+    recording: Recording
+
+
+class Rounds:
+    """Takes rounds of a stack, in the fastest way that this device has."""
+
+    def __init__(self, program: Program, data: Resident, spec: StrategySpec, notice: Callable[[str], None]) -> None:
+        capture, deterministic = spec.capture, spec.deterministic
+        self._program, self._data, self._notice = program, data, notice
+        self._records = program.device.type == "cuda" and capture != "off"
+        self._made: dict[Hashable, _Made] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._pool = self._new_pool()
+        self._is_recording = self._is_plain = False
+        self._compiles = capture == "compile"
+        self._may_compile = self._records and capture == "auto" and not deterministic
+        self._plain_seconds = 0.0
+        self._has_convolutions, self._is_settled = has_convolutions(program.model), deterministic
+        self._compiled = Compiled(program)
+        self._largest = 0
+        self.losses = torch.empty(0, 0, dtype=torch.float64)
+        """Of the rounds that were taken last, by round and member."""
+        self.chunk: int | None = None
+        """Members that are computed at a time; None for all of them."""
+
+    def forget(self) -> None:
+        """Lets recordings go, because tensors lie elsewhere now, and the memory that they hold."""
+        self._made.clear()
+        self._seen.clear()
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self._program.device.type == "cuda" else None
+
+    def close(self) -> None:
+        """Lets everything go."""
+        self.forget()
+        self._compiled.close()
+
+    def forget_all(self) -> None:
+        """Lets compiled steps go too, because what is built into them has changed."""
+        self.forget()
+        self._compiled.forget()
+
+    def take(self, stack: Stack, block: Block, factors: Tensor, left: int = 0) -> Tensor:
+        """Takes all rounds of a block; returns their losses by round and member. `left` rounds follow in all.
+
+        Where a round fails, `losses` holds those of the rounds before it.
+        """
+        self.losses = torch.empty(0, len(stack), dtype=torch.float64)
+        if self._has_convolutions and not self._is_settled:
+            self._choose(stack, block, factors)
+        key = (block.ids.shape[1:], block.shared)
+        losses = torch.empty(block.ids.shape[:2], dtype=torch.float64, device=block.ids.device)
+        start = 0
+        while start < block.num_rounds and not self._is_recorded(key):
+            losses[start] = self._round(stack, block, start, factors, key)
+            start += 1
+            self.losses = losses[:start]
+        if start < block.num_rounds:
+            made = self._made.get(key) or self._record(stack, block, key)
+            if made is not None:
+                rest = block.num_rounds - start
+                made.ids[:rest].copy_(block.ids[start:])
+                made.factors[:rest].copy_(factors[start:])
+                made.round.zero_()
+                self._replay(made, rest, left)
+                losses[start:] = made.losses[:rest]
+                self.losses, start = losses, block.num_rounds
+        for number in range(start, block.num_rounds):
+            losses[number] = self._round(stack, block, number, factors, key)
+            self.losses = losses[: number + 1]
+        return losses
+
+    def take_plainly(self, stack: Stack, block: Block, factors: Tensor) -> Tensor:
+        """The same, always as it is written: for members that go together just once."""
+        self._is_plain = True
+        try:
+            rounds = range(block.num_rounds)
+            return torch.stack([self._whole(stack, block.ids[n], factors[n], block.shared) for n in rounds]).double()
+        finally:
+            self._is_plain = False
+
+    # -- one round ------------------------------------------------------------------------------------------------
+
+    def _is_recorded(self, key: Hashable) -> bool:
+        """Whether the next round may come from a recording."""
+        return self._records and self._seen.get(key, 0) > NUM_PLAIN
+
+    def _round(self, stack: Stack, block: Block, number: int, factors: Tensor, key: Hashable) -> Tensor:
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        ids, factor = block.ids[number], factors[number]
+        if not self._records or seen != NUM_PLAIN + 1:
+            return self._whole(stack, ids, factor, block.shared)
+        try:
+            with rehearsing():
+                return self._whole(stack, ids, factor, block.shared)
+        except CannotRecord as error:
+            # What waits is a person's line, before the update: the stack is as it was.
+            self._give_up(error)
+            return self._whole(stack, ids, factor, block.shared)
+
+    def _whole(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
+        """A step of all members, some at a time where they do not fit into memory together."""
+        losses, start = [], 0
+        while start < len(stack):
+            stop = min(len(stack), start + (self.chunk or len(stack)))
+            part = stack if stop - start == len(stack) else stack.part(start, stop)
+            try:
+                with self._program.trying_kernels():
+                    losses.append(self._step(part, ids[start:stop], factor[start:stop], shared))
+            except torch.OutOfMemoryError as error:
+                if self._is_recording:
+                    raise
+                self._halve(stop - start, error)
+                continue
+            start = stop
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _step(self, stack: Stack, ids: Tensor, factor: Tensor, shared: bool) -> Tensor:
+        batch, factors = self._data.fetch(ids[0] if shared else ids), self._program.factors(stack, factor)
+        # The last batch of a pass, where it is smaller, comes too rarely to be worth a minute of the compiler.
+        self._largest = max(self._largest, ids.shape[1])
+        if self._compiles and not self._is_plain and ids.shape[1] == self._largest:
+            try:
+                return self._compiled.step(stack, batch, ids, factors, shared=shared)
+            except CannotCompile as error:
+                self._compiles = False
+                self._notice(f"steps are not compiled: {error}")
+        return self._program.step(stack, batch, ids, factors, shared=shared)
+
+    def _halve(self, size: int, error: torch.OutOfMemoryError) -> None:
+        if size == 1:
+            raise OutOfMemory(f"not even one member fits into memory: {error}") from error
+        self.chunk = (size + 1) // 2
+        self.forget()
+        error.__traceback__ = None  # what the step held goes with its frames
+        gc.collect()
+        if self._program.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._notice(f"{size} members do not fit into memory together: {self.chunk} are computed at a time")
+
+    # -- ways -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
+        """Tries how convolutions are computed fastest: grouped, some or all unfolded, or on a CPU one by one."""
+        self._is_settled = True
+        one_by_one = [(GROUPED, 1)] if self._program.device.type == "cpu" else []
+        ways: list[Way] = [(GROUPED, None), (THIN, None), (ALL, None), *one_by_one]
+        seconds: dict[Way, float] = {}
+        for way in ways:
+            try:
+                taken = self._timed(way, stack, block, factors)
+            except RuntimeError:
+                if way[0] == GROUPED:
+                    raise
+                continue  # some operation cannot take what an unfolded convolution gives
+            # Where members did not fit together, fewer of them were computed at a time.
+            seconds[self._program.unfolds, self.chunk] = taken
+        self._set(min(seconds, key=lambda way: seconds[way]))
+
+    def _set(self, way: Way) -> None:
+        self._program.unfolds, self.chunk = way
+
+    def _timed(self, way: Way, stack: Stack, block: Block, factors: Tensor) -> float:
+        """The best of some plain steps on a copy."""
+        self._set(way)
+        copy = Stack({key: tensor.clone() for key, tensor in stack.tensors.items()})
+        first = Block(block.ids[:1], block.shared)
+        times = []
+        for _ in range(NUM_PLAIN + 1):
+            began = time.perf_counter()
+            self.take_plainly(copy, first, factors[:1])
+            if self._program.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def _replay(self, made: _Made, count: int, left: int) -> None:
+        """Takes rounds from a recording; where many are left, finds out whether compiled ones are faster."""
+        if not self._may_compile:
+            for _ in range(count):
+                made.recording.replay()
+            return
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            made.recording.replay()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) / count
+        if not self._compiles and seconds * left > WORTH_SECONDS:
+            self._compiles, self._plain_seconds = True, seconds
+            self.forget()
+        elif self._compiles:
+            self._may_compile = False
+            if seconds > BETTER * self._plain_seconds:
+                self._compiles = False
+                self.forget()
+
+    # -- recordings -----------------------------------------------------------------------------------------------
+
+    def _record(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
+        ids = torch.zeros_like(block.ids[:1]).repeat(most_rounds(block.ids[0].numel()), 1, 1)
+        factors = torch.ones(ids.shape[:2], dtype=torch.float64, device=ids.device)
+        losses = torch.zeros_like(factors)
+        number = torch.zeros(1, dtype=torch.int64, device=ids.device)
+
+        def run() -> None:
+            mine = ids.index_select(0, number)[0]
+            loss = self._whole(stack, mine, factors.index_select(0, number)[0], block.shared)
+            losses.index_copy_(0, number, loss.double().unsqueeze(0))
+            number.add_(1)
+
+        self._is_recording = True
+        try:
+            recording = Recording([Phase(run)], self._pool)
+        except CannotRecord as error:
+            self._give_up(error)
+            return None
+        finally:
+            self._is_recording = False
+        self._made[key] = _Made(ids, factors, losses, number, recording)
+        return self._made[key]
+
+    def _give_up(self, error: CannotRecord) -> None:
+        self._records = False
+        self.forget()
+        self._notice(f"steps are not recorded: {error}")

@@ -1,0 +1,263 @@
+"""Together: members as one program over their stacked tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core import LayoutFree, OutOfMemory, StrategySpec, Task, TaskError, UsageError
+from ..distributed import Device
+from .build import Built, build, row_of
+from .dropout_rates import chances
+from .evaluation import Evaluation
+from .grouping import check_stackable, difference_between
+from .member import VectorizedMember
+from .member_training import CannotStack, MemberTraining
+from .program import Program
+from .sample_randomness import learn_draws
+from .shared_feed import Block, SharedFeed
+from .stack import Row, Stack
+from .stacked_steps import Rounds
+from .states import fill, state_of
+from .trial import said_of, try_stacked
+
+Result = TypeVar("Result")
+IDLE_SHARE = 4
+"""On a GPU, where another size means another recording, the stack shrinks when one row in so many is idle."""
+
+
+class StackedTraining(MemberTraining):
+    """Members whose tensors lie stacked, a row each."""
+
+    def __init__(
+        self, members: list[VectorizedMember], spec: StrategySpec, place: Device, notice: Callable[[str], None]
+    ) -> None:
+        self.members, self.spec, self.device = members, spec, place.torch
+        self._dtype = torch.float64 if spec.precision == "fp64" else None
+        tasks = [member.task for member in members]
+        self._built = [self._build(task) for task in tasks]
+        first = self._built[0]
+        _stacking(lambda: try_stacked(first))
+        for index, built in enumerate(self._built[1:], 1):
+            self._require_alike(built, index)
+        rows = [row_of(built) for built in self._built]
+        self._odds = [chances(built.model) for built in self._built]
+        self._built = [dataclasses.replace(built, model=first.model) for built in self._built]
+        """Their networks differ in numbers alone, which lie in the stack, so one of them is kept."""
+        self._draws = LayoutFree(self.device)
+        self._course = SharedFeed(tasks[0], self.device, self._dtype)
+        self._program = Program(first, spec, self.device, self._draws)
+        learn_draws(self._draws, self._program, self._course.data, self._course.batch_size)
+        self._stack = Stack.of(rows, self.device)
+        self._rows: list[int | None] = list(range(len(tasks)))
+        """Which member lies in each row; None where nobody does."""
+        self._parked: dict[int, Row] = {}
+        """Members that take no steps."""
+        self._rounds = Rounds(self._program, self._course.data, spec, notice)
+        self._evaluation = (
+            Evaluation(tasks[0], self._program, place, self._dtype) if tasks[0].valid is not None else None
+        )
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._look_at_numbers()
+
+    @property
+    def num_steps_in_epoch(self) -> int:
+        return self._course.num_steps
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stack.bytes_each * len(self._rows)
+
+    def take(self, active: Sequence[int], most: int, total: int, taken: dict[int, list[float]]) -> None:
+        _stacking(lambda: self._on_stream(lambda: self._take_rounds(active, most, total, taken)))
+
+    def measured(self, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
+        return _stacking(lambda: self._on_stream(lambda: self._measured(numbers)))
+
+    def replace(self, number: int, task: Task) -> None:
+        built = self._build(task)
+        self._require_alike(built, number)
+        self._release(number)
+        self._parked[number] = self._moved(row_of(built))
+        self._odds[number] = chances(built.model)
+        self._built[number] = dataclasses.replace(built, model=self._program.model)
+        self._look_at_numbers(task)
+
+    def state(self, number: int) -> dict[str, Any]:
+        # A member draws layout-free numbers, whatever the strategy says.
+        spec = dataclasses.replace(self.spec, deterministic=True)
+        return state_of(self.members[number], self._row(number), self._built[number], spec, self._program.used)
+
+    def load(self, number: int, member: VectorizedMember, state: Mapping[str, Any]) -> None:
+        row = self._row(number)
+        fill(member, row, self._built[number], state)
+        self._release(number)
+        self._parked[number] = row
+
+    def close(self) -> None:
+        self._rounds.close()
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _row(self, number: int) -> Row:
+        """A copy of what a member holds."""
+        if number in self._parked:
+            return {key: tensor.clone() for key, tensor in self._parked[number].items()}
+        return self._stack.row(self._rows.index(number))
+
+    def _moved(self, row: Row) -> Row:
+        return {key: tensor.to(self.device) for key, tensor in row.items()}
+
+    def _release(self, number: int) -> None:
+        """Gives a member's row up, and what it holds."""
+        self._parked.pop(number, None)
+        if number in self._rows:
+            self._rows[self._rows.index(number)] = None
+
+    # -- rounds ---------------------------------------------------------------------------------------------------
+
+    def _take_rounds(self, active: Sequence[int], most: int, total: int, taken: dict[int, list[float]]) -> None:
+        self._lay_out(active)
+        sizes = {number: self._course.next_size(self.members[number].cursor) for number in active}
+        if len(set(sizes.values())) == 1:
+            laid = [self.members[number] for number in self._rows if number is not None]
+            block = self._course.block(laid, most)
+            left = max(total - self.members[number].step for number in active)
+            factors = self._factors(self._rows, block.num_rounds, total)
+            try:
+                self._rounds.take(self._stack, self._spread(block), factors, left)
+            finally:
+                # Rounds before one that failed count, and so do their samples.
+                losses = self._rounds.losses
+                self._course.advance(laid, len(losses))
+                by_row = losses.T.tolist() if len(losses) else [[] for _ in self._rows]
+                taken |= {number: by_row[row] for row, number in enumerate(self._rows) if number is not None}
+            self._course.prepare(laid)
+        else:
+            # Some are at the end of a pass, with a smaller batch: members with batches of one size go together.
+            for size in set(sizes.values()):
+                some = [number for number in active if sizes[number] == size]
+                rows, members = [self._rows.index(number) for number in some], [self.members[number] for number in some]
+                block = self._course.block(members, 1)
+                part = self._stack.pick(rows)
+                losses = self._rounds.take_plainly(part, block, self._factors(some, 1, total))
+                self._stack.put_back(rows, part)
+                self._course.advance(members, 1)
+                taken |= dict(zip(some, losses.T.tolist(), strict=True))
+
+    def _lay_out(self, active: Sequence[int]) -> None:
+        """Gives rows to those that take steps, and to nobody else as far as that is worth it."""
+        wanted, laid = set(active), set(self._rows)
+        for row, number in enumerate(self._rows):
+            if number is not None and number not in wanted:
+                self._parked[number] = self._stack.row(row)
+                self._rows[row] = None
+        coming = [number for number in active if number not in laid]
+        for row in [row for row, number in enumerate(self._rows) if number is None]:
+            if coming:
+                self._rows[row] = coming.pop(0)
+                self._stack.put(row, self._parked.pop(self._rows[row]))  # type: ignore[arg-type]
+        if coming:
+            self._stack = self._stack.joined(self._parked.pop(number) for number in coming)
+            self._rows += coming
+            self._rounds.forget()
+        kept = [row for row, number in enumerate(self._rows) if number is not None]
+        idle = len(self._rows) - len(kept)
+        if idle and (self.device.type == "cpu" or idle * IDLE_SHARE >= len(self._rows)):
+            self._stack = self._stack.pick(kept)
+            self._rows = [self._rows[row] for row in kept]
+            self._rounds.forget()
+
+    def _spread(self, block: Block) -> Block:
+        """A block with samples for idle rows too; what they learn, nobody asks."""
+        if None not in self._rows:
+            return block
+        laid = [row for row, number in enumerate(self._rows) if number is not None]
+        ids = block.ids.new_zeros(block.num_rounds, len(self._rows), block.ids.shape[2])
+        ids[:] = block.ids[:, :1]
+        ids[:, laid] = block.ids
+        return Block(ids, block.shared)
+
+    def _factors(self, numbers: Sequence[int | None], num_rounds: int, total: int) -> Tensor:
+        """What schedules make of learning rates, by round and row."""
+        factors = torch.ones(num_rounds, len(numbers), dtype=torch.float64)
+        known: dict[tuple[int, int], float] = {}
+        for row, number in enumerate(numbers):
+            schedule = None if number is None else self.members[number].task.schedule
+            if number is None or schedule is None:
+                continue
+            for ahead in range(num_rounds):
+                step = self.members[number].step + ahead
+                key = (id(schedule), step)
+                if key not in known:
+                    known[key] = float(schedule(step, total))
+                factors[ahead, row] = known[key]
+        return factors.to(self.device)
+
+    def _measured(self, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
+        if not numbers or self._evaluation is None:
+            return {}
+        if list(numbers) == self._rows:
+            stack = self._stack
+        else:
+            stack = Stack.of([self._row(number) for number in numbers], self.device)
+        found = self._evaluation.measure(stack)
+        return {
+            number: {f"valid_{name}": value for name, value in values.items()}
+            for number, values in zip(numbers, found, strict=True)
+        }
+
+    # -- what they share ------------------------------------------------------------------------------------------
+
+    def _build(self, task: Task) -> Built:
+        def made() -> Built:
+            check_stackable(task)
+            return build(task, self._dtype)
+
+        return _stacking(made)
+
+    def _require_alike(self, built: Built, number: int) -> None:
+        found = difference_between(self._built[0], built)
+        if found:
+            raise TaskError(
+                "members of a population have the same structure",
+                got=f"member {number}, where {found}",
+                remedy="manyhands.vectorized.groups(tasks) says which of them go together",
+            )
+
+    def _look_at_numbers(self, *new: Task) -> None:
+        """Leaves out what no member asks for."""
+        decays = any(built.decays for built in self._built)
+        clips = any(task.clip is not None for task in (*(member.task for member in self.members), *new))
+        apart = any(odds != self._odds[0] for odds in self._odds)
+        program = self._program
+        if (decays, clips, apart) != (program.decays, program.clips, program.own_chances):
+            program.decays, program.clips, program.own_chances = decays, clips, apart
+            self._rounds.forget_all()
+
+    def _on_stream(self, work: Callable[[], Result]) -> Result:
+        """On a GPU, on a stream of our own: the default one cannot be recorded."""
+        if self._stream is None:
+            return work()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            result = work()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return result
+
+
+def _stacking(work: Callable[[], Result]) -> Result:
+    """Does what only tasks that stack can do; why it fails is told as `CannotStack`, where the rest may still train."""
+    try:
+        return work()
+    except (CannotStack, OutOfMemory, torch.OutOfMemoryError):
+        raise
+    except UsageError as error:
+        why = error.rule if error.got is None else f"{error.rule}, and this has {error.got}"
+        raise CannotStack(why) from error
+    except Exception as error:
+        raise CannotStack(said_of(error)) from error
