@@ -1,4 +1,4 @@
-"""Source: a folder that the dashboard reads, and what it has understood of it so far."""
+"""A folder that the dashboard reads, and what it has understood of it so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tail: a file of JSON lines that grows, read from where it was left the last time."""
+"""A file of JSON lines that grows, read from where it was left the last time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library: every folder that there is to show, found and read in the background, the newest first."""
+"""Every folder that there is to show, found and read in the background, the newest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders: the orders of many epochs side by side, computed on a device; each row is what `Order` gives."""
+"""The orders of many epochs side by side, computed on a device; each row is what `Order` gives."""
 
 from __future__ import annotations
 

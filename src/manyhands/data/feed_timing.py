@@ -1,4 +1,4 @@
-"""Pace: where a feed's time goes, what limits it, and how many workers pay for themselves."""
+"""Where a feed's time goes, what limits it, and how many workers pay for themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms: what a member's numbers mean, so that they can be combined: logits, probabilities, or plain numbers."""
+"""What a member's numbers mean, so that they can be combined: logits, probabilities, or plain numbers."""
 
 from __future__ import annotations
 

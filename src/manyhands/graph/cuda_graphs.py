@@ -1,4 +1,4 @@
-"""Recording: a step as CUDA graphs that are replayed, with what cannot be recorded run in between."""
+"""A step as CUDA graphs that are replayed, with what cannot be recorded run in between."""
 
 from __future__ import annotations
 

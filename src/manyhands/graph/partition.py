@@ -1,4 +1,4 @@
-"""Cutting: a traced network in pieces, each for one rank, and what must cross between them.
+"""A traced network in pieces, each for one rank, and what must cross between them.
 
 Operations that need only the inputs, or only parameters, are done again wherever they are needed: nothing crosses for a
 mask or a transposed weight. What changes a tensor in place stays together with all that sees it, as one *unit*.

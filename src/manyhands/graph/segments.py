@@ -1,4 +1,4 @@
-"""Running: a piece of a traced network as a function of named tensors, in segments that backward may compute again."""
+"""A piece of a traced network as a function of named tensors, in segments that backward may compute again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following: what every operation of a traced network makes for inputs of given sizes, and how it is executed."""
+"""What every operation of a traced network makes for inputs of given sizes, and how it is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blame: the line of a person's own code that an error came from."""
+"""The line of a person's own code that an error came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch: what in Python a step depends on. A recording would go on with what it saw at its first time."""
+"""What in Python a step depends on. A recording would go on with what it saw at its first time."""
 
 from __future__ import annotations
 

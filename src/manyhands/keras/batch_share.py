@@ -1,4 +1,4 @@
-"""Share: which rows of a global batch are this replica's."""
+"""Which rows of a global batch are this replica's."""
 
 from __future__ import annotations
 

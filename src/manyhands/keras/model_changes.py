@@ -1,4 +1,4 @@
-"""Following: what callbacks change in the first replica's model is seen by comparing, and given to the others.
+"""What callbacks change in the first replica's model is seen by comparing, and given to the others.
 
 Variables are compared by torch's count of their changes. Attributes are those of the model, its layers, optimizer and
 losses, and of objects that hang on them: numbers, texts, flags, schedules, functions, arrays, whatever can be sent.

@@ -1,4 +1,4 @@
-"""Kinds: a cluster file with hosts of several kinds. All of them together are at the pace of the slowest, so that each
+"""A cluster file with hosts of several kinds. All of them together are at the pace of the slowest, so that each
 kind by itself is planned beside them."""
 
 from __future__ import annotations

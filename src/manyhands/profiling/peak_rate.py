@@ -1,4 +1,4 @@
-"""The ceiling: how many operations per second a device reaches at the most, measured with large products."""
+"""How many operations per second a device reaches at the most, measured with large products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probation: when a new version is sent back, and how a slow one is told from a busy machine."""
+"""When a new version is sent back, and how a slow one is told from a busy machine."""
 
 from __future__ import annotations
 

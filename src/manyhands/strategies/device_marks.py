@@ -1,4 +1,4 @@
-"""Marks: which device the modules of a network are for, said by a block around the lines that build them."""
+"""Which device the modules of a network are for, said by a block around the lines that build them."""
 
 from __future__ import annotations
 

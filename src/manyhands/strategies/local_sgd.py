@@ -1,4 +1,4 @@
-"""Local: a replica per device that trains by itself and agrees with the others now and then."""
+"""A replica per device that trains by itself and agrees with the others now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own parts: an update that works element by element needs this rank's part of each tensor, and nobody else's.
+"""An update that works element by element needs this rank's part of each tensor, and nobody else's.
 
 Torch would ask for every operation of it how it is done over all ranks, which takes longer than small updates do.
 """

@@ -1,4 +1,4 @@
-"""Drawing: a network's cut as text and as a picture: what goes where, and what crosses."""
+"""A network's cut as text and as a picture: what goes where, and what crosses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outline: a network's cut before anything runs: as it would be, or as the error that it would end in."""
+"""A network's cut before anything runs: as it would be, or as the error that it would end in."""
 
 from __future__ import annotations
 

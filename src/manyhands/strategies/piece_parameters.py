@@ -1,4 +1,4 @@
-"""Holding: how a rank holds the parameters of its pieces of a network. By itself it has all of each of them."""
+"""How a rank holds the parameters of its pieces of a network. By itself it has all of each of them."""
 
 from __future__ import annotations
 

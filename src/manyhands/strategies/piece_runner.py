@@ -1,4 +1,4 @@
-"""Relay: one rank's share in running a network that is cut. Its pieces, and what it hands on and takes over.
+"""One rank's share in running a network that is cut. Its pieces, and what it hands on and takes over.
 
 All ranks follow one order of pieces. A result is sent as soon as its piece is done, and whoever needs it has begun to
 receive it by then or begins without waiting, so no rank ever waits for one that waits for it. Backward follows the

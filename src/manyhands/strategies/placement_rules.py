@@ -1,4 +1,4 @@
-"""Homes: which rank of a group computes what, from a person's map or from what the parts of a network cost."""
+"""Which rank of a group computes what, from a person's map or from what the parts of a network cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held in parts: the pieces of a network that several ranks hold together, along shards, tensor ranks or both.
+"""The pieces of a network that several ranks hold together, along shards, tensor ranks or both.
 
 Layers are cut along the tensor axis as `TensorParallel` cuts them; what is left of each parameter is cut along its rows
 over the shards. For a step the shards gather what they compute with, once for all microbatches, and at its end each

@@ -1,4 +1,4 @@
-"""Skipping: an update that a flag on the device can turn into none, without asking the host."""
+"""An update that a flag on the device can turn into none, without asking the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table: which parameters go where, bytes on each device and on the wire, known before anything runs."""
+"""Which parameters go where, bytes on each device and on the wire, known before anything runs."""
 
 from __future__ import annotations
 

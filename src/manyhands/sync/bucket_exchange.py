@@ -1,4 +1,4 @@
-"""Course: how a flat gradient goes over the replicas under a policy: warm-up, feedback, rounds, looks at the error."""
+"""How a flat gradient goes over the replicas under a policy: warm-up, feedback, rounds, looks at the error."""
 
 from __future__ import annotations
 

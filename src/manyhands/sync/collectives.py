@@ -1,4 +1,4 @@
-"""Wire: the collectives that a policy may use, with a count of the bytes that they send."""
+"""The collectives that a policy may use, with a count of the bytes that they send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carrying: policies that a person wrote, brought along to the processes where a spec names them."""
+"""Policies that a person wrote, brought along to the processes where a spec names them."""
 
 from __future__ import annotations
 

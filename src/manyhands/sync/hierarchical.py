@@ -1,4 +1,4 @@
-"""Hosts: exact sums within each host, a policy between them, so that little crosses the slow network."""
+"""Exact sums within each host, a policy between them, so that little crosses the slow network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement: replicas that went their own ways become one network again, as a local policy says."""
+"""Replicas that went their own ways become one network again, as a local policy says."""
 
 from __future__ import annotations
 

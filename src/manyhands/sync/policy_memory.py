@@ -1,4 +1,4 @@
-"""Memory: what a policy remembers of a bucket from one step to the next."""
+"""What a policy remembers of a bucket from one step to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tally: the loss of one step over all replicas and micro-batches, and the vote that travels with it."""
+"""The loss of one step over all replicas and micro-batches, and the vote that travels with it."""
 
 from __future__ import annotations
 

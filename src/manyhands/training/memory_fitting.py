@@ -1,4 +1,4 @@
-"""Fitting: the least costly way of taking a step within so much memory of each device, found before anything runs.
+"""The least costly way of taking a step within so much memory of each device, found before anything runs.
 
 Forward and backward are followed with torch's fake tensors, which know their sizes only; so what a network too large
 for this machine would hold can be told here.

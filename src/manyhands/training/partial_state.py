@@ -1,4 +1,4 @@
-"""Parts: what a rank holds of a network that no rank holds all of, kept in memory, and how a run goes on from parts."""
+"""What a rank holds of a network that no rank holds all of, kept in memory, and how a run goes on from parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts: a task's network cut in pieces, looked at before any process is started."""
+"""A task's network cut in pieces, looked at before any process is started."""
 
 from __future__ import annotations
 

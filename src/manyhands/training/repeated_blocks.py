@@ -1,4 +1,4 @@
-"""Shortened: a network with fewer of the blocks that it repeats, so that what they cost is looked at once."""
+"""A network with fewer of the blocks that it repeats, so that what they cost is looked at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws: which random numbers belong to single samples, found out on a few of them before work starts."""
+"""Which random numbers belong to single samples, found out on a few of them before work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder: a step as CUDA graphs. Rehearsed for what waits, watched for what changes in Python, audited now and then.
+"""A step as CUDA graphs. Rehearsed for what waits, watched for what changes in Python, audited now and then.
 
 Whatever cannot be recorded makes the recorder give up; a notice says which line it was, and steps go on plainly.
 """

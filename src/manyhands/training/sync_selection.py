@@ -1,4 +1,4 @@
-"""Choosing: under sync="auto" the first steps are measured, a policy is chosen, and given up again if it is slower."""
+"""Under sync="auto" the first steps are measured, a policy is chosen, and given up again if it is slower."""
 
 from __future__ import annotations
 

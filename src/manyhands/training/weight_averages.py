@@ -1,4 +1,4 @@
-"""Averages: an exponential moving average of the weights beside the network, which validation and the run's end use."""
+"""An exponential moving average of the weights beside the network, which validation and the run's end use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work: a trial's next stretch, and the one function that does it, in this process or in another."""
+"""A trial's next stretch, and the one function that does it, in this process or in another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chances: probabilities of dropout, which may differ between members although they stand in the network itself."""
+"""Probabilities of dropout, which may differ between members although they stand in the network itself."""
 
 from __future__ import annotations
 

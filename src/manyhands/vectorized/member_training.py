@@ -1,4 +1,4 @@
-"""Way: how the steps of a population's members are computed, together or one after another."""
+"""How the steps of a population's members are computed, together or one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likeness: whether two networks or functions are one program, so that they differ in nothing but their numbers."""
+"""Whether two networks or functions are one program, so that they differ in nothing but their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Course: which samples every member learns from in the rounds to come, each in the order that its task alone has."""
+"""Which samples every member learns from in the rounds to come, each in the order that its task alone has."""
 
 from __future__ import annotations
 

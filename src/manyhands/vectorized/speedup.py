@@ -1,4 +1,4 @@
-"""Gain: how much faster many networks of one kind are trained as one program than one after another, measured.
+"""How much faster many networks of one kind are trained as one program than one after another, measured.
 
 A round of k networks takes a + b·k: what it costs to launch operations at all, and what one network adds.
 """

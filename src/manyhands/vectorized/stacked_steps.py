@@ -1,4 +1,4 @@
-"""Rounds: steps of a whole stack, taken plainly or from a recording, in parts where memory is short."""
+"""Steps of a whole stack, taken plainly or from a recording, in parts where memory is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Together: members as one program over their stacked tensors."""
+"""Members as one program over their stacked tensors."""
 
 from __future__ import annotations
 

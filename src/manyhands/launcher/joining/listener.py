@@ -1,4 +1,4 @@
-"""The desk: where hosts come to join, before a job begins and while it runs; and the conductor of many hosts."""
+"""Where hosts come to join, before a job begins and while it runs; and the conductor of many hosts."""
 
 from __future__ import annotations
 

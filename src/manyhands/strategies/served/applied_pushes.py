@@ -1,4 +1,4 @@
-"""The ledger: which pushes a server has applied, so that none is applied twice."""
+"""Which pushes a server has applied, so that none is applied twice."""
 
 from __future__ import annotations
 

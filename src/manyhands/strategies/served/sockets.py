@@ -1,4 +1,4 @@
-"""Post: sockets of ZeroMQ that speak only with whoever knows the token, and carry tensors as raw frames."""
+"""Sockets of ZeroMQ that speak only with whoever knows the token, and carry tensors as raw frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outlets: a queue and a thread for every sink, so that none of them can hold training up."""
+"""A queue and a thread for every sink, so that none of them can hold training up."""
 
 from __future__ import annotations
 
