@@ -37,13 +37,13 @@ __all__ = [
 _HOME = {
     "Server": "server",
     "ServeSettings": "server",
-    "ListenSettings": "background",
+    "ListenSettings": "listener_thread",
     "Router": "routing",
     "RouteSettings": "routing",
     "ScaledRouter": "routing",
     "Scaling": "routing",
     "PlacedServer": "routing",
-    "Probation": "probation",
+    "RolloutGuard": "rollout_guard",
 }
 
 
