@@ -328,7 +328,7 @@ def test_a_module_that_starts_ranks_when_it_is_imported_is_told_so(tmp_path: Any
     )
     assert ended.returncode == 1
     assert "must not start ranks while it is imported" in ended.stderr
-    assert f"{tmp_path / 'mine.py'}, line 3" in ended.stderr
+    assert f"{tmp_path / 'mine.py'}, line 4" in ended.stderr
     assert 'under if __name__ == "__main__":' in ended.stderr
 
 

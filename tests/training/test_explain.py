@@ -60,6 +60,7 @@ def test_what_holds_of_all_blocks_is_said_once() -> None:
     text = str(mh.explain(problem("gpt"), "tensor=3"))
     assert text.count("on every rank: ") == 1, text
     assert "blocks.layers.0.self_attn, blocks.layers.1.self_attn works on whole tensors" in text
+    assert "2 heads cannot be divided among 3 ranks" in text
 
 
 def test_what_cannot_be_cut_is_told_before_any_process_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,7 +113,18 @@ def find_layout(
         finally:
             if put_back is not None:
                 put_back()
+        _note_whole_attention(model, axis, layout)
         return layout
+
+
+def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
+    """Explain why attention is not split by heads, where no other note does."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and not fits(module, axis) and name not in layout.whole:
+            reason = "it has a forward of its own, or adds keys and values"
+            if module.num_heads % axis.size:
+                reason = f"{module.num_heads} heads cannot be divided among {axis.size} ranks"
+            _note(layout, name, f" works on whole tensors on every rank: {reason}")
 
 
 def _require_dense(model: nn.Module) -> None:
