@@ -432,3 +432,12 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="2 hosts must join within 0 s, but got 1"):
         alone.gather(None, 0.1, print)
     assert os.environ.get("MANYHANDS_TOKEN") is None
+
+
+def test_names_of_unknown_fields_are_shown_escaped_and_short() -> None:
+    body = json.dumps({"kind": "start", "\x1b[2J\nowned": 1, "x" * 10_000: 2}).encode()
+    with pytest.raises(ProtocolError) as caught:
+        checked(body)
+    assert "\x1b" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import tracemalloc
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from manyhands.core import RequestRefused, SettingsError, Signature, TensorSpec
 from manyhands.serving import Server
-from manyhands.serving.dtypes import KINDS, from_numbers
+from manyhands.serving.dtypes import BY_TORCH, KINDS, from_numbers
 from manyhands.serving.folder import VersionPolicy
 from manyhands.serving.http import BadRequest, Inflating
 from manyhands.serving.protocols import open_inference_grpc, tensorflow_grpc, tensorflow_rest
@@ -195,3 +196,14 @@ def test_the_fast_way_reads_what_the_ordinary_way_reads(rows: Any) -> None:
 )
 def test_the_fast_way_leaves_mistakes_to_the_ordinary_one(text: bytes) -> None:
     assert fast_rows(text, Signature({"x": SIGNATURE.inputs["x"]}, {})) is None
+
+
+def test_texts_among_integers_cost_no_memory() -> None:
+    values = [["x" * 24_000, *[0] * 99]]
+    tracemalloc.start()
+    try:
+        with pytest.raises(TypeError, match="elements must be int64"):
+            from_numbers(values, BY_TORCH["int64"])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -65,6 +65,9 @@ def from_numbers(values: Any, kind: Kind) -> Array:
         return _bits(_floats(values, np.dtype(np.float32)))
     if kind.numpy.kind == "f":
         return _floats(values, kind.numpy)
+    if str in _types(values):
+        # numpy would make an array of texts, each as wide as the longest one.
+        raise TypeError(f"elements must be {kind.torch}")
     found = np.array(values)
     if kind.torch == "uint64" and found.dtype.kind == "f":
         found = _beyond_int64(values)
@@ -114,6 +117,16 @@ def _beyond_int64(values: Any) -> Array:
     if not all(type(value) is int for value in each.flat):
         raise TypeError("elements must be uint64")
     return each.astype(np.uint64)
+
+
+def _types(values: Any) -> set[type]:
+    """The types of the elements of nested lists."""
+    if not isinstance(values, list):
+        return {type(values)}
+    found = set(map(type, values))
+    if list in found:
+        found = found.union(*(_types(inner) for inner in values if isinstance(inner, list)))
+    return found
 
 
 def _holds_none(values: Any) -> bool:

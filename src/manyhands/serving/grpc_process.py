@@ -349,6 +349,8 @@ class GrpcProcess:
             self.meeting.forget(key)
             theirs.close()
         if "error" in told:
+            self._frames.close()
+            await asyncio.to_thread(self._service.kill)
             raise OSError(told["error"])
         return int(told["port"])
 
@@ -358,7 +360,7 @@ class GrpcProcess:
             task.cancel()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result({"error": "the process for gRPC has ended"})
-        elif not self._is_closing:
+        elif not self._is_closing and (self._restarting is None or self._restarting.done()):
             self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:

@@ -90,6 +90,8 @@ class ServingReplica:
                 engine, meeting, Computing(source, device, meeting.path, key, sizes, quietly, sandbox), coming
             )
         except Starved:
+            if not quietly:
+                raise
             return await cls.start(engine, meeting, source, device, sizes, quietly=False)
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec
+from ..core import ArchiveError, CheckpointError, Predictor, Signature, TensorSpec, read_file
 from .disk import Digest, Disk, digest_of, remove_stale, temporary_name
 from .program import build, environment_kept, trace, user_line
 from .tensors import read_tensors, require_storable, write_tensors
@@ -391,11 +391,11 @@ def _require_plain_folder(folder: Path) -> None:
 
 def _checked(folder: Path) -> dict[str, bytes]:
     """The JSON files, after every file's digest was checked."""
-    manifest = _parsed(MANIFEST, (folder / MANIFEST).read_bytes())
+    manifest = _parsed(MANIFEST, read_file(folder / MANIFEST, JSON_CAP))
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):
         raise _unsafe("a manifest that lists other files")
-    texts = {name: (folder / name).read_bytes() for name in (PROGRAM, SIGNATURE)}
+    texts = {name: read_file(folder / name, JSON_CAP) for name in (PROGRAM, SIGNATURE)}
     for name, said in files.items():
         if digest_of(folder / name).to_dict() != said:
             raise ArchiveError(

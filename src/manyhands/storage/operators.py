@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,7 +94,98 @@ def named(name: str) -> Callable[..., Any]:
 
 def checked(name: str) -> Callable[..., Any]:
     """What is called for an operator: a validator of its arguments where its kernel needs one, or itself."""
-    return VALIDATED.get(name) or named(name)
+    return VALIDATED.get(name) or _guarded(name)
+
+
+@functools.cache
+def _guarded(name: str) -> Callable[..., Any]:
+    """Return an operator that raises ValueError for arguments with which its kernel leaves its memory."""
+    function = named(name)
+    guards = [guard for pattern, guard in _GUARDS if re.match(pattern, name)]
+    if not guards or not isinstance(function, torch._ops.OpOverload):
+        return function
+    names = [one.name for one in function._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for guard in guards:
+            guard(given)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _small_integers(given: Mapping[str, Any]) -> None:
+    """Sizes, strides and dilations whose products a kernel computes without a check."""
+    for name, value in given.items():
+        each = value if isinstance(value, list | tuple) else (value,)
+        if any(type(one) is int and abs(one) >= 1 << 31 for one in each):
+            raise ValueError(f"{name} must be below 2**31, got {value}")
+
+
+def _moderate_scales(given: Mapping[str, Any]) -> None:
+    """Scales by which a kernel divides positions."""
+    for name, value in given.items():
+        each = value if isinstance(value, list | tuple) else (value,)
+        if name.startswith("scale") and any(one is not None and not 1e-3 <= one <= 1e3 for one in each):
+            raise ValueError(f"{name} must be between 0.001 and 1000, got {value}")
+
+
+def _known_modes(given: Mapping[str, Any]) -> None:
+    """Modes of sampling: with an unknown one the kernel leaves its result as it was allocated."""
+    if given["interpolation_mode"] not in (0, 1, 2) or given["padding_mode"] not in (0, 1, 2):
+        raise ValueError("the modes of grid_sampler must be 0, 1 or 2")
+    if given["interpolation_mode"] == 2 and given["input"].dim() != 4:
+        raise ValueError("bicubic sampling takes pictures")
+
+
+def _keys_of_values(given: Mapping[str, Any]) -> None:
+    """Attention whose keys and values must be of the same length, which the kernel does not compare."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if min(query.dim(), key.dim(), value.dim()) < 2 or key.shape[-2] != value.shape[-2]:
+        raise ValueError("attention needs as many keys as values")
+    if query.shape[-1] != key.shape[-1] or not query.dtype == key.dtype == value.dtype:
+        raise ValueError("queries and keys must have the same width and dtype")
+    if not query.dim() == key.dim() == value.dim() or key.shape[:-2] != value.shape[:-2]:
+        raise ValueError("queries, keys and values must have the same batch and heads")
+
+
+def _counted_repeats(given: Mapping[str, Any]) -> None:
+    """Repeats whose sum must be the size of the result: the kernel adds them up without looking for an overflow."""
+    repeats, size = given["repeats"], given.get("output_size")
+    if isinstance(repeats, Tensor):
+        total = sum(repeats.flatten().tolist())
+        if repeats.numel() and (bool((repeats < 0).any()) or total >= 1 << 31):
+            raise ValueError("repeats must be small numbers that are not negative")
+        if size is not None and repeats.dim() == 1 and repeats.numel() > 1 and size != total:
+            raise ValueError(f"output_size must be the sum of repeats, got {size}")
+        if size is not None and repeats.numel() <= 1:
+            raise ValueError("output_size must be left out where there is one number of repeats")
+
+
+def _no_overflowing_quotient(given: Mapping[str, Any]) -> None:
+    """Division of the smallest integer by -1, at which the processor stops."""
+    left, right = given["self"], given["other"]
+    if left.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if given.get("rounding_mode") is None or any(isinstance(x, float) for x in (left, right)):
+        return
+    if any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in (left, right)):
+        return
+    lowest = torch.iinfo(left.dtype).min if left.dtype != torch.bool else 0
+    if lowest and bool((torch.as_tensor(right) == -1).any()) and bool((left == lowest).any()):
+        raise ValueError("the smallest integer must not be divided by -1")
+
+
+_GUARDS: tuple[tuple[str, Callable[[Mapping[str, Any]], None]], ...] = (
+    (r"aten\.\w*(pool|conv|unfold|im2col|col2im|upsample|pad|shuffle)", _small_integers),
+    (r"aten\._?upsample", _moderate_scales),
+    (r"aten\.grid_sampler", _known_modes),
+    (r"aten\.scaled_dot_product_attention", _keys_of_values),
+    (r"aten\.repeat_interleave", _counted_repeats),
+    (r"aten\.div\.\w+_mode", _no_overflowing_quotient),
+)
+"""By the name of an operator, what its arguments must be beside what torch checks."""
 
 
 def median_dim(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,9 @@ FORMAT = 1
 MAX_NODES = 500_000
 MAX_NESTING = 16
 MAX_TEXT = 200
+_PLAIN_DTYPE = re.compile(
+    r"(float|bfloat|u?int|complex)\d+(_\w+)?|bool|half|float|double|int|long|short|cfloat|cdouble"
+)
 SINGLETONS = ("dtype", "layout", "memory_format")
 """torch's named constants that an argument may be."""
 
@@ -481,7 +484,10 @@ class _Builder:
 def _singleton(kind: str, name: Json) -> Any:
     plain = kind in SINGLETONS and isinstance(name, str) and name.isidentifier() and not name.startswith("_")
     found = getattr(torch, name, None) if plain else None
-    if found is None or not isinstance(found, getattr(torch, kind)):
+    is_plain = kind != "layout" or name == "strided"
+    if kind == "dtype":
+        is_plain = isinstance(name, str) and _PLAIN_DTYPE.fullmatch(name) is not None
+    if found is None or not is_plain or not isinstance(found, getattr(torch, kind)):
         raise _malformed(f"value {kind[:40]!r}: {str(name)[:80]!r}")
     return found
 

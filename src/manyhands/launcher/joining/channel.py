@@ -241,7 +241,7 @@ def checked(body: bytes) -> Message:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ProtocolError("a message of no known kind") from None
     if set(message) != set(shape):
-        raise ProtocolError(f"{kind} with the fields {', '.join(sorted(message)) or 'none'}")
+        raise ProtocolError(f"{kind} with the fields {repr(sorted(message))[:100]}")
     for name, kinds in shape.items():
         value = message[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):

@@ -118,7 +118,7 @@ def read_object(request: Request, limits: Limits) -> dict[str, Any]:
     usual = b"application/json" if request.path.startswith("/v2/") else b""
     kind = request.headers.get(b"content-type", usual).partition(b";")[0].strip().lower()
     body = request.content(limits.head)
-    if kind != b"application/json" and body:
+    if kind != b"application/json" and (body or b"content-type" in request.headers):
         raise BadRequest(
             415, f"the content-type must be application/json, but got {kind[:40].decode('latin1') or 'none'}"
         )
