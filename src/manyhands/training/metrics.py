@@ -294,7 +294,7 @@ def is_function(value: Any) -> bool:
 
 
 def _is_factory(value: Any) -> bool:
-    """Return whether a value creates a metric: a class, or a callable that takes no arguments."""
+    """Return whether a value creates a metric: a class, or a callable with () but not with (outputs, batch)."""
     inner = value.func if isinstance(value, functools.partial) else value
     if isinstance(inner, type) or _is_object(value):
         return isinstance(inner, type)
