@@ -13,7 +13,7 @@ from ..storage import Checkpoint
 from ..strategies import Embedding, first_rows
 
 IDS, VALUES, STEP, SEED = "ids", "values", "step", "seed"
-"""Names of what is saved for a table by rows, besides its optimizer slots."""
+"""Names of what is saved for a table by rows, in addition to its optimizer slots."""
 CHUNK = 1 << 18
 """Rows that are created together."""
 

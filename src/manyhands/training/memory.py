@@ -383,7 +383,7 @@ def _without_statistics(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-# -- what would fit ----------------------------------------------------------------------------------------------------
+# -- remedies ----------------------------------------------------------------------------------------------------------
 
 
 def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
@@ -454,7 +454,7 @@ def _line(what: str, total: int, memory: int) -> str:
     return f"{what:<20} about {size_text(total)}{verdict}"
 
 
-# -- when it happens ---------------------------------------------------------------------------------------------------
+# -- out-of-memory errors ----------------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:

@@ -42,7 +42,7 @@ TICK = 0.1
 GRACE = 1.0
 """Seconds that members have to exit by themselves before they are killed."""
 LATE = 30.0
-"""Seconds after the last step in which externally started workers may still join, to be told that work has ended."""
+"""Seconds after the last step in which externally started workers may still join, to learn that the work has ended."""
 
 
 def _raise(error: Exception) -> None:
@@ -355,7 +355,7 @@ class Chief:
     def publish(self, *, with_followers: bool = False) -> None:
         """Load the hand's network and optimizer state into the servers; all workers start from it.
 
-        If a server fails meanwhile, all servers are filled again.
+        If a server fails during this, all servers are filled again.
         """
         while True:
             try:
@@ -644,7 +644,7 @@ class Chief:
         holders = [m for m in (*self._servers, *self._followers.values()) if m.peer is not None and m.job is None]
         for member in holders if self._is_placed else ():
             if away > self._timeout / 8:
-                # The coordinator itself was not receiving meanwhile.
+                # The coordinator itself was not receiving messages since the last check.
                 member.heard = now
             if now - max(member.heard, member.since) > self._timeout / 8:
                 member.since = now
@@ -692,7 +692,7 @@ class Chief:
             for server in self._servers:
                 if server.peer is not None:
                     self._send(server, *request(server.number))
-            # If another server fails meanwhile, the term changes and the request for the next term replaces this one.
+            # If another server fails while this waits, the term changes and a request for the new term replaces it.
             self._turn(
                 lambda: len(answers) == len(self._servers) or (kind is served.Loaded and self._term != term),
                 waiting_for,

@@ -296,7 +296,7 @@ class ServedLoop(TrainingLoop):
 
 
 class _Plan:
-    """Stands in for the feed and the stepper: batches without data, and steps that the workers take."""
+    """Replaces the feed and the stepper: batches without data, and steps that the workers take."""
 
     waited = 0.0
     limit = "compute"

@@ -75,7 +75,7 @@ class ModelPredictor(Predictor):
         # The largest example: torch.export would treat a size of 1 as fixed.
         self.example = max(examples, key=lambda example: sum(value.numel() for value in example.values()))
         self.free = {name: _free_dims([example[name] for example in examples]) for name in self.example}
-        """Dynamic dimensions besides the batch, in which samples differ, such as the length of a padded text."""
+        """Dynamic dimensions other than the batch, in which samples differ, such as the length of a padded text."""
         self.signature = Signature(_specs(examples), _specs(answers))
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

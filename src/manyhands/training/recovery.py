@@ -72,7 +72,7 @@ class Rollback(Exception):
 
 
 class Marker:
-    """Takes a snapshot at the end of every step, where the launcher can restart the world after a rank failure."""
+    """Takes a snapshot at the end of every step, where the launcher regroups the ranks after a failure."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand

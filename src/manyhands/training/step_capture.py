@@ -119,7 +119,7 @@ class StepCapture:
         for optimizer in self._hand.optimizers.values():
             yield from optimizer.param_groups
 
-    # -- on the way to a recording --------------------------------------------------------------------------------
+    # -- before a capture -----------------------------------------------------------------------------------------
 
     def _approach(self, shape: Hashable, batch: Batch) -> str:
         """Progress towards a capture: plain steps, then a rehearsal, then the capture."""
@@ -173,7 +173,7 @@ class StepCapture:
             self._give_up(f"the step draws from {drew}, on the host")
         return "rehearsed"
 
-    # -- recording and replaying ----------------------------------------------------------------------------------
+    # -- capturing and replaying ----------------------------------------------------------------------------------
 
     def _phases(self, batch: Batch, shape: Hashable, *, is_deferred: bool) -> list[Phase]:
         """Split the step into phases: one graph, or several around an exchange or update that cannot be captured."""
@@ -287,7 +287,7 @@ class StepCapture:
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
 
-    # -- whether a recording still says what the program says -----------------------------------------------------
+    # -- checking that a captured step is still valid -------------------------------------------------------------
 
     def _look_closely(self) -> None:
         changed = self._watch.changed() if self._made and self._watch is not None else ""

@@ -57,7 +57,7 @@ class Ways:
         self._compiled = False
         self._usual: Hashable = None
         """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
-        # Timing-based choices may change rounding from run to run; a run that lost ranks has no time for trials.
+        # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials.
         is_first = hand.world.seat.generation == 0
         self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
         if hand.spec.capture == "compile":
@@ -166,7 +166,7 @@ class Ways:
             told = ", ".join(f"{way} {1000 * s:.3g} ms" for way, s in self.seconds.items() if math.isfinite(s))
             self._hand.notice(f"a step is executed {self._best} from here on ({told})")
 
-    # -- entering and leaving a way -------------------------------------------------------------------------------
+    # -- entering and leaving a variant ---------------------------------------------------------------------------
 
     def _enter(self, way: str) -> None:
         self._way = way

@@ -1,4 +1,4 @@
-"""Stragglers: replicas whose own work takes longer than that of the others, so that all wait for them."""
+"""Stragglers: replicas that compute more slowly than the others, so that all wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Destinations of a run's events besides its own log: files and experiment trackers."""
+"""Destinations of a run's events in addition to its own log: files and experiment trackers."""
 
 from .dispatcher import DROPPED, SinkDispatcher
 from .registry import SINKS, LogTo, make_sinks

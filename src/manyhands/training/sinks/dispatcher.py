@@ -16,7 +16,7 @@ MAX_WAITING = 1000
 CLOSE_SECONDS = 30.0
 """Seconds that all sinks together have to finish at the end of a run."""
 QUIET_SECONDS = 2.0
-"""Seconds after which the user is told which sinks the end of a run waits for."""
+"""Seconds after which a notice names the sinks that the end of a run waits for."""
 
 DROPPED = "was dropped, the run does without it"
 """The part of a notice that is printed even where progress is not shown."""

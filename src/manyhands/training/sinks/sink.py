@@ -1,4 +1,4 @@
-"""Sink: a destination of a run's events besides its own log. A new one is a file here and a line in the registry."""
+"""Sink: a destination of a run's events next to its own log. A new one is a file here and a line in the registry."""
 
 from __future__ import annotations
 
