@@ -759,7 +759,7 @@ _held: list[Hand] = []
 
 
 SCRIPT_END = "the first replica has come to the end"
-"""The mark that the first rank sets at the end, for ranks that would wait for it."""
+"""The mark that the first rank sets when its script has ended, so that other ranks stop waiting for it."""
 
 
 @contextlib.contextmanager
