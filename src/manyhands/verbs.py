@@ -85,9 +85,9 @@ _engine = LocalEngine(preload=["manyhands.verbs", "manyhands.serving.replica_pro
 
 
 def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
-    """A verb that many hosts can do together: `on=Join(...)` becomes the team of those that have joined.
+    """Let a verb run on many hosts: `on=Join(...)` is replaced by the hosts that joined, which are released at the end.
 
-    So does a cluster in which a scheduler has started one process per host.
+    A cluster in which a scheduler has started one process per host is handled the same way.
     """
 
     @functools.wraps(verb)
@@ -115,7 +115,7 @@ def _over_hosts(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def _has_servers(strategy: StrategySpec | str | None) -> bool:
-    """Whether roles of a cluster are a chief's, servers' and workers'."""
+    """Return whether a strategy uses parameter servers, so that cluster roles are coordinator, server and worker."""
     is_planned = isinstance(strategy, str | Path) and (strategy == "auto" or str(strategy).endswith(".toml"))
     return not is_planned and bool(as_spec(strategy).servers)
 
@@ -370,7 +370,7 @@ def check(
 
 
 def _check_served(task: Task, spec: StrategySpec, devices: Sequence[Device], timeout: float) -> Verdict:
-    """The verdict on parameter servers: on the parts of workers one after another here, then on servers and workers."""
+    """Verify parameter servers: first the workers' parts one after another here, then on real servers and workers."""
     training.check_served(task)
     tables = training.tables_in(task)
     if tables:
@@ -505,7 +505,7 @@ def serve(
 def _serve_placed(
     engine: Engine, models: Path | Mapping[str, Predictor], kind: str, settings: ServeSettings, scaling: Scaling
 ) -> Router:
-    """Servers where the engine has room for them, and a router here that listens as the settings say."""
+    """Start servers where the engine has capacity, and a router here with the settings' listening options."""
     from .serving import ListenSettings, PlacedServer, RouteSettings, ScaledRouter
 
     if settings.manage_grpc is not None:
@@ -608,7 +608,7 @@ def explain(
 
 
 def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Device]) -> tuple[StrategySpec, list[str]]:
-    """The least costly spec that fits; nothing is chosen for steps of one's own or other ways of splitting."""
+    """Return the least costly spec that fits into memory, with notices; raise where `fit_in` cannot choose."""
     if task.loss is None or spec.tensor * spec.stages != 1 or spec.servers or not training.can_explain(task):
         raise StrategyError(
             "fit_in chooses for a task with loss=, on replicas or shards",
@@ -623,13 +623,13 @@ def _fitted(task: Task, spec: StrategySpec, memory: int, devices: Sequence[Devic
 
 
 def _explained(task: Task, spec: StrategySpec) -> tuple[SplitTable | None, Layout | None]:
-    """The table of a run that splits its network, and the layout that was found for it."""
+    """Return the table and the layout of a run that splits its network; None for what does not apply."""
     splits = spec.shards != 1 or spec.tensor > 1
     if not splits or not training.can_explain(task):
         return None, None
     with _own_randomness():
         table, layout = training.explain(task, spec)
-    # Which stage holds what is measured in the ranks, and told from there.
+    # The contents of pipeline stages are measured in the ranks and reported from there.
     return (table if spec.stages == 1 else None), layout
 
 
@@ -683,7 +683,7 @@ def replay(run: Run, step: int, *, on: str | Sequence[Device] | None = None) -> 
 def _planned(
     strategy: StrategySpec | str | None, task: Task, on: Where, name: str
 ) -> tuple[StrategySpec | str | None, list[Event]]:
-    """The strategy with "auto" planned and a plan file read, and what there is to tell about it."""
+    """Return the strategy with "auto" planned or a plan file read, and the events that describe the plan."""
     if not isinstance(strategy, str | Path) or not (strategy == "auto" or str(strategy).endswith(".toml")):
         return strategy, []
     if isinstance(on, Join | JoinedHosts):
@@ -744,9 +744,9 @@ def _start(
     unit: int = 1,
     heeds_stop: bool = True,
 ) -> list[Any]:
-    """Runs a function on the devices: here when there is one, unless it is to run apart, or this is already a rank.
+    """Run a function on the devices: in this process for one device (unless `apart`) or in a rank, else in new ones.
 
-    A function that does not heed a wish to stop is interrupted by the first Ctrl-C.
+    Without `heeds_stop` the function cannot stop after a step, so the first Ctrl-C interrupts it.
     """
     world = current_world()
     if world is not None:
@@ -766,7 +766,7 @@ def _start(
 
 
 def _ask(fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, *, on: Where = None) -> list[Any]:
-    """Runs a function on the devices for what it returns: nothing is shown, and Ctrl-C interrupts it."""
+    """Run a function on the devices and return its results, without progress output; Ctrl-C interrupts it."""
     return _start(fn, devices, timeout, lambda rank, entry: None, View(), on=on, heeds_stop=False)
 
 
@@ -778,7 +778,7 @@ def _serve(
     view: View,
     place: training.ProcessRole | None,
 ) -> ReplicaResult:
-    """Trains with parameter servers: the chief is here, every server and worker is a job by itself."""
+    """Train with parameter servers: the coordinator runs here, every server and worker is a separate job."""
     line = DirectChannel(lambda entry: on_event(0, entry))
     here = NullWorld(devices[0], line)
     with (
@@ -798,19 +798,19 @@ def _serve(
 
 
 def _is_first(on: Where) -> bool:
-    """Whether this host speaks for all."""
+    """Return whether this host reports for all hosts."""
     return not isinstance(on, JoinedHosts) or on.is_first
 
 
 def _here(on: Where, devices: Sequence[Device]) -> Sequence[Device]:
-    """Those of the devices that this host has."""
+    """Return those of the devices that are on this host."""
     return on.here if isinstance(on, JoinedHosts) else devices
 
 
 def _holding(
     devices: Sequence[Device], run: str, say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Leases the devices for a long job; a rank works on those that its program has."""
+    """Lease this host's devices for a long job; inside a rank the launching program already holds the lease."""
     here = [device for device in devices if not device.host]
     return leased(here, run, say) if current_world() is None else contextlib.nullcontext()
 
@@ -826,7 +826,7 @@ def _recording(
     *,
     writes: bool = True,
 ) -> Iterator[tuple[View, Callable[[int, Event], None]]]:
-    """Writes a run's record and events and shows them; among ranks that are already there the first one does."""
+    """Write a run's record and events and display them; inside a launch only the first rank does."""
     world = current_world()
     if not writes:
         yield View(), lambda rank, entry: None
@@ -865,7 +865,7 @@ def _recording(
         yield view, on_event
     except BaseException as error:
         on_event(0, event("failed", reason=f"{type(error).__name__}: {error}"))
-        outlets.close(notice)  # sinks write to the folder, which may be taken away
+        outlets.close(notice)  # before `_explain`: sinks write to the folder, which it may remove
         _explain(error, job)
         raise
     finally:
@@ -882,7 +882,7 @@ def _recording(
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Keeps a run to one program at a time; the lock goes with the program, however it ends."""
+    """Lock a run's folder for one program at a time; the kernel releases the lock when the program ends."""
     file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -895,7 +895,7 @@ def _locked(folder: Path) -> IO[str]:
 
 
 def _explain(error: BaseException, job: Job) -> None:
-    """Says how to go on after a failure; a new folder in which nothing was trained is taken away again."""
+    """Add a note on how to resume to an error; remove a new folder in which nothing was trained."""
     saved = CheckpointStore(job.folder / training.CHECKPOINTS).steps()
     if saved:
         name = job.folder.name
@@ -905,7 +905,7 @@ def _explain(error: BaseException, job: Job) -> None:
 
 
 def _from_first(make: Callable[[], Path], on: Where) -> Path:
-    """What the first rank or host makes, on all of them; simply made in a program of its own."""
+    """Run `make` on the first rank or host and return its result on all of them."""
     if isinstance(on, JoinedHosts):
         return Path(on.agree(lambda: str(make())))
     world = current_world()
@@ -915,7 +915,7 @@ def _from_first(make: Callable[[], Path], on: Where) -> Path:
 
 
 _launch: list[str] = []
-"""In a rank of a launch its name, and an entry more for every run that its script has begun."""
+"""In a rank of a launch: the launch's name, then one entry for every run that its script has started."""
 
 
 def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, launch: str) -> Any:
@@ -931,7 +931,7 @@ def _with_hand(world: World, fn: Callable[[Hand], Any], spec: StrategySpec, laun
 
 
 def _begun_before(folder: str | Path) -> Path | None:
-    """The run that stood at this place of a script before all its ranks began anew; None where there is none."""
+    """Return the run that this position of a script had started before its ranks were restarted; None without one."""
     world = current_world()
     if not _launch or world is None:
         return None
@@ -971,7 +971,7 @@ def _act(
     weights: dict[str, Tensor],
 ) -> Any:
     hand = Hand(world, spec)
-    # Arrays that a person passes are rows already; collate is for the samples of datasets.
+    # Arrays passed by the user are rows already; collate is for the samples of datasets.
     source = as_source(data, collate=None if is_arrays(data) else task.collate)
     rows = source.size if source.size is not None else task.batch_size or 32
     size = min(source.batch_size or task.batch_size or 32, max(1, rows))
@@ -990,7 +990,7 @@ def _act(
 
 @contextlib.contextmanager
 def _own_randomness() -> Iterator[None]:
-    """Gives the caller's generators back as they were."""
+    """Restore the caller's random generators at the end of the enclosed block."""
     device = torch.device("cpu")
     states = random_state(device)
     try:
@@ -1000,7 +1000,7 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes an accelerator the one that torch uses by default, for a while."""
+    """Return a context in which an accelerator is torch's default device of its kind."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
@@ -1014,9 +1014,9 @@ _STOPPING: dict[int, str] = {
 
 @contextlib.contextmanager
 def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True) -> Iterator[None]:
-    """The first Ctrl-C, or a SIGTERM, asks the loops to end after their step; the second interrupts.
+    """Let the first Ctrl-C or SIGTERM request a stop after the current step; the second one interrupts.
 
-    A SIGTERM is meant for the whole program, so it is handed on afterwards.
+    A SIGTERM is meant for the whole program, so the previous handler is called afterwards.
     """
     if not heeds_stop or threading.current_thread() is not threading.main_thread():
         yield
@@ -1042,7 +1042,7 @@ def _interruptible(stop: Callable[[], None], view: View, heeds_stop: bool = True
 
 
 def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
-    """What runs here ends after its step; a script of a person's own that never looks is interrupted as by Python."""
+    """Request a stop after the current step; a script that never checks for it is interrupted at once."""
     line.hear({"stop": True})
     if after_loss == "restart" and not line.listens:
         raise KeyboardInterrupt
@@ -1050,7 +1050,7 @@ def _ask_to_stop(line: DirectChannel, after_loss: AfterLoss) -> None:
 
 @contextlib.contextmanager
 def _ending_well() -> Iterator[None]:
-    """A SIGTERM that is handed on inside goes further when all of this is done."""
+    """Defer a SIGTERM that was handled inside the enclosed block until the block has ended."""
     if threading.current_thread() is not threading.main_thread() or current_world() is not None:
         yield
         return
@@ -1073,7 +1073,7 @@ def _ending_well() -> Iterator[None]:
 
 
 def _hand_on(handler: Any, frame: Any = None) -> None:
-    """Gives a SIGTERM to whoever handled it before, without a frame once it was heeded; by default the program ends."""
+    """Call the previous SIGTERM handler, with `frame=None` once the stop was handled; by default exit the program."""
     if callable(handler):
         handler(signal.SIGTERM, frame)
     elif handler != signal.SIG_IGN:
@@ -1081,7 +1081,7 @@ def _hand_on(handler: Any, frame: Any = None) -> None:
 
 
 def _check_data(task: Task, steps: int | None) -> None:
-    """What can be known about the data before any process is started; a function that makes it runs in the ranks."""
+    """Check what is known about the data before any process starts; a function that makes data runs in the ranks."""
     if inspect.isfunction(task.data):
         return
     source = as_source(task.data, collate=task.collate)
@@ -1090,7 +1090,7 @@ def _check_data(task: Task, steps: int | None) -> None:
 
 
 def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for."""
+    """Return the run's record: versions, strategy, devices and options."""
     return {
         "manyhands": __version__,
         "torch": torch.__version__,
@@ -1112,7 +1112,7 @@ def _record(job: Job, devices: Sequence[Device], params: Mapping[str, Any]) -> d
 def _write_record(
     job: Job, devices: Sequence[Device], params: Mapping[str, Any], task: TaskLike, **more: Any
 ) -> dict[str, Any]:
-    """Saves it with the run."""
+    """Write the run's record to its folder and return it."""
     record = {**_record(job, devices, params), "task": task_name(task), **more}
     _put_record(job, record)
     return record
@@ -1133,7 +1133,7 @@ def _notices(spec: StrategySpec) -> list[str]:
         return []
     if spec.replicas == 1:
         return [f"there is one replica, so sync={policy} has nothing to do; more replicas would use it"]
-    # How many hosts there are is known when their ranks meet.
+    # The number of hosts is known only after the ranks' rendezvous.
     return [f"where there are several hosts, {policy.said}" if policy.between == "hosts" else policy.said]
 
 

@@ -1,4 +1,4 @@
-"""The training loop, what a replica holds while it runs, and what a run leaves behind."""
+"""The training loop, the state of a replica while it runs, and the results of a run."""
 
 from ..core import EVENTS
 from .callbacks import Callback, check_callbacks

@@ -1,4 +1,4 @@
-"""Callbacks: a few moments of a run at which a person's own code may look in. They run on every replica."""
+"""Callbacks: hooks for user code at a few points of a run. They run on every replica."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Subclass and override; `hand.stop()` ends the run after a step that all replicas agree on.
+    """Base class of callbacks: override methods; `hand.stop()` ends the run after the same step on all replicas.
 
-    With several devices every replica has a copy of its own in its own process, and what a copy keeps on itself stays
-    there: report with `hand.log(...)`, write files, or read `run.history` afterwards.
+    With several devices every replica has its own copy in its own process, and attributes set on a copy stay there:
+    report with `hand.log(...)`, write files, or read `run.history` afterwards.
     """
 
     def on_start(self, hand: Hand) -> None:
-        """The network is in place, nothing was trained yet."""
+        """Called when the network is built, before the first step."""
 
     def on_step(self, hand: Hand) -> None:
-        """A step was taken; `hand.num_steps` counts it, `hand.loss` waits for its loss."""
+        """Called after a step; `hand.num_steps` includes it, and reading `hand.loss` waits for the device."""
 
     def on_epoch(self, hand: Hand, metrics: Mapping[str, float]) -> None:
-        """A pass over the data is done and validated."""
+        """Called after an epoch and its validation."""
 
     def on_end(self, hand: Hand) -> None:
-        """The run is over, also when it was stopped."""
+        """Called at the end of the run, also when it was stopped."""
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Refuses what would never be called."""
+    """Raise for callbacks that would never be called."""
     if not isinstance(callbacks, (list, tuple)):
         raise TaskError("callbacks is a list", got=type(callbacks).__name__, remedy="pass callbacks=[...]")
     known = [name for name in vars(Callback) if name.startswith("on_")]

@@ -1,4 +1,4 @@
-"""Causes: the first operation of a loss whose results on the parts of a batch do not combine to that of the whole."""
+"""Find the first operation of a loss whose results on the parts of a batch do not combine to that of the whole."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..distributed import innermost
 
 TOLERANCE = 1e-7
 MOST_VALUES = 4096
-"""Numbers that are kept of each output of a module."""
+"""Values that are kept of each output of a module."""
 MAX_DEPTH = 60
-"""Frames that are looked at for the line of the user's own code."""
+"""Stack frames that are searched for a line of the user's code."""
 
 
 @dataclass
 class RecordedCall:
-    """One call of a torch function: what it is called, where it is written, and what it returned."""
+    """A call of a torch function: its name, its source line, and what it returned."""
 
     name: str
     module: str
@@ -42,12 +42,12 @@ class RecordedCall:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it returned numbers only."""
+        """Whether all returned values are finite."""
         return all(bool(value.isfinite().all()) for value in self.values if value.is_floating_point())
 
 
 class CallRecorder(TorchFunctionMode):
-    """Keeps the operations of each call of a loss."""
+    """Records the torch operations of each call of a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CallRecorder(TorchFunctionMode):
         self._path: list[str] = []
 
     def watched(self, task: Task) -> Task:
-        """Return the task with a loss whose operations are kept."""
+        """Return the task with a loss whose operations are recorded."""
         loss = task.loss
         assert loss is not None
 
@@ -98,17 +98,17 @@ class CallRecorder(TorchFunctionMode):
 
 @dataclass
 class Output:
-    """What the first call of a module returned, as far as it is kept."""
+    """A sample of what the first call of a module returned."""
 
     module: str
     """Its name and class, as `blocks.0.norm (LayerNorm)`."""
     line: str
-    """Where its forward is written."""
+    """The source line of its forward."""
     values: list[Tensor] = field(repr=False, default_factory=list)
 
 
 class Outputs:
-    """Keeps what each module of a network returned when it was first called, in the order in which they ended."""
+    """Records what each module of a network returned when it was first called, in order of completion."""
 
     def __init__(self, model: nn.Module, whole: Callable[[Any], Any]) -> None:
         self.kept: list[Output] = []
@@ -128,13 +128,13 @@ class Outputs:
         return keep
 
     def close(self) -> None:
-        """Take the hooks off the network."""
+        """Remove the hooks from the network."""
         for hook in self._hooks:
             hook.remove()
 
 
 def first_other_output(whole: Sequence[Output], parts: Sequence[Output]) -> str:
-    """Return the first module that returned something else, by name and line; "" where none did."""
+    """Return the first module whose output differs, by name and line; "" if none does."""
     known = {output.module: output for output in parts}
     for output in whole:
         other = known.get(output.module)
@@ -146,7 +146,7 @@ def first_other_output(whole: Sequence[Output], parts: Sequence[Output]) -> str:
 
 
 def _some(value: Tensor) -> Tensor:
-    """At most a few thousand numbers of a tensor, from all over it."""
+    """Return at most a few thousand values of a tensor, evenly spread."""
     flat = value.flatten()
     return flat[:: max(1, flat.numel() // MOST_VALUES)].cpu().clone()
 
@@ -156,7 +156,7 @@ def _named(name: str, part: nn.Module) -> str:
 
 
 def _line_of(part: nn.Module) -> str:
-    """Where a module's forward is written; "" for torch's own layers."""
+    """Return the source line of a module's forward; "" for torch's own layers."""
     code = getattr(type(part).forward, "__code__", None)
     if code is None or type(part).__module__.startswith("torch."):
         return ""
@@ -166,7 +166,7 @@ def _line_of(part: nn.Module) -> str:
 def first_difference(
     whole: Sequence[RecordedCall], parts: Sequence[Sequence[RecordedCall]], sizes: Sequence[int]
 ) -> str:
-    """Return the first operation on the whole batch that those on its parts do not combine to; "" if all do."""
+    """Return the first operation whose results on the parts do not combine to that of the whole; "" if all do."""
     for index, operation in enumerate(whole):
         others = [part[index] if index < len(part) else None for part in parts]
         if any(other is None or other.name != operation.name for other in others):
@@ -183,14 +183,14 @@ def first_not_finite(operations: Sequence[RecordedCall]) -> str:
 
 
 def _combine(whole: Tensor, parts: list[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether the rows of the parts, their mean or their sum give the whole."""
+    """Return whether concatenation, mean or sum of the parts gives the whole."""
     if whole.dtype == torch.bool or any(part.dim() != whole.dim() for part in parts):
         return whole.dtype == torch.bool
     joined = [dim for dim in range(whole.dim()) if sum(part.shape[dim] for part in parts) == whole.shape[dim]]
     if any(_are_close(whole, torch.cat(parts, dim)) for dim in joined if _fit(whole, parts, dim)):
         return True
     if any(part.shape != whole.shape for part in parts):
-        # Parts that were padded to another length by themselves cannot be compared here.
+        # Parts that were padded to different lengths cannot be compared here.
         return bool(joined) and len(joined) == 1 and not _fit(whole, parts, joined[0])
     if all(_are_close(whole, part) for part in parts):
         return True

@@ -1,4 +1,4 @@
-"""Check: two steps in float64, whole on one device against split, with a name and a reason where they differ."""
+"""Check: compare two steps in float64, whole on one device and split, and name where and why they differ."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
     from ..strategies import Layout
 
 MOST_ROWS = 256
-"""Rows of a step that `check` compares, of larger batches."""
+"""Maximum number of rows per step that `check` compares."""
 SHAKE = 1e-14
-"""Relative changes of weights and gradients that show how much a network and its optimizer magnify rounding."""
+"""Relative perturbation of weights and gradients that shows how much network and optimizer amplify rounding."""
 MAGNIFIED = 30.0
-"""How many times the effect of such changes a difference may be to count as rounding."""
+"""A difference up to this multiple of the perturbation's effect counts as rounding."""
 MOST_MAGNIFIED = 1e-3
-"""Differences of a first gradient above this are not called equal, even where rounding may explain them."""
+"""Differences of the first gradient above this are not reported as equal, even where rounding may explain them."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two computations in one precision may differ."""
+    """How far two computations in the same precision may differ."""
 
     gradient: float
     """Relative to the largest value of a tensor."""
     floor: float
-    """Relative to the largest value of all tensors: a gradient of zero is made of rounding."""
+    """Relative to the largest value of all tensors, as a gradient that should be zero consists of rounding."""
     update: float
-    """Of an update, relative to the largest one: optimizers divide by small numbers."""
+    """Of an update, relative to the largest one; wider, as optimizers divide by small numbers."""
 
 
 TOLERANCES = {"fp64": Tolerance(1e-8, 1e-12, 1e-5), "fp32": Tolerance(1e-3, 1e-5, 2e-2)}
 MOST_UNIT = 1e-6
-"""Units of rounding up to which two computations can be compared at all; float32 has 1.2e-7."""
+"""Largest machine epsilon with which two computations can be compared; float32 has 1.2e-7."""
 
 
 @dataclass
 class StepRecord:
-    """What one step did, on the first replica."""
+    """The results of one step, on the first replica."""
 
     losses: dict[str, float]
     gradients: dict[str, Tensor]
@@ -67,28 +67,28 @@ class StepRecord:
     weights: dict[str, Tensor]
     """Parameters after the update."""
     differing: list[str]
-    """Names that are not equal over the replicas."""
+    """Names of tensors that are not equal over the replicas."""
 
 
 @dataclass
 class Record:
-    """What the steps of a trial did."""
+    """The results of a trial's steps."""
 
     steps: list[StepRecord]
     weights: dict[str, Tensor]
     """Parameters before the first step."""
     batch_norms: list[str]
     num_draws: int
-    """Random operations that were made layout-free."""
+    """Number of random operations that were made layout-free."""
     strayed: bool
-    """Whether an operation drew random numbers in another way."""
+    """Whether an operation drew random numbers that are not layout-free."""
     precision: str = "fp64"
     has_gradients: bool = True
-    """Whether gradients were seen; those of parameter servers are not."""
+    """Whether gradients are available; those of parameter servers are not."""
     unit: float = 0.0
-    """The unit of rounding of operations that compute in less than float64 all the same; 0 where none is known."""
+    """Machine epsilon of operations that compute in less than float64 in spite of float64 weights; 0 if unknown."""
     outputs: list[Output] = field(default_factory=list)
-    """What modules returned in the first step, where several ranks compute layers together."""
+    """Outputs of modules in the first step, where several ranks compute layers together."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -99,13 +99,13 @@ class Record:
 
     @property
     def shake(self) -> float:
-        """A relative change of weights that shows how much their rounding is magnified."""
+        """Relative perturbation of weights that shows how much rounding is amplified."""
         return self.unit / 10 or SHAKE * (1.0 if self.precision == "fp64" else 1e7)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy takes the same steps as one device, and if not, where they differ and why.
+    """The result of comparing a strategy's steps with one device: equal, or where they differ and why.
 
     >>> bool(Verdict("equal", StrategySpec()))
     True
@@ -124,7 +124,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether both were compared and are equal."""
+        """Whether the steps were compared and are equal."""
         return self.outcome == "equal"
 
     def __bool__(self) -> bool:
@@ -142,7 +142,7 @@ class Verdict:
 
 
 class _TrialHand(Hand):
-    """A hand whose steps are only compared: it reports nothing and heeds no wish to stop."""
+    """A hand for trial steps: it reports nothing and ignores stop requests."""
 
     def notice(self, text: str) -> None:
         pass
@@ -155,13 +155,13 @@ class _TrialHand(Hand):
 
 
 def plan_of(task: Task, spec: StrategySpec, most: int = MOST_ROWS) -> Plan:
-    """Return the rows that a task is compared on under a spec with definite axes."""
+    """Return the rows on which a task is compared under a definite spec."""
     source = as_source(task.data, collate=task.collate)
     return choose_rows(source, check_source(source, task.batch_size), parts_of(spec), task.seed, most)
 
 
 def with_data(task: Task) -> Task:
-    """Return the task with the data that its function makes, once; a function that makes iterators stays as it is."""
+    """Return the task with its data function called once; a function that returns iterators stays as it is."""
     if not inspect.isfunction(task.data):
         return task
     made = task.data()
@@ -169,7 +169,7 @@ def with_data(task: Task) -> Task:
 
 
 def parts_of(spec: StrategySpec) -> int:
-    """Return into how many parts a batch is split, over replicas and one after another."""
+    """Return the number of parts of a batch, over replicas, accumulation and pipeline micro-batches."""
     workers = spec.replicas or 1 if spec.servers else spec.num_parts
     return workers * spec.accumulate * spec.microbatches
 
@@ -187,10 +187,10 @@ def take_steps(
     begin: Callable[[int], None] = lambda step: None,
     keeps_outputs: bool = False,
 ) -> Record:
-    """Take a task's steps on the rows of a plan with layout-free randomness, and return what came out.
+    """Take a task's steps on the rows of a plan with layout-free randomness, and return the results.
 
-    `salt` changes what is drawn at random in spite of that, `shake` weights and gradients, by a relative amount;
-    `begin` is called before every step. Outputs of modules are kept with `keeps_outputs`, and where several ranks
+    `salt` changes random numbers that are not layout-free; `shake` perturbs weights and gradients by a relative amount;
+    `begin` is called before every step. Module outputs are recorded with `keeps_outputs`, and where several ranks
     compute layers together.
     """
     hand = _TrialHand(world, dataclasses.replace(spec, precision=precision, deterministic=True, capture="off"))
@@ -204,7 +204,7 @@ def take_steps(
         hand.seed(task.seed)
         _shake(hand.model.parameters(), shake)
         kept = _Kept(hand, shake)
-        # Only the whole network's are compared with.
+        # Only the whole network's weights are needed for the comparison.
         first = _copied(dict(hand.model.named_parameters())) if world.size == 1 else {}
         source = as_source(task.data, collate=task.collate)
         feed = hand.make_feed(source, check_source(source, task.batch_size), shuffle=task.shuffle, seed=task.seed)
@@ -240,17 +240,17 @@ def take_steps(
 
 
 def record_of(states: Sequence[Mapping[str, Tensor]], losses: Sequence[float], whole: Record) -> Record:
-    """Return the record of steps of which weights and losses are known alone, for a comparison with a whole one."""
+    """Return a record of steps with known weights and losses only, for a comparison with a whole one."""
     steps = []
     for state, loss, ours in zip(states, losses, whole.steps, strict=True):
         weights, buffers = ({n: state[n] for n in named if n in state} for named in (ours.weights, ours.buffers))
-        # Buffers that no checkpoint keeps cannot be compared.
+        # Buffers that are not in the checkpoint cannot be compared.
         steps.append(StepRecord({"loss": loss}, ours.gradients, {**ours.buffers, **buffers}, weights, []))
     return dataclasses.replace(whole, steps=steps, has_gradients=False)
 
 
 class _Kept:
-    """Keeps the gradients that a replica's updates see."""
+    """Records the gradients with which a replica's optimizers are called."""
 
     def __init__(self, hand: Hand, shake: float) -> None:
         self._hand, self._gradients = hand, {}  # type: ignore[var-annotated]
@@ -266,14 +266,14 @@ class _Kept:
         replica = self._hand.replica
         group = {name: p for name, p in replica.groups[key].items() if not p.is_meta}
         here = [name for name, parameter in group.items() if parameter.grad is not None]
-        # Gathering parts is a collective, so a gradient that some rank lacks is one of zeros there.
+        # Gathering shards is a collective, so a rank without a gradient takes part with zeros.
         used = set().union(*self._hand.world.gather_objects(here))
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in group.items() if n in used}
         _shake((parameter.grad for parameter in group.values() if parameter.grad is not None), shake)
         self._gradients |= _copied(replica.gathered({name: _dense(g.detach()) for name, g in gradients.items()}))
 
     def record(self) -> StepRecord:
-        """Return what the last step did."""
+        """Return the results of the last step."""
         hand, gradients = self._hand, self._gradients
         self._gradients = {}
         return StepRecord(
@@ -305,7 +305,7 @@ def _shake(values: Any, amount: float) -> None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make what a network creates by itself fit its parameters."""
+    """Set torch's default dtype, so that tensors a network creates match its parameters."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -315,13 +315,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _built(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A network with the first values that it has in a run, which are drawn in the usual precision."""
+    """Build a network with the initial values of a real run, which are drawn in the usual precision."""
     with default_dtype(dtype):
         return make()
 
 
 def has_batch_stats(part: nn.Module) -> bool:
-    """Return whether a layer normalises by statistics of the batch."""
+    """Return whether a layer normalizes by batch statistics."""
     return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
 
 
@@ -330,7 +330,7 @@ def has_batch_stats(part: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that two records do not agree on."""
+    """The difference of a tensor between two records."""
 
     step: int
     what: str
@@ -341,12 +341,12 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether it is above the tolerance."""
+        """Whether it exceeds the tolerance."""
         return not self.error <= self.limit
 
 
 def compare(whole: Record, parts: Record) -> Iterator[Difference]:
-    """Compare two records tensor by tensor: of each step gradients, buffers, losses, and weights after the update."""
+    """Compare two records by step: gradients, buffers, losses, and weights after the update."""
     tolerance = whole.tolerance
     before = whole.weights
     earlier: dict[str, Tensor] = {}
@@ -377,14 +377,14 @@ def compare(whole: Record, parts: Record) -> Iterator[Difference]:
 
 
 def _pair(ours: dict[str, Tensor], theirs: dict[str, Tensor], name: str) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a parameter; one that is missing is one of zeros, whose update is compared in any case."""
+    """Return both gradients of a parameter; a missing one is zeros, as its update is compared in any case."""
     a, b = ours.get(name), theirs.get(name)
     zeros = None if a is None and b is None else torch.zeros_like(a if a is not None else b)  # type: ignore[arg-type]
     return (zeros if a is None else a), (zeros if b is None else b)
 
 
 def _is_rounding(a: Tensor | None, b: Tensor | None, scale: float, tolerance: Tolerance) -> Tensor:
-    """Where gradients are nothing but rounding: optimizers that look at signs make updates of full size from it."""
+    """Return a mask of gradients that are only rounding, which sign-based optimizers turn into full-size updates."""
     if a is None or b is None or a.shape != b.shape:
         return torch.zeros(())
     return ((a.abs() <= 1e3 * tolerance.floor * scale) & (b.abs() <= 1e3 * tolerance.floor * scale) & (a != b)).float()
@@ -398,7 +398,7 @@ def _largest(named: dict[str, Tensor]) -> float:
 def _error(
     a: Tensor | None, b: Tensor | None, least: float, *, fixed: bool = False, without: Tensor | None = None
 ) -> tuple[float, bool]:
-    """The largest difference relative to the size of `a`, which counts as `least` at least; whether both have NaN."""
+    """Return the largest difference relative to the size of `a` (at least `least`), and whether both have NaN."""
     if a is None and b is None:
         return 0.0, False
     if a is None or b is None or a.shape != b.shape or a.is_complex() != b.is_complex():
@@ -420,10 +420,10 @@ def _error(
 def fails_in_parts(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, world: World | None = None
 ) -> Verdict | None:
-    """Return the verdict on a loss that raises an error on the parts of a batch alone; None where it does not.
+    """Return the verdict on a loss that raises an error only on parts of a batch; None where it does not.
 
-    It is tried on one device, where an error leaves no rank waiting. Batch statistics may need more rows than a part
-    has, which is no matter where they are synchronised.
+    It runs on one device, where an error leaves no rank waiting. Networks with batch statistics are skipped: they may
+    need more rows than a part has, unless they are synchronized.
     """
     if parts_of(spec) == 1 or whole.batch_norms or task.loss is None:
         return None
@@ -436,7 +436,7 @@ def fails_in_parts(
 
 
 def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
-    """Return the verdict on an error that comes from a part of a batch and not from the whole."""
+    """Return the verdict on an error that occurs on a part of a batch but not on the whole."""
     why = f"it raises {type(error).__name__}: {error}, on a part of the batch, at {culprit(error)}"
     return Verdict("different", spec, "the loss", float("inf"), why, LOSS)
 
@@ -444,7 +444,7 @@ def failed_in_parts(spec: StrategySpec, error: Exception) -> Verdict:
 def judge(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, world: World | None = None
 ) -> Verdict:
-    """Return the verdict on split steps; where they differ, the whole ones are taken again to find out why."""
+    """Return the verdict on split steps; where they differ, repeat the whole ones to find the reason."""
     alone = world or NullWorld()
     found = list(compare(whole, parts))
     notes: list[str] = []
@@ -487,7 +487,7 @@ def judge(
 
 
 def _unit_inside(task: Task, plan: Plan, alone: World) -> float:
-    """The largest unit of rounding among the operations of a loss in float64, of which some may choose another type."""
+    """Return the largest machine epsilon of a loss's operations if some use a dtype below float64; else 0."""
     if task.loss is None:
         return 0.0
     operations = CallRecorder()
@@ -499,7 +499,7 @@ def _unit_inside(task: Task, plan: Plan, alone: World) -> float:
 
 
 def _same_everywhere(parts: Record, verdict: Verdict) -> Verdict:
-    """The verdict on equal steps, unless replicas hold something else than the first one."""
+    """Return the verdict on equal steps, or "different" if the replicas do not all hold the same."""
     differing = next((step.differing for step in parts.steps if step.differing), [])
     if not differing:
         return verdict
@@ -534,7 +534,7 @@ def _reason(
     found: Difference,
     alone: World,
 ) -> tuple[str, str]:
-    """Why a tensor differs, and what to do."""
+    """Return why a tensor differs, and a remedy."""
     if whole.batch_norms and spec.batch_stats == "local":
         return 'batch statistics are local to each replica; use batch_stats="sync"', ""
     if whole.batch_norms and spec.accumulate * spec.microbatches > 1:
@@ -557,7 +557,7 @@ def _reason(
 
 
 def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record, alone: World) -> bool:
-    """Whether splitting the batch alone, on one device, shows a difference."""
+    """Return whether splitting the batch on one device already shows a difference."""
     if parts_of(spec) == 1:
         return False
     apart = take_steps(alone, task, StrategySpec(accumulate=parts_of(spec)), plan, precision=whole.precision)
@@ -567,7 +567,7 @@ def _differs_in_parts(task: Task, spec: StrategySpec, plan: Plan, whole: Record,
 def _of_tensor_ranks(
     task: Task, spec: StrategySpec, plan: Plan, whole: Record, parts: Record, found: Difference, alone: World
 ) -> tuple[str, str]:
-    """The first module that shows a difference of layers that several ranks compute, and what to do."""
+    """Return the first module whose output differs under tensor parallelism, as a reason, and a remedy."""
     if not found.what.startswith(("the gradient", "the value")):
         return _of_the_strategy(spec, found, task)
     where = f"where {spec.tensor} ranks compute its layers together"
@@ -588,7 +588,7 @@ def _replicate(name: str) -> str:
 
 
 def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple[str, str]:
-    """A difference that splitting the batch on one device does not show."""
+    """Return reason and remedy for a difference that splitting the batch on one device does not show."""
     other = "use another strategy, mh.Mirrored() say, and report this network: the strategy should have refused it"
     if found.what.startswith("the update"):
         return f"gradients are equal, but the optimizer computes another update under {spec}", other
@@ -603,7 +603,7 @@ def _of_the_strategy(spec: StrategySpec, found: Difference, task: Task) -> tuple
 
 
 def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: World) -> str:
-    """The first operation that shows it when the batch is split on one device; "" where none does."""
+    """Return the first operation that differs when the batch is split on one device; "" where none does."""
     calls = []
     try:
         for accumulate in (1, max(2, parts_of(spec))):
@@ -625,7 +625,7 @@ def _cause(task: Task, spec: StrategySpec, plan: Plan, precision: str, alone: Wo
 
 
 def _source_of_nan(task: Task, plan: Plan, alone: World) -> str:
-    """The first operation of the whole step that is not finite."""
+    """Return the first operation of the whole step with a result that is not finite."""
     if task.loss is None:
         return ""
     operations = CallRecorder()

@@ -1,4 +1,4 @@
-"""Tables of which a checkpoint has only rows: for a plain network they are whole again, where memory allows."""
+"""Embedding tables saved as rows only: rebuild them whole for a plain network, where memory allows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..storage import Checkpoint
 from ..strategies import Embedding, first_rows
 
 IDS, VALUES, STEP, SEED = "ids", "values", "step", "seed"
-"""What is saved of a table by rows, besides what its rows remember."""
+"""Names of what is saved for a table by rows, in addition to its optimizer slots."""
 CHUNK = 1 << 18
-"""Rows that are made together."""
+"""Rows that are created together."""
 
 
 def with_tables(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
-    """A checkpoint for a plain network, with whole tables of which only rows were saved."""
+    """Return a checkpoint for a plain network, in which tables that were saved as rows are whole."""
     whole = {}
     tables = {name: part for name, part in model.named_modules() if isinstance(part, Embedding)}
     for name, table in tables.items():
@@ -38,7 +38,7 @@ def with_tables(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
 
 
 def require_no_rows(checkpoint: Checkpoint) -> None:
-    """Refuses to go on without servers where tables are too large for that."""
+    """Raise if a checkpoint has tables saved as rows, which only parameter servers can train."""
     names = [key.removesuffix(f" {IDS}") for key in checkpoint.policy if key.endswith(f" {IDS}")]
     if names:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Mistakes that torch reports without the samples: the same errors, with what was given and what to do."""
+"""Common torch errors, raised again with the samples that caused them and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INDEX = re.compile(r"index out of range in self|index (-?\d+) is out of bounds"
 
 
 def explain_mistake(error: BaseException, data: Any, ids: Any = None, step: int | None = None) -> None:
-    """Raise a well-known error of torch again with the samples and the remedy; return where it is another one."""
+    """Raise a well-known torch error again with the samples and a remedy; return for other errors."""
     where = "" if step is None else f" of step {step}"
     target = _TARGET.search(str(error))
     if target:
@@ -49,7 +49,7 @@ def explain_mistake(error: BaseException, data: Any, ids: Any = None, step: int 
 
 
 def _rows_with(data: Any, value: int, ids: Any) -> str:
-    """The samples that hold a value, by their ids."""
+    """Return the ids of the samples that contain a value, as text."""
     rows: set[int] = set()
     for _, leaf in _leaves(data):
         if leaf.dim() and not leaf.is_floating_point() and not leaf.is_complex():
@@ -62,7 +62,7 @@ def _rows_with(data: Any, value: int, ids: Any) -> str:
 
 
 def _ranges(data: Any) -> str:
-    """The smallest and the largest value of every tensor of whole numbers."""
+    """Return the smallest and largest value of every integer tensor, as text."""
     whole = [(path, leaf) for path, leaf in _leaves(data) if leaf.numel() and leaf.dtype in (torch.int64, torch.int32)]
     return ", ".join(f"{path} from {int(leaf.min())} to {int(leaf.max())}" for path, leaf in whole) or "no such indices"
 

@@ -16,9 +16,9 @@ from .predictor import inputs_of, named, outputs_of
 
 
 def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
-    """The task's loss and metrics over a feed, of the averaged weights where there are some.
+    """Return the task's loss and metrics over a feed, with the averaged weights where there are any.
 
-    Every sample counts once, whatever the number of replicas.
+    Every sample counts once, for any number of replicas.
     """
     sums = MetricSums(hand.replicas)
     functions, meters = parted(task, hand.replicas)
@@ -32,14 +32,14 @@ def evaluate(hand: Hand, task: Task, feed: Feed) -> dict[str, float]:
                     outputs = hand.replica.plain(outputs_of(task, hand.model, inputs_of(task, batch.data)))
                     for name, metric in functions.items():
                         sums.add(name, metric(outputs, batch.data), batch.num_samples)
-            # A borrowed row is another replica's, which shows it to its own meters.
+            # A padding row belongs to another replica, which passes it to its own meters.
             for meter in meters if batch.num_samples else ():
                 meter.update(outputs, batch.data, batch.num_samples)
     return {**sums.means(), **compute(meters, hand.replicas)}
 
 
 def predict(hand: Hand, task: Task, feed: Feed) -> dict[str, Tensor | list[Tensor]]:
-    """What the task predicts for every sample of a feed, in order; a list of rows where their shapes differ."""
+    """Return the task's predictions for every sample of a feed, in order; a list of rows where shapes differ."""
     rows: dict[str, list[Tensor]] = {}
     places: list[int] = []
     with evaluating(hand.model), torch.no_grad():
@@ -72,7 +72,7 @@ def _in_order(parts: list[Tensor], order: Tensor) -> Tensor | list[Tensor]:
 
 
 def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
-    """One pass; layers that use batch statistics even now must know of borrowed rows."""
+    """Yield one epoch of batches; layers with batch statistics must know of padding rows even in evaluation."""
     for batch in feed.epoch(Cursor()):
         hand.replica.ghost(batch.num_samples == 0)
         hand.draw_for(batch, salt=1)
@@ -81,13 +81,13 @@ def _batches(hand: Hand, feed: Feed) -> Iterator[Batch]:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Answers leave in full precision, whatever they were computed in."""
+    """Convert half-precision outputs to fp32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The network in evaluation mode, and every layer back as it was: a person may have frozen some of them."""
+    """Put the network into evaluation mode; restore each layer's mode afterwards, as the user may have frozen some."""
     modes = {layer: layer.training for layer in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Explain: how a task's network would be split, found without running it and without its values."""
+"""Determine how a task's network would be split, without running it and without its values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
-    """The table of a task under a spec with definite axes, and the layout that ranks can follow without finding it."""
+    """Return the split table of a task under a definite spec, and the layout that ranks can reuse."""
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
         model = in_double(model)
@@ -30,7 +30,7 @@ def explain(task: Task, spec: StrategySpec) -> tuple[SplitTable, Layout | None]:
 
 
 def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout | None, float]:
-    """How a network's layers are cut, and how many times the batch of a rank is what was followed to find it."""
+    """Return how layers are sharded, and a rank's batch size as a multiple of the samples used to find that."""
     if spec.tensor == 1:
         return None, 0.0
     batch, size = few_samples(task, spec)
@@ -39,12 +39,12 @@ def layout_of(task: Task, model: nn.Module, spec: StrategySpec) -> tuple[Layout 
 
 
 def can_explain(task: Task) -> bool:
-    """Whether the data can be looked at here; a function that makes it runs in the ranks."""
+    """Return whether the data can be read here; a function that makes data runs in the ranks."""
     return not inspect.isfunction(task.data)
 
 
 def without_values(task: Task) -> nn.Module | None:
-    """The task's network on the meta device; None where it cannot be built so."""
+    """Return the task's network on the meta device; None where it cannot be built there."""
     states = random_state(torch.device("cpu"))
     try:
         with torch.device("meta"):
@@ -56,7 +56,7 @@ def without_values(task: Task) -> nn.Module | None:
 
 
 def few_samples(task: Task, spec: StrategySpec, count: int = NUM_FOLLOWED) -> tuple[Any, int]:
-    """A few samples, and how many a batch has."""
+    """Return a few samples, and the batch size."""
     source = as_source(task.data, collate=task.collate)
     size = check_source(source, task.batch_size)
     window = next(source.windows(seed=0, epoch=0, shuffle=False, start=0, batch_size=min(count, size)))
@@ -77,7 +77,7 @@ def _probe(task: Task, batch: Any) -> Callable[..., Any]:
 
 
 def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
-    """A function of a world that the spec is for: the one this process is in, or one that is not there."""
+    """Call a function with a world for the spec: the current one, or a fake one outside of ranks."""
     here = current_world()
     if here is not None:
         return function(here)
@@ -89,7 +89,7 @@ def _in_world(spec: StrategySpec, function: Callable[[World], Any]) -> Any:
 
 
 def slots_of(task: Task, model: nn.Module) -> float:
-    """Bytes of optimizer state for a byte of parameters."""
+    """Return the bytes of optimizer state per byte of trained parameters."""
     optimizers = optimizers_of(model, task.make_optimizer).values()
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(map(state_bytes, optimizers)) / max(1, trained)

@@ -1,4 +1,4 @@
-"""Gathering rows of all replicas, with gradients: what losses need in which samples look at each other."""
+"""Gather rows of all replicas with gradients, for losses in which samples depend on each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..distributed import World
 
 
 def gather_rows(world: World, rows: Tensor) -> Tensor:
-    """The rows of all replicas one after another; a replica may have more of them than another."""
+    """Concatenate the rows of all replicas; their numbers of rows may differ."""
     return rows if world.size == 1 else _gather(rows, world)
 
 
@@ -20,7 +20,7 @@ def _gather(*args: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Every replica pads its rows to the longest; backward sums what all replicas want of a row, and keeps its own."""
+    """Gather with rows padded to the longest replica; backward all-reduces gradients and keeps this replica's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hand: what one replica holds. `fit` drives it; whoever writes the whole loop uses it directly."""
+"""`Hand`: the handle of one replica. `fit` drives it; custom training loops use it directly."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ if TYPE_CHECKING:
 
 Key = str
 NUM_FOLLOWED, MAX_FOLLOWED, NUM_TRIED = 4, 64, 6
-"""Samples that are followed through a network to find out how to split it; more where stages are measured."""
+"""Samples traced through a network to find how to split it; up to `MAX_FOLLOWED` where pipeline stages are timed."""
 OPTIMIZER_DRAWS = 0x0971
-"""Tells the seeds of optimizers from those of networks."""
+"""Salt that keeps the seeds of optimizers apart from those of networks."""
 TELL_SECONDS = 0.5
 _AS_IT_IS = contextlib.nullcontext()
 _built: WeakSet[nn.Module] = WeakSet()
-"""Networks that this process has built for tasks: one that comes again would go on from where it was left."""
+"""Networks this process has already built for tasks: reusing one would start from its trained weights."""
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """A step of a replica that drifts: its total, count and vote, which become those of all, and what they decide."""
+    """A local SGD step: its loss total, count and stop vote, and the tensors to correct once replicas synchronize."""
 
     row: Tensor
     loss: Tensor
@@ -80,16 +80,16 @@ class _Noted:
 
 
 class Hand:
-    """One replica's view of the work: who it is, its part of the data, and collectives with the others."""
+    """The handle of one replica: its rank and device, its share of the data, the step, collectives and checkpoints."""
 
     def __init__(self, world: World, spec: StrategySpec) -> None:
         self.world, self.spec = world, spec
         self.replicas = world.along(spec.axes, *DATA_AXES)
-        """The ranks that take other samples than this one, as a world; ranks along other axes work on the same ones."""
+        """The data-parallel ranks as a world: each takes other samples; ranks along other axes share the same ones."""
         self.rank, self.size, self.device = self.replicas.rank, self.replicas.size, world.device
         self.is_first = world.is_first
         self.cursors: list[Cursor] = []
-        """Where each dataset stands, in the order of their first use; the first is the one that is trained on."""
+        """The read position of each dataset, in order of first use; the first is the training data."""
         self._datasets: dict[Any, tuple[Any, int]] = {}
         self.num_steps = 0
         self.num_restores = 0
@@ -97,45 +97,45 @@ class Hand:
         self.averages: Averages | None = None
         """The moving average of the weights, where the task has `ema`."""
         self.seconds = {"optimizer": 0.0, "save": 0.0, "validation": 0.0}
-        """Where this replica's time went, besides input, sync and compute."""
+        """Seconds this replica spent on work other than input, sync and compute."""
         self.spans: Spans | None = None
-        """Where this replica notes what it does, while a step is timed."""
+        """Records the phases of a step while that step is timed."""
         self._replica: Replica | None = None
         self._choosing: Choosing | None = None
         self.batch: Batch | None = None
-        """The batch that `batches` gave last: its samples, their ids, their place in the global batch."""
+        """The batch that `batches` yielded last: its samples, their ids and their place in the global batch."""
         self.randomness = LayoutFree(self.device) if spec.deterministic else None
-        """What draws random numbers that do not depend on the layout; None where torch's own generators do."""
+        """Generates random numbers that do not depend on the layout; None where torch's own generators are used."""
         self._seed = 0
         self._covers: list[RemovableHandle] = []
         self.layout: Layout | None = None
-        """How layers are cut, where that is known before the network is built."""
+        """How layers are sharded, where that is known before the network is built."""
         self.part = BatchShare(1, self.size)
-        """How much of the step's global batch the current micro-batch is."""
+        """The share of the step's global batch that the current micro-batch is."""
         self.start = 0
-        """Where the current micro-batch begins among this replica's samples."""
+        """The index of the current micro-batch's first sample among this replica's samples."""
         self._tallies: dict[Key, Tally] = {}
         self._last_tally: Tally | None = None
         self._vote = torch.zeros((), device=self.device)
         self._has_voted = False
         self._noted: dict[Key, list[_Noted]] = {}
-        """Steps since the replicas last agreed, where they drift apart."""
+        """Local SGD steps by optimizer since the replicas last synchronized."""
         self._due: list[Key] = []
         self._heard_stop = False
         self._joined_at = -1
         self.is_midway = False
-        """Whether something was updated since a step was last known to be whole."""
+        """Whether parameters were updated since the last step that is known to be complete."""
         self.skips = False
-        """Whether a step whose gradient is not finite is left out."""
+        """Whether a step with a gradient that is not finite is skipped."""
         self.good: Tensor | None = None
-        """A flag on the device: whether the last step was taken; None where every step is."""
+        """A flag on the device: whether the last step was applied; None where no step is skipped."""
         self.look_every = 1 if self.device.type == "cpu" else 50
-        """Steps between two looks at losses and votes: on a GPU a look waits for the device."""
+        """Steps between two reads of losses and votes: on a GPU a read waits for the device."""
         self.losses: dict[Key, Tensor] = {}
-        """The losses of the last step, over all replicas; where they drift, of this one until they agree."""
+        """The last step's losses over all replicas; under local SGD, this replica's until the next synchronization."""
         self._stores: dict[Path, CheckpointStore] = {}
         self.tells_steps = False
-        """Whether somebody wants to know how far a loop of a person's own has come."""
+        """Whether to report the progress of a custom training loop."""
         self._told_at = 0.0
 
     # -- setting up -----------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ class Hand:
     def setup(
         self, model: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
     ) -> tuple[nn.Module, Any]:
-        """Puts a network and its optimizer under the strategy; returns both, ready to use.
+        """Apply the strategy to a network and its optimizer; return both, ready to use.
 
-        A list of optimizers takes its steps together; those of a dict are named by their keys.
+        Optimizers in a list step together; those in a dict are named by their keys.
 
         >>> hand = Hand(NullWorld(), StrategySpec())
         >>> net = nn.Linear(2, 1)
@@ -155,9 +155,9 @@ class Hand:
         return self.model, optimizer
 
     def build(self, task: Task, look: Callable[[nn.Module], None] | None = None) -> None:
-        """Builds a task's network and optimizer, with the same first values on every replica.
+        """Build a task's network and optimizer, with the same initial values on every replica.
 
-        `look` sees a network that is going to be cut in pieces while it is whole.
+        `look` is called with the whole network before it is split into pieces.
         """
         seed_all(mix(task.seed, 0))
         deferred = self._deferred(task)
@@ -177,14 +177,14 @@ class Hand:
         if task.ema is not None:
             self.averages = Averages(self.model, self.replica.groups, task.ema)
         if task.weights is not None:
-            # Both build on hands.
+            # Both modules import this one.
             from .initial_weights import start_from
             from .run import as_weights
 
             start_from(self, as_weights(task.weights))
 
     def _deferred(self, task: Task) -> Deferred | None:
-        """The network without its values, where ranks hold parts of each of them; None where it must be made whole."""
+        """Return the network without values where its parameters are sharded; None where it must be built whole."""
         spec = self.spec
         if spec.axes.keys() - {"replicas"} != {"shards"} or spec.sharding == "optimizer" or self.world.size == 1:
             return None
@@ -195,7 +195,10 @@ class Hand:
             return None
 
     def probe(self, compute: Callable[[nn.Module, Any], Any] | None, source: Source, batch_size: int) -> Probe | None:
-        """What is computed of a few samples, for strategies that follow them through the network."""
+        """Return a function that computes the loss of a few samples, for strategies that trace the network with it.
+
+        None where no strategy needs it.
+        """
         is_known = self.layout is not None and self.spec.stages == 1 and self.size * self.spec.accumulate == 1
         is_split = self.spec.accumulate > 1 or self.world.size > 1 or self.spec.servers > 0
         if compute is None or is_known or not is_split:
@@ -208,12 +211,12 @@ class Hand:
         )
         few = functools.cache(lambda: self.peek(source, batch_size, rows))
         if self.spec.axes.keys() - {"replicas"}:
-            # They are followed through the network on tensors without values, where none can be read any more.
+            # The trace runs on tensors without values, where samples can no longer be read.
             few()
         return lambda model, fake: compute(model, fake(few()))
 
     def peek(self, source: Source, batch_size: int, num_samples: int) -> Any:
-        """Some of the first samples."""
+        """Return a few of the first samples, without shuffling."""
         with contextlib.closing(self.make_feed(source, batch_size, shuffle=False)) as feed:
             return feed.peek(num_samples)
 
@@ -225,7 +228,7 @@ class Hand:
         look: Callable[[nn.Module], None] | None = None,
         fill: Callable[[Take], None] | None = None,
     ) -> None:
-        """Puts a network under the strategy, and makes its optimizer there; `fill` brings values that it lacks."""
+        """Build the replica: apply the strategy to a network and create its optimizer; `fill` loads missing values."""
         self._replica = realise(self.spec, self.world, model, make_optimizer, probe, look, self.layout, fill)
         self.spec = self._replica.spec
         for text in self._replica.notes:
@@ -235,18 +238,18 @@ class Hand:
             self._covers += self.randomness.cover(self.model)
 
     def follow_policy(self, sync: str) -> None:
-        """Lets the replicas agree in another way from here on; all of them must do so together."""
+        """Switch to another sync policy; all replicas must call this together."""
         if sync == self.spec.sync:
             return
         self.agree()
         self._replica = under(self.replica, sync)
         self.spec = self._replica.spec
-        # Recordings of a step stand for the way it was.
+        # Invalidates captured steps: they contain the old policy.
         self.num_restores += 1
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Counts the time of what runs inside; waiting for other replicas is counted as sync instead."""
+        """Add the time of the enclosed block to `seconds`; waiting for other replicas counts as sync instead."""
         start, waited = time.perf_counter(), self.world.waited
         try:
             yield
@@ -254,52 +257,52 @@ class Hand:
             self.seconds[what] += time.perf_counter() - start - (self.world.waited - waited)
 
     def during(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """What runs inside belongs to this phase of a step, where one is timed."""
+        """Attribute the enclosed block to this phase of the step, where the step is timed."""
         return _AS_IT_IS if self.spans is None else self.spans.during(what)
 
     @property
     def replica(self) -> Replica:
-        """The network as this rank holds it."""
+        """The network and optimizers as this rank holds them; raises `TaskError` before `setup`."""
         if self._replica is None:
             raise TaskError("a hand needs a network first", got="none", remedy="call hand.setup(model, optimizer)")
         return self._replica
 
     @property
     def is_apart(self) -> bool:
-        """Whether this replica has taken steps that the others do not know of."""
+        """Whether this replica has taken local SGD steps that are not synchronized yet."""
         return self._replica is not None and not self._replica.agrees
 
     @property
     def model(self) -> nn.Module:
-        """The network."""
+        """The network under the strategy."""
         return self.replica.model
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by name; the only one is under the empty name."""
+        """The optimizers by name; a single one has the empty name."""
         return self.replica.optimizers
 
     @property
     def epoch(self) -> int:
-        """The pass over the training data that is under way."""
+        """The current epoch of the training data."""
         return self.cursors[0].epoch if self.cursors else 0
 
     def seed(self, seed: int) -> None:
-        """Seeds every generator, differently on each replica."""
+        """Seed every generator, differently on each replica."""
         seed_all(mix(seed, self.rank))
         self._seed = seed
 
     def draw_for(self, batch: Batch, salt: int = 0) -> None:
-        """Makes layout-free numbers those of a batch's samples in this step; `salt` makes others of them."""
+        """Seed the layout-free random numbers by a batch's samples and the step; `salt` selects another stream."""
         if self.randomness is not None:
             self.randomness.load(mix(self._seed, salt), self.num_steps, batch.ids)
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Where layout-free numbers are drawn, if they are asked for."""
+        """Return a context in which layout-free random numbers are drawn, where the strategy is deterministic."""
         return _AS_IT_IS if self.randomness is None else self.randomness.drawing()
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
-        """Where the network and its loss are computed: the strategy's precision and randomness."""
+        """Return the context in which network and loss are computed: the strategy's precision and randomness."""
         return self.replica.scope() if self.randomness is None else self._drawing_in(self.replica.scope())
 
     @contextlib.contextmanager
@@ -319,9 +322,9 @@ class Hand:
         seed: int = 0,
         collate: Any = None,
     ) -> Iterator[Any]:
-        """This replica's part of every global batch: one pass over the data, or on until `epochs` passes are done.
+        """Iterate over this replica's share of every global batch: one epoch, or until `epochs` epochs are complete.
 
-        Every call goes on where the last one over the same data ended, also after `restore`.
+        Each call continues where the last one over the same data ended, also after `restore`.
 
         >>> hand = Hand(NullWorld(), StrategySpec())
         >>> [batch.tolist() for batch in hand.batches(torch.arange(5), 2, shuffle=False)]
@@ -343,7 +346,7 @@ class Hand:
     def make_feed(
         self, source: Any, batch_size: int, *, shuffle: bool, seed: int = 0, workers: int | None = None
     ) -> Feed:
-        """A feed of this replica's part."""
+        """Return a feed of this replica's share of the data."""
         return Feed(
             source,
             batch_size=batch_size,
@@ -358,7 +361,7 @@ class Hand:
         )
 
     def one_epoch(self, feed: Feed, which: int = 0) -> Iterator[Batch]:
-        """Batches of a dataset from where its cursor stands to the end of its epoch."""
+        """Yield the batches of a dataset from its cursor to the end of the epoch, and advance the cursor."""
         while len(self.cursors) <= which:
             self.cursors.append(Cursor())
         epoch = self.cursors[which].epoch
@@ -369,7 +372,7 @@ class Hand:
         self.cursors[which] = Cursor(epoch=epoch + 1)
 
     def _which(self, data: Any) -> int:
-        """The number of a dataset, by its first use; a tuple of the same arrays is the same data."""
+        """Return a dataset's index in order of first use; a tuple of the same arrays counts as the same dataset."""
         parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
         _, which = self._datasets.setdefault(tuple(map(id, parts)), (data, len(self._datasets)))
         while len(self.cursors) <= which:
@@ -377,7 +380,7 @@ class Hand:
         return which
 
     def take(self, batch: Batch) -> None:
-        """Makes this the batch that losses are weighed by."""
+        """Make this the current batch, by which losses are weighted."""
         self.batch = batch
         self.part = BatchShare(batch.num_samples, batch.global_samples)
         self.draw_for(batch)
@@ -385,13 +388,13 @@ class Hand:
             self._begin_part()
 
     def _begin_part(self) -> None:
-        """Say what the next micro-batch is before it is computed."""
+        """Prepare the replica and its buffers for the next micro-batch; must run before its forward pass."""
         self.replica.ghost(self.part.is_ghost)
         if self.replica.buffers:
             self.replica.buffers.begin()
 
     def accumulate(self, batch: Any = None) -> Iterator[Any]:
-        """The micro-batches of the current batch; `backward` on each gives the mathematics of the whole."""
+        """Iterate over the current batch's micro-batches; `backward` on each gives the gradient of the whole batch."""
         current = self.batch
         if current is None or (batch is not None and batch is not current.data):
             raise TaskError(
@@ -399,7 +402,7 @@ class Hand:
                 got=type(batch).__name__,
                 remedy="pass that batch",
             )
-        # `take` has weighed a batch of one part already.
+        # `take` has already set the weight of a batch with a single micro-batch.
         is_whole = len(current.sizes) == 1 and self.randomness is None
         return iter((current.data,)) if is_whole else self._micros(current)
 
@@ -422,26 +425,26 @@ class Hand:
             self.randomness.begin()
 
     def select(self, start: int, size: int) -> None:
-        """Makes layout-free numbers those of some of the batch's samples."""
+        """Restrict the layout-free random numbers to a range of the batch's samples."""
         if self.randomness is not None:
             self.randomness.select(start, size)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor | Mean, key: Key = MAIN) -> None:
-        """Adds a loss's gradients, weighed by this replica's share of the batch; the last one starts the sums."""
+        """Accumulate a loss's gradients, weighted by the share of the batch; the last one starts the all-reduce."""
         tally = self.open_tally(key)
         objective = tally.add(whole_loss(self.replica, loss), self.part)
         if self.part.last:
             self.send(tally, key)
-        # A forward that is computed again must draw the same numbers again.
+        # Recomputed activations must draw the same random numbers as the first forward pass.
         with self.during("backward"), self.drawing():
             self.replica.backward(objective, key, last=self.part.last)
         if self.replica.buffers and key == next(iter(self.replica.groups)):
             self.replica.buffers.end(self.part.size, last=self.part.last)
 
     def open_tally(self, key: Key = MAIN) -> Tally:
-        """The tally of the step under way."""
+        """Return the loss totals of the current step, creating them for its first micro-batch."""
         tally = self._tallies.get(key)
         if tally is None:
             replica = self.replica
@@ -455,41 +458,41 @@ class Hand:
         return tally
 
     def send(self, tally: Tally, key: Key = MAIN) -> None:
-        """All losses of the step are in its tally, so it can go to the other replicas."""
+        """Send the step's loss totals to the other replicas, once all its micro-batches are added."""
         self.heed()
         tally.send(self._vote, self.replica.riders(key))
 
     def heed(self) -> None:
-        """Puts a wish to stop where it travels with the next step."""
+        """Turn a stop request into a vote that is sent with the next step."""
         if self.world.line.stopping and not self._has_voted:
             self._vote.fill_(1)
             self._has_voted = True
 
     def begin_step(self) -> list[Tensor]:
-        """What a step that is left out must not have changed."""
+        """Return copies of the buffers, to restore them if the step is skipped."""
         self.good = None
         return [buffer.clone() for buffer in self.model.buffers()] if self.skips else []
 
     def end_step(self, before: list[Tensor]) -> None:
-        """Puts buffers back if the step was left out."""
+        """Restore the buffers if the step was skipped."""
         if self.good is not None and (self.device.type != "cpu" or not self.good):
             keep_where(self.good, list(self.model.buffers()), before)
 
     def step(self, key: Key = MAIN) -> None:
-        """Finishes the gradients over all replicas, clips them, and updates the parameters."""
+        """Reduce the gradients over all replicas, clip them, and update the parameters."""
         with self.during("optimizer"):
             self.update(key)
             self.note(key)
         self.tell_step(lambda: self.num_steps)
 
     def tell_step(self, step: Callable[[], int]) -> None:
-        """Lets whoever started this loop know now and then how far it has come, where they want to."""
+        """Report the step number of a custom loop at most every `TELL_SECONDS`, where progress was asked for."""
         if self.tells_steps and self.is_first and time.monotonic() > self._told_at + TELL_SECONDS:
             self._told_at = time.monotonic()
             self.world.line.report(event("step", step=step()))
 
     def update(self, key: Key = MAIN) -> None:
-        """What a step does within this replica and with its gradients."""
+        """Finish the gradients, clip them, and update the parameters and weight averages of one optimizer."""
         tally = self._tallies.pop(key, None)
         if tally is None:
             raise TaskError(
@@ -515,13 +518,13 @@ class Hand:
             self.num_steps += 1
 
     def _drawing_alike(self, key: Key) -> contextlib.AbstractContextManager[None]:
-        """Where an optimizer of the user's own takes its step: what it draws is the same on every replica."""
+        """Return a context in which user-defined optimizers draw the same random numbers on every replica."""
         if all(type(one).__module__.startswith("torch.optim.") for one in each_of(self.optimizers[key])):
-            return _AS_IT_IS  # none of torch's own draws, and their updates may be part of a CUDA graph
+            return _AS_IT_IS  # torch's own optimizers draw nothing, and their updates may be part of a CUDA graph
         return seeded(mix(self._seed, self.num_steps, *key.encode(), OPTIMIZER_DRAWS), self.device)
 
     def note(self, key: Key = MAIN) -> None:
-        """A step was taken: where replicas drift, what it learnt from is kept until they agree, which may be now."""
+        """Account for a completed step: under local SGD, store its totals and synchronize if that is due."""
         if self.replica.drifts:
             self._keep(key)
         if self._choosing is not None and key == next(iter(self.replica.groups)):
@@ -532,7 +535,7 @@ class Hand:
         assert self._last_tally is not None
         row, good = self._last_tally.row, self.good
         if good is not None:
-            # A replica that left the step out has learnt nothing from it; its vote counts all the same.
+            # A replica that skipped the step adds no samples to the mean; its stop vote still counts.
             row[:2] = torch.where(good, row[:2], torch.zeros_like(row[:2]))
         self._noted.setdefault(key, []).append(_Noted(row, self.losses[key], good))
         if self.replica.note(key, row):
@@ -541,7 +544,7 @@ class Hand:
             self.meet()
 
     def meet(self) -> None:
-        """Agrees with the other replicas where it is time; the losses since then become those of all."""
+        """Synchronize local SGD replicas where due; the losses since the last time become those of all replicas."""
         due, self._due = self._due, []
         for key in due:
             self.replica.meet(key)
@@ -553,9 +556,9 @@ class Hand:
             self._heard_stop = self._heard_stop or (bool(noted) and bool(noted[-1].row[2] > 0))
 
     def agree(self) -> None:
-        """Makes all replicas one network with one optimizer's state, where a policy lets them go apart.
+        """Synchronize parameters and optimizer state over all replicas, under policies where they diverge.
 
-        Validation, checkpoints and the end of `fit` do so; a loop of one's own must, before it evaluates.
+        Validation, checkpoints and the end of `fit` do so; a custom training loop must call it before it evaluates.
         """
         if not self.replica.drifts or (self.replica.agrees and self._joined_at == self.num_steps):
             return
@@ -565,7 +568,7 @@ class Hand:
         self._joined_at = self.num_steps
 
     def _flag(self, key: Key, norm: Tensor | None, tally: Tally) -> Tensor | None:
-        """Whether this update is to be taken, where some may be left out."""
+        """Return a flag on the device: whether to apply this update; None where no step is skipped."""
         if not self.skips:
             return None
         flag = (self.replica.is_finite(key) if norm is None else norm.isfinite()) & tally.is_finite
@@ -573,31 +576,31 @@ class Hand:
         return flag
 
     def forget_step(self) -> None:
-        """Gives up the step under way: its losses and gradients."""
+        """Discard the current step's losses and gradients."""
         self._tallies.clear()
         self.replica.forget()
         self.replica.buffers.reset()
 
     def recorded_tally(self) -> Tally:
-        """The tally of the step that was just recorded, open or closed."""
+        """Return the loss totals of the step that was just captured, sent or not."""
         tally = self._tallies.pop(MAIN, None) or self._last_tally
         assert tally is not None
         return tally
 
     def reopen(self, tally: Tally) -> None:
-        """Makes this the tally of the step that is being taken."""
+        """Make these the loss totals of the current step."""
         self._tallies[MAIN] = tally
 
     def follow(self, tally: Tally, losses: Mapping[Key, Tensor], good: Tensor | None) -> None:
-        """Takes over what a recorded step left behind; copies, since the next one writes to the same place."""
+        """Adopt the results of a captured step; they are copied, since its next replay overwrites them."""
         self._last_tally = tally
         self.losses = {key: loss.clone() for key, loss in losses.items()}
         self.good = None if good is None else good.clone()
 
     def minimize(self, loss: Tensor | Mean | Callable[[Any], Tensor | Mean], key: Key = MAIN) -> Tensor:
-        """Backward and step in one, for one of several optimizers; returns the loss over all replicas.
+        """Run backward and step of one of several optimizers; return the loss over all replicas.
 
-        Under accumulation pass a function of the micro-batch instead of a loss.
+        Under gradient accumulation pass a function of the micro-batch instead of a loss.
         """
         if key not in self.replica.groups:
             known = ", ".join(map(repr, self.replica.groups))
@@ -620,32 +623,32 @@ class Hand:
 
     @property
     def is_look(self) -> bool:
-        """Whether it is time to look at losses and votes; all replicas do so together."""
+        """Whether losses and votes are read after this step; the same answer on every replica."""
         if self._replica is not None and self._replica.drifts:
             return self._replica.agrees
         return self.num_steps % self.look_every == 0
 
     @property
     def loss(self) -> float:
-        """The last step's loss over all replicas; where they drift, of this one until they agree."""
+        """The last step's loss over all replicas; under local SGD, this replica's until the next synchronization."""
         return float(next(iter(self.losses.values())))
 
     @property
     def part_loss(self) -> Tensor | None:
-        """The last step's loss over this replica's own samples, NaN where it had none; None where it is alone."""
+        """The last step's loss over this replica's own samples, NaN where it had none; None with a single replica."""
         return None if self.size == 1 or self._last_tally is None else self._last_tally.local_loss
 
     @property
     def finite_parts(self) -> list[bool]:
-        """Whether the loss of each part of this replica's last batch is finite."""
+        """Whether the loss of each micro-batch of this replica's last step is finite."""
         return [] if self._last_tally is None else self._last_tally.finite_parts
 
     def stop(self) -> None:
-        """Asks all replicas to end after a step that they agree on."""
+        """Request a stop; all replicas end after the same step."""
         self.world.line.stopping = True
 
     def voted_to_stop(self) -> bool:
-        """Whether the last step carried such a wish; the same answer on every replica."""
+        """Whether a replica requested a stop in the last step; the same answer on every replica."""
         if self.world.size == 1:
             return self.world.line.stopping
         if self._heard_stop:
@@ -655,13 +658,13 @@ class Hand:
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def sum(self, value: Tensor | float) -> Tensor:
-        """The sum over the replicas."""
+        """Return the sum over the replicas."""
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
         self.replicas.all_reduce(tensor)
         return tensor
 
     def mean(self, value: Tensor | float) -> Tensor:
-        """The mean over the replicas.
+        """Return the mean over the replicas.
 
         >>> Hand(NullWorld(), StrategySpec()).mean(3.0)
         tensor(3.)
@@ -669,7 +672,7 @@ class Hand:
         return self.sum(torch.as_tensor(value, device=self.device) * 1.0) / self.size
 
     def gather(self, value: Tensor | float) -> Tensor:
-        """The rows of all replicas one after another, in rank order; single numbers are stacked. Gradients flow back.
+        """Concatenate the rows of all replicas in rank order; scalars are stacked. Gradients flow back.
 
         >>> Hand(NullWorld(), StrategySpec()).gather(3.0)
         tensor([3.])
@@ -678,30 +681,30 @@ class Hand:
         return gather_rows(self.replicas, tensor.unsqueeze(0) if tensor.dim() == 0 else tensor)
 
     def broadcast(self, value: Tensor, source: int = 0) -> Tensor:
-        """The value of one replica, on all."""
+        """Return the value of replica `source` on all replicas."""
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
         self.replicas.broadcast(tensor, source)
         return tensor
 
     def barrier(self) -> None:
-        """Returns when every replica has come here."""
+        """Block until every rank has called this."""
         self.world.barrier()
 
     def log(self, **values: Any) -> None:
-        """Reports values of the first replica to the event log and the screen."""
+        """Report values of the first replica to the event log and the screen."""
         if self.is_first:
             plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
             self.world.line.report(event("log", step=self.num_steps, values=plain))
 
     def notice(self, text: str) -> None:
-        """Tells the person something, once for all replicas."""
+        """Report a text to the user, from the first rank only."""
         if self.is_first:
             self.world.line.report(event("notice", text=text))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, score: float | None = None, **state: Any) -> None:
-        """Writes a checkpoint in the background: network, optimizers, place in the data, random states, and `state`."""
+        """Write a checkpoint in the background: network, optimizers, data position, random states, and `state`."""
         with self.timed("save"):
             self.agree()
             checkpoint = take_snapshot(self, state)
@@ -709,9 +712,9 @@ class Hand:
                 self.store(path).save(checkpoint, score=score)
 
     def restore(self, path: str | Path, *, before: int | None = None) -> dict[str, Any] | None:
-        """Continues from the newest good checkpoint, of those before a step where one is given.
+        """Restore the newest intact checkpoint, if given of a step before `before`.
 
-        Returns the `state` that was saved, None if there is none.
+        Returns the `state` that was saved; None if there is no checkpoint.
         """
         store = self.store(path)
         seen = self.world.gather_objects([step for step in store.steps() if before is None or step < before])
@@ -721,11 +724,11 @@ class Hand:
         self._noted.clear()
         if all(steps == seen[0] for steps in seen):
             return restore_snapshot(self, store.load(before=before))
-        # The run lies on the disk of the first rank's host.
+        # The checkpoints are on the disk of the first rank's host.
         return restore_snapshot(self, share(self.world, store.load(before=before) if self.is_first else None, 0))
 
     def store(self, path: str | Path, *, keep: int = 2) -> CheckpointStore:
-        """The folder of checkpoints at this path."""
+        """Return the checkpoint store at this path, opened once."""
         root = Path(path)
         if root not in self._stores:
             self._stores[root] = CheckpointStore(
@@ -737,7 +740,7 @@ class Hand:
         return self._stores[root]
 
     def close(self) -> None:
-        """Waits for what is being written and takes the strategy off the network."""
+        """Wait for pending checkpoint writes and remove the strategy's hooks from the network."""
         for store in self._stores.values():
             store.close()
         for cover in self._covers:
@@ -748,7 +751,7 @@ class Hand:
 
 
 def whole_loss(replica: Replica, loss: Tensor | Mean) -> Tensor | Mean:
-    """A loss as on one device, where ranks computed it together."""
+    """Return a loss as on one device, where its tensors are distributed over ranks."""
     return Mean(*replica.plain((loss.total, loss.count))) if isinstance(loss, Mean) else replica.plain(loss)
 
 
@@ -756,12 +759,12 @@ _held: list[Hand] = []
 
 
 SCRIPT_END = "the first replica has come to the end"
-"""The mark for whoever waits for something that it has not done."""
+"""The mark that the first rank sets when its script has ended, so that other ranks stop waiting for it."""
 
 
 @contextlib.contextmanager
 def holding(hand: Hand) -> Iterator[None]:
-    """Makes a hand the one that `mh.hand()` gives in this process."""
+    """Make `hand` the one that `mh.hand()` returns in this process."""
     _held.append(hand)
     try:
         yield
@@ -772,7 +775,7 @@ def holding(hand: Hand) -> Iterator[None]:
 
 
 def hand(on: str | None = None) -> Hand:
-    """The hand of this process: one of many under `manyhands launch`, the only one otherwise, on the first of `on`.
+    """Return this process's hand: one rank of many under `manyhands launch`, else the only one, on the first of `on`.
 
     >>> hand().size
     1
@@ -784,9 +787,9 @@ def hand(on: str | None = None) -> Hand:
 
 
 def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Sequence[str] = TRAINERS) -> World | None:
-    """The world that this process is a rank of, also where torchrun has launched it; what it reports is then shown.
+    """Return the world this process is a rank of, also under torchrun; the first rank then displays its events.
 
-    `roles` are the parts of a described cluster whose processes are ranks.
+    `roles` are the roles of a described cluster whose processes are ranks.
     """
     known = current_world()
     world = known or join_launched(on, timeout, roles=roles)
@@ -798,7 +801,7 @@ def joined_world(on: Any = None, timeout: float = DEFAULT_TIMEOUT, *, roles: Seq
 
 
 def _world_of_a_plain_program(on: str | None) -> World:
-    """The first device there is; what the hand logs is shown."""
+    """Return a world of one rank on the first available device, whose log is displayed."""
     device = resolve(on, 1)[0][0]
     view = make_view(f"replicas=1 on {device}", None, live=False)
     return NullWorld(device, DirectChannel(lambda entry: view.show(0, entry)))

@@ -1,4 +1,4 @@
-"""Starting from what was learned before: the weights of a run or of a file, in a network that begins anew."""
+"""Initial weights from a run or a file, for a network that starts training from step 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_start(task: Task, source: Weights | None) -> None:
-    """Refuses weights of another network before any process is started, from names and shapes alone."""
+    """Raise if the weights do not fit the network, by names and shapes, before any process is started."""
     if source is None:
         return
     found = open_weights(source.source)
@@ -23,7 +23,7 @@ def check_start(task: Task, source: Weights | None) -> None:
 
 
 def start_from(hand: Hand, source: Weights | None) -> None:
-    """Puts weights into a hand's network; the average goes on from their average, where both have one."""
+    """Load weights into a hand's network; its weight average starts from their average, where both have one."""
     if source is None:
         return
     found = open_weights(source.source)

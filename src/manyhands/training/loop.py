@@ -1,4 +1,4 @@
-"""The training loop of one replica: from the network's first value to the last checkpoint, top to bottom."""
+"""The training loop of one replica: from building the network to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ REPORT_SECONDS = 0.5
 MAX_RECENT = 10_000
 _GOOD, _PART = "\0good", "\0part"
 MANY = 8
-"""Replicas whose own losses are all recorded; of more of them only those of some steps are."""
+"""Up to this many replicas, every step's per-replica losses are reported; with more, only those of some steps."""
 WORTH_A_WORD = 1.0
-"""Seconds of waiting for data from which a person hears of it."""
+"""Seconds of waiting for data above which the user gets a notice."""
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas."""
 STRAYED = (
@@ -63,40 +63,40 @@ STRAYED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a replica is to train: plain data, the same on every one."""
+    """The description of a training run: plain data, the same on every replica."""
 
     task: Task
     spec: StrategySpec
     folder: Path
     epochs: int = 1
     steps: int | None = None
-    """Ends the run after so many steps, even in mid-epoch."""
+    """Ends the run after this many steps, even in mid-epoch."""
     resume: bool = False
     save_every: int | None = None
-    """Steps between two checkpoints, besides the one after each epoch."""
+    """Steps between two checkpoints, in addition to the one after each epoch."""
     save_seconds: float = 0.0
-    """Seconds since the last checkpoint before there is another after an epoch; the end has one in any case."""
+    """Minimum seconds between checkpoints at epoch ends; the end of the run is always saved."""
     keep: int = 2
     copy_every: int = COPY_EVERY
-    """Steps between two copies of parts that only one rank has, in the memory of another."""
+    """Steps between two copies of a rank's exclusive shards into the memory of another rank."""
     callbacks: Sequence[Callback] = ()
     stop: Sequence[Patience] = ()
-    """Ends the run when what one of them watches gets no better."""
+    """Ends the run when a metric that one of these watches stops improving."""
     start_from: Weights | None = None
-    """What a run that is not resumed begins with."""
+    """Initial weights of a run that is not resumed."""
     layout: Layout | None = None
-    """How layers are cut, where that was found before any rank was started."""
+    """How layers are sharded, where that was found before any rank was started."""
     memory: int | None = None
-    """Bytes that a replica may take on its device; None for all there are."""
+    """Bytes that a replica may use on its device; None for all of it."""
     profile: int = 0
-    """Of so many steps one is timed by what it does; 0 for none."""
+    """Every how many steps one step is profiled; 0 for none."""
     verify: bool = True
     """Whether the first steps are compared with those of one device before training."""
 
 
 @dataclass
 class ReplicaResult:
-    """What a replica says at the end."""
+    """The result of one replica's training."""
 
     num_steps: int
     metrics: dict[str, float]
@@ -104,11 +104,11 @@ class ReplicaResult:
     seconds: dict[str, float] = field(default_factory=dict)
     num_samples: int = 0
     servers: dict[str, Any] = field(default_factory=dict)
-    """Under parameter servers: how stale gradients were, how many came late, who was lost."""
+    """Under parameter servers: staleness of gradients, late gradients, and failed members."""
 
 
 def train(world: World, job: Job) -> ReplicaResult:
-    """Trains one replica; where others are lost or come, it goes on with those that are there then."""
+    """Train one replica; when ranks fail or join, regroup and resume with the ranks that are present."""
     kept = RecoveryState()
     while True:
         try:
@@ -141,7 +141,7 @@ def _train(world: World, job: Job, kept: RecoveryState) -> ReplicaResult:
 
 
 def check_schedule(task: Task, num_steps: int | None) -> None:
-    """A schedule knows the total, so there must be one."""
+    """Raise `TaskError` where the task has a schedule but the number of steps is unknown."""
     if task.schedule is not None and num_steps is None:
         raise TaskError(
             "a schedule needs the number of steps", got="a stream of unknown length", remedy="pass steps= to fit"
@@ -149,13 +149,13 @@ def check_schedule(task: Task, num_steps: int | None) -> None:
 
 
 class TrainingLoop:
-    """The loop of one replica; what is taken as a step may be others' work."""
+    """The training loop of one replica; subclasses may let other processes compute the steps."""
 
     def __init__(self, hand: Hand, job: Job, kept: RecoveryState) -> None:
         self.hand, self.job, self.task, self.kept = hand, job, job.task, kept
         self.marker = Marker(hand)
         self.ending: dict[str, Any] | None = None
-        """What the loop knew before the end of an epoch that is under way."""
+        """The loop's state from before the end of the epoch, while that end is being processed."""
         self.metrics: dict[str, float] = {}
         self.reporter = _Reporter(hand)
         self.path = job.folder / CHECKPOINTS
@@ -166,9 +166,9 @@ class TrainingLoop:
         self.saved_at = time.monotonic()
         self.measured_at = 0
         self.measured: dict[str, float] = {}
-        """What was measured of the network as it is now: mean losses and metrics; nothing once a step is taken."""
+        """Mean losses and metrics of the network as it is now; empty after a further step."""
         self.called_at = 0
-        """The last step of which callbacks were told."""
+        """The last step for which callbacks were called."""
         self.compare_at = 0
         """The step from which on the replicas are compared next."""
         self.is_ending = False
@@ -197,7 +197,7 @@ class TrainingLoop:
             stepper = Stepper(self.hand, self.task, self.total)
             held.callback(stepper.close)
             if self.called_at < self.hand.num_steps:
-                # The step was taken when others were lost, and callbacks had not been told yet.
+                # Other ranks failed after this step was taken and before its callbacks were called.
                 self.call_back(stepper)
             self.train(train_feed, valid_feed, stepper)
             self.end()
@@ -205,11 +205,11 @@ class TrainingLoop:
         return ReplicaResult(self.hand.num_steps, self.metrics, self.stopped, breakdown, num_samples)
 
     def sampling(self, feed: Feed) -> Sampler:
-        """Who looks where the time of some steps goes."""
+        """Return the sampler that profiles some of the steps."""
         return Sampler(self.hand, feed, self.job.profile) if self.job.profile else NoSampler()
 
     def train(self, train_feed: Feed, valid_feed: Feed | None, stepper: Stepper) -> None:
-        """Steps and epochs to the end of the run."""
+        """Run steps and epochs to the end of the run."""
         job, hand = self.job, self.hand
         while hand.epoch < job.epochs and not self.is_over:
             epoch = hand.epoch
@@ -239,7 +239,7 @@ class TrainingLoop:
             self.end_epoch(hand.epoch, valid_feed)
 
     def call_back(self, stepper: Stepper) -> None:
-        """Tells callbacks of the step that was taken."""
+        """Call the callbacks for the step that was taken."""
         self.called_at = self.hand.num_steps
         for callback in self.job.callbacks:
             callback.on_step(self.hand)
@@ -247,7 +247,7 @@ class TrainingLoop:
             stepper.look_again()
 
     def take_step(self, batch: Batch, stepper: Stepper) -> None:
-        """One step; what ran out of memory is explained."""
+        """Take one step; explain out-of-memory errors and common mistakes."""
         with self.hand.world.diary.step():
             try:
                 with self.guard():
@@ -267,7 +267,7 @@ class TrainingLoop:
         )
 
     def prepare(self) -> tuple[Feed, Feed | None]:
-        """Network, optimizers, feeds; a trial of the loss; the last checkpoint where a run is resumed."""
+        """Build network, optimizers and feeds, try the loss, and load the last checkpoint of a resumed run."""
         hand, task = self.hand, self.task
         hand.layout = self.job.layout
         goes_on = self.job.resume and hand.store(self.path).steps()
@@ -307,7 +307,7 @@ class TrainingLoop:
         return feed, valid
 
     def timed_build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Build the network, and note how long that takes."""
+        """Build the network and measure how long that takes."""
         began = time.perf_counter()
         try:
             return make()
@@ -315,7 +315,7 @@ class TrainingLoop:
             self.seconds_to_build = time.perf_counter() - began
 
     def ease(self, batch_size: int) -> None:
-        """Fewer replicas than there were take more micro-batches, and not larger ones, which might not fit."""
+        """With fewer replicas than planned, use more micro-batches instead of larger ones, which might not fit."""
         hand = self.hand
         spec = eased(hand.spec, self.job.spec, batch_size)
         if spec == hand.spec or self.task.loss is None:
@@ -328,23 +328,23 @@ class TrainingLoop:
             hand.spec = spec
 
     def begin(self) -> bool:
-        """Begins where the run stands on disk, or at its beginning; whether there was a checkpoint."""
+        """Resume from the checkpoint on disk, or load the initial weights; return whether there was a checkpoint."""
         resumed = self.job.resume and self.kept.goes_before is None and self.resume()
         if not resumed:
             start_from(self.hand, self.job.start_from)
         return resumed
 
     def go_on(self) -> None:
-        """Goes on after replicas were lost or came: from the memory of one, else from the last checkpoint."""
+        """Resume after ranks failed or joined: from the memory of a rank, else from the last checkpoint."""
         hand, recent, kept = self.hand, [], self.kept
         saved = max(hand.world.gather_objects(hand.store(self.path).steps())[0], default=0)
         found = recall(hand, kept, at_least=0 if kept.goes_before is not None else saved)
         if found is not None:
             self.take_up((restore_part if found.is_part else restore_snapshot)(hand, found.checkpoint))
             hand.batch = kept.batches.get(hand.num_steps)
-            # Callbacks hear of a step that was taken while others were lost, if this rank has worked on it.
+            # A step completed while other ranks failed still gets its callbacks, if this rank worked on it.
             self.called_at = hand.num_steps if hand.batch is None else min(kept.called_at, hand.num_steps)
-            # From here on this counts, whatever happens before the next mark.
+            # This state is valid even if another failure comes before the next snapshot.
             kept.checkpoint, kept.recent = found.checkpoint, []
             source, recent = found.source, found.recent
         elif (state := hand.restore(self.path, before=kept.goes_before)) is not None:
@@ -362,17 +362,17 @@ class TrainingLoop:
         self.reporter.report_again(recent)
 
     def copy_parts(self) -> None:
-        """Now and then ranks whose part of the network nobody else has give a copy of it to another."""
+        """Periodically copy shards that only one rank holds into the memory of another rank."""
         if self.copies.is_due(self.hand.num_steps):
             with self.hand.timed("save"):
                 made = self.copies.make(self.marker.checkpoint(self.state()))
             self.kept.copies = made or self.kept.copies
 
     def keep(self) -> None:
-        """Keeps what is needed to go on from the last step; what was kept before stays where there is nothing newer."""
+        """Store the state to resume from the last step; the older one stays where there is nothing newer."""
         self.kept.called_at, self.kept.batches = self.called_at, self.marker.batches
         if self.hand.is_apart:
-            # Steps that the others know nothing of are taken again.
+            # Local SGD steps that are not synchronized are repeated.
             return
         self.reporter.read(alone=True)
         checkpoint = self.marker.checkpoint(self.ending or self.state())
@@ -382,7 +382,7 @@ class TrainingLoop:
             self.kept.checkpoint = None
 
     def keep_agreed(self) -> None:
-        """Replicas that go apart keep where they agreed last: after a loss all of them go on from there."""
+        """Under local SGD, store the last synchronized state: after a failure all replicas resume from it."""
         if self.hand.replica.drifts and self.hand.replica.agrees:
             self.marker.mark()
             checkpoint = self.marker.checkpoint(self.state())
@@ -390,7 +390,7 @@ class TrainingLoop:
                 self.kept.checkpoint, self.kept.recent = checkpoint, list(self.reporter.recent)
 
     def go_back(self) -> None:
-        """Too many steps in a row were left out: goes back to the last good state, once from every place."""
+        """Roll back to the last good state after too many skipped steps; raise if the same steps fail again."""
         hand, kept, since = self.hand, self.kept, self.reporter.skipped_since
         what = f"{self.reporter.num_skipped} steps in a row from step {since} on had no finite gradient"
         gave_way_at = max(hand.world.gather_objects(kept.gave_way_at))
@@ -398,7 +398,7 @@ class TrainingLoop:
             again = f"again, after the run had gone back from step {gave_way_at}"
             raise LossNotFinite(f"{what}, {again}; {self.reporter.suspicion(hand.num_steps)}")
         hand.notice(f"{what}: the run goes back to its last good state")
-        # Where one replica's own state is spoilt, the others have what it was; else all of them go back.
+        # If only some replicas' state is not finite, the others keep theirs as the source; else all roll back.
         sound = hand.world.gather_objects(is_sound(hand))
         is_kept = sound[hand.world.rank] and not all(sound)
         kept.checkpoint = self.marker.checkpoint(self.state()) if is_kept else None
@@ -407,7 +407,7 @@ class TrainingLoop:
         raise Rollback(what)
 
     def state(self) -> dict[str, Any]:
-        """What the loop itself must know to go on."""
+        """Return the loop's own state for checkpoints."""
         return {
             "metrics": self.metrics,
             "measured": self.measured,
@@ -418,7 +418,7 @@ class TrainingLoop:
         }
 
     def take_up(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restore the loop's own state from a checkpoint."""
         self.metrics = state["metrics"]
         self.measured = state.get("measured", {})
         self.measured_at = state.get("measured_at", 0)
@@ -428,7 +428,7 @@ class TrainingLoop:
         self.hear_patience()
 
     def try_out(self, feed: Feed) -> None:
-        """Tries the loss and the metrics on a few samples, and says what to know beforehand."""
+        """Try the loss and the metrics on a few samples, verify the first steps, and report notices to the user."""
         hand, task, model = self.hand, self.task, self.hand.model
         require_whole_statistics(model, self.split)
         batch = feed.peek(NUM_SAMPLES)
@@ -449,7 +449,7 @@ class TrainingLoop:
             hand.notice("dropout draws other numbers on every replica, so losses differ a little from one device's")
 
     def try_on(self, model: nn.Module, batch: Any = None) -> None:
-        """Tries the loss and the metrics on a network that is whole."""
+        """Try the loss and the metrics on a network that is not split."""
         self.is_tried = True
         hand, task = self.hand, self.task
         if batch is None:
@@ -461,7 +461,7 @@ class TrainingLoop:
                 told = [try_loss(task, model, batch)]
                 first = time.perf_counter() - began
                 try_loss(task, model, batch)
-                # The first time may include what torch prepares once.
+                # The first call may include torch's one-time initialization.
                 self.seconds_per_row = min(first, time.perf_counter() - began - first) / first_dim(batch)
                 self.not_verified = self.why_not_verified(model)
                 splits = is_split(self.split)
@@ -474,11 +474,11 @@ class TrainingLoop:
 
     @property
     def split(self) -> StrategySpec:
-        """How the work is split."""
+        """The strategy by which the work is split."""
         return self.hand.spec
 
     def why_not_verified(self, model: nn.Module) -> str:
-        """Why the first steps are not compared with those of one device, as far as it is known beforehand."""
+        """Return why the first steps are not compared with those of one device, where that is known beforehand."""
         if not self.job.verify:
             return "verify=False was passed"
         if self.job.memory is not None:
@@ -486,7 +486,7 @@ class TrainingLoop:
         return why_not(self.task, self.split, model, self.hand.device)
 
     def verify(self) -> None:
-        """Compare the first steps with those of one device; refuse a difference, record the verdict."""
+        """Compare the first steps with those of one device; raise on a difference, store the verdict."""
         spec, why = self.split, self.not_verified or self.why_not_verified(self.hand.model)
         if not is_split(spec):
             verdict = Verdict("equal", spec, why="nothing is split")
@@ -500,7 +500,7 @@ class TrainingLoop:
         self.kept.is_verified = True
 
     def resume(self) -> bool:
-        """Goes on from the last checkpoint, where there is one."""
+        """Restore the last checkpoint; return whether there was one."""
         state = self.hand.restore(self.path)
         if state is None:
             self.hand.notice("there is no checkpoint to resume from: starting from the beginning")
@@ -514,7 +514,7 @@ class TrainingLoop:
         self.factor = follow_schedule(self.hand, self.task, self.total, self.factor)
 
     def look(self, batch: Batch) -> None:
-        """Records the step; now and then reads losses, hears votes and compares replicas."""
+        """Record the step; periodically read losses, check stop votes and compare replicas."""
         hand = self.hand
         self.measured = {}
         self.reporter.record(batch)
@@ -535,7 +535,7 @@ class TrainingLoop:
             hand.notice(guess_notice(hand.randomness))
 
     def compare(self) -> None:
-        """Parameters must be equal on all replicas; buffers that are not are named, and the first replica's count."""
+        """Raise if parameters differ between replicas; report differing buffers, where the first replica's are used."""
         self.compare_at = (self.hand.num_steps // COMPARE_EVERY + 1) * COMPARE_EVERY
         different = self.hand.replica.differences()
         buffers = dict(self.hand.model.named_buffers())
@@ -552,7 +552,7 @@ class TrainingLoop:
             )
 
     def end_epoch(self, epoch: int, valid_feed: Feed | None) -> None:
-        """Measures, reports and saves; also where a run ends in mid-epoch because it has taken its steps."""
+        """Evaluate, report and save at the end of an epoch, or of a run that ends in mid-epoch."""
         hand = self.hand
         hand.agree()
         self.reporter.read()
@@ -580,13 +580,13 @@ class TrainingLoop:
         self.keep_agreed()
 
     def tell_limit(self, feed: Feed) -> None:
-        """Says once what holds the steps up besides computing them."""
+        """Report once what limits the speed of the steps, if it is not compute."""
         if feed.waited > WORTH_A_WORD and feed.limit not in ("compute", self.limit):
             self.limit = feed.limit
             self.hand.notice(feed.said())
 
     def hear_patience(self) -> None:
-        """Ends the run where patience ran out, on all replicas by what the first one saw."""
+        """End the run where patience ran out; the first replica's measurements decide for all."""
         if self.job.stop and not self.out_of_patience:
             self.out_of_patience = self.hand.world.gather_objects(self.watch.reason)[0]
             if self.out_of_patience:
@@ -594,7 +594,7 @@ class TrainingLoop:
 
     @property
     def seconds_unsaved(self) -> float:
-        """Since the last checkpoint, or since this began."""
+        """Seconds since the last checkpoint, or since the start of the loop."""
         return time.monotonic() - self.saved_at
 
     def save(self) -> None:
@@ -603,18 +603,18 @@ class TrainingLoop:
         self.reporter.read()
         self.reporter.flush()
         if self.reporter.num_skipped > 1 and not self.is_ending:
-            # What is kept must hold a state from before this.
+            # Checkpoints are kept from before a row of skipped steps.
             return
         self.hand.save(
             self.path,
-            # In mid-epoch nothing was measured, and what has no score is never the best.
+            # In mid-epoch nothing was measured; a checkpoint without a score is never the best one.
             score=self.watch.score(self.measured),
             **self.state(),
         )
         self.reporter.report(event("checkpoint", step=self.hand.num_steps))
 
     def end(self) -> None:
-        """The last look: every loss read, replicas compared, the final state on disk."""
+        """Finish the run: read all losses, compare the replicas, and save the final state."""
         hand = self.hand
         self.is_ending = True
         hand.agree()
@@ -658,13 +658,13 @@ class TrainingLoop:
 
 
 def _learning_rates(hand: Hand) -> dict[str, float]:
-    """By optimizer; those that find their own have none."""
+    """Return the learning rate by optimizer; optimizers without one are left out."""
     rates = {name: optimizer.param_groups[0].get("lr") for name, optimizer in hand.optimizers.items()}
     return {name: float(rate) for name, rate in rates.items() if rate is not None}
 
 
 class _Reporter:
-    """Keeps losses until they are read, and sends events up the line at a pace that costs nothing."""
+    """Buffers losses until they are read from the device, and sends events over the control channel in batches."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -674,17 +674,17 @@ class _Reporter:
         self._parts: list[tuple[int, float]] = []
         self._part_every = max(1, hand.size // MANY)
         self.num_skipped = self.skipped_since = 0
-        """Steps in a row that were left out, and the first of them."""
+        """The number of consecutive skipped steps, and the first of them."""
         self._sent_at = 0.0
         self._started_at = time.perf_counter()
         self._feed: Feed | None = None
         self._synced_before = 0.0
         self.last_losses: dict[str, float] = {}
         self.sums: dict[str, list[float]] = {}
-        """Of each loss the total and the number of steps since the last measurement."""
+        """By loss: the total and the number of steps since the last measurement."""
         self.num_samples = 0
         self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=MAX_RECENT)
-        """The last losses, of which some may not have been sent by the replica that sends them."""
+        """The latest losses; the rank that reports them may not have sent all of them yet."""
 
     def start(self, feed: Feed) -> None:
         self._feed = feed
@@ -699,7 +699,7 @@ class _Reporter:
         self._unread.append((step, losses if part is None else {**losses, _PART: part}, self._hand.good))
 
     def _tell_pace(self) -> None:
-        """What this replica's own work takes, now and then; stages have different work, so they are not compared."""
+        """Periodically report the time of this replica's own work; not under pipeline stages, whose work differs."""
         world = self._hand.world
         seconds = self._stopwatch.step(world.waited)
         if seconds is not None and world.size > 1 and self._hand.spec.stages == 1:
@@ -707,7 +707,7 @@ class _Reporter:
             world.line.report(event("pace", **told))
 
     def read(self, *, alone: bool = False) -> None:
-        """Looks at the losses since the last time; all replicas do so together, unless one is `alone` with the news."""
+        """Read the losses since the last time; all replicas call this together, or one `alone`, without collectives."""
         unread, self._unread = self._unread, []
         for (step, _, _), values in zip(unread, _read_all(unread), strict=True):
             is_good, part = values.pop(_GOOD, 1.0) != 0.0, values.pop(_PART, math.nan)
@@ -729,12 +729,12 @@ class _Reporter:
             self.flush()
 
     def report_again(self, recent: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Takes over losses that a replica which is gone had not sent."""
+        """Take over losses that a failed replica had not sent."""
         self._unsent += recent
         self.recent.extend(recent)
 
     def _skip(self, step: int, blame: str) -> None:
-        """Lists a step that changed nothing."""
+        """Report a skipped step."""
         self.num_skipped += 1
         self.report(event("skipped", step=step))
         if self.num_skipped == 1:
@@ -742,7 +742,7 @@ class _Reporter:
             self._hand.notice(f"step {step} was left out: its gradient is not finite{blame}")
 
     def _blame(self, step: int, values: dict[str, float], part: float) -> str:
-        """Whose samples gave no finite loss, and which of them are not finite; asked of all for the first of a row."""
+        """Describe which ranks and samples are not finite; a collective, run for the first skipped step of a row."""
         if self.num_skipped:
             return ""
         hand = self._hand
@@ -756,21 +756,21 @@ class _Reporter:
         return where + (f"; look at {_some(samples)}" if samples else "")
 
     def forget(self) -> None:
-        """Lets losses go that were not told yet: their steps are taken again."""
+        """Discard losses that were not sent yet, because their steps are repeated."""
         self._unread, self._unsent, self.sums, self.num_skipped = [], [], {}, 0
 
     def take_means(self) -> dict[str, float]:
-        """The mean losses since the last measurement."""
+        """Return the mean losses since the last measurement, and reset them."""
         means = {name: total / count for name, (total, count) in self.sums.items()}
         self.sums = {}
         return means
 
     def suspicion(self, step: int) -> str:
-        """What to look at when a loss is not finite."""
+        """Describe likely causes of a loss that is not finite; a collective if the step is the current one."""
         batch = self._hand.batch
         if batch is None or step != self._hand.num_steps:
             return "lower the learning rate, set clip=1.0, or look at the data"
-        # The loss is that of all replicas, so all of them come here together.
+        # The loss is over all replicas, so all of them reach this collective.
         parts = self._hand.replicas.gather_objects((_not_finite(batch), batch.ids.tolist(), self._hand.finite_parts))
         guilty, ids = ([sample for part in parts for sample in part[which]] for which in (0, 1))
         if guilty:
@@ -783,7 +783,7 @@ class _Reporter:
         return f"lower the learning rate, set clip=1.0, or look at {_some(ids)}"
 
     def flush(self) -> None:
-        """Sends the losses since the last time, and where this replica's time went."""
+        """Send the losses since the last time, and the breakdown of this replica's time."""
         self._sent_at = time.perf_counter()
         hand = self._hand
         if hand.is_first and self._unsent:
@@ -801,7 +801,7 @@ class _Reporter:
         told = {"seconds": self.breakdown(), "limit": limit, "memory": held_now(hand.device)}
         world.line.report(event("waits", **where, **told))
         if self._parts:
-            # What `replay` compares with: this replica's own part of each loss.
+            # `replay` compares with these: this replica's own share of each loss.
             of = {"rank": hand.rank, "size": hand.size, "accumulate": hand.spec.accumulate}
             parts = {"steps": [step for step, _ in self._parts], "losses": [loss for _, loss in self._parts]}
             hand.world.line.report(event("parts", **parts, **of))
@@ -816,7 +816,7 @@ class _Reporter:
             self._hand.world.line.report(entry)
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds by what they were spent on; compute is what is left."""
+        """Return seconds by activity; compute is the remainder."""
         total = time.perf_counter() - self._started_at
         waited = self._feed.waited if self._feed is not None else 0.0
         synced = self._hand.world.waited - self._synced_before
@@ -825,7 +825,7 @@ class _Reporter:
 
 
 def _not_finite(batch: Batch) -> list[int]:
-    """The samples of a batch that hold values which are not finite."""
+    """Return the ids of a batch's samples that contain non-finite values."""
     bad = torch.zeros(max(1, batch.num_samples), dtype=torch.bool)
     for tensor in tensors(batch.data):
         if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(bad):
@@ -839,7 +839,7 @@ def _some(samples: list[int]) -> str:
 
 
 def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> list[dict[str, float]]:
-    """The values of many steps in one look at the device."""
+    """Return the values of many steps with a single transfer from the device."""
     named = [
         {**{key or "loss": loss for key, loss in losses.items()}, **({} if good is None else {_GOOD: good})}
         for _, losses, good in unread
@@ -852,7 +852,7 @@ def _read_all(unread: list[tuple[int, dict[str, Tensor], Tensor | None]]) -> lis
 
 
 def _tidy(device: torch.device) -> None:
-    """Gives a GPU's memory back, which networks and recordings would hold until their rings of references are found."""
+    """Free GPU memory that networks and CUDA graphs hold through reference cycles."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -860,7 +860,7 @@ def _tidy(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, a stream besides the default one, which cannot be recorded."""
+    """Run the enclosed block on a new CUDA stream, since the default stream cannot be captured."""
     if device.type != "cuda":
         yield
         return

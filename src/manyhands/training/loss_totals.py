@@ -1,4 +1,4 @@
-"""The loss of one step over all replicas and micro-batches, and the vote that travels with it."""
+"""The loss of one step over all replicas and micro-batches, and the stop vote that is reduced with it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..distributed import Pending, World
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How much of the step's global batch a micro-batch of this replica is."""
+    """The share of the step's global batch that a micro-batch of this replica is."""
 
     size: int
-    """Samples of this replica; 0 when the one at hand is only borrowed."""
+    """Samples of this replica; 0 for padding rows, which have no weight."""
     total: int
     """Samples of the whole step, over all replicas and micro-batches."""
     last: bool = True
 
     @property
     def is_ghost(self) -> bool:
-        """Whether it only takes part in the collectives."""
+        """Whether the micro-batch consists of padding rows, computed only to take part in the collectives."""
         return self.size == 0
 
 
 class Tally:
-    """Adds up losses; their sums travel over the replicas with the wish to stop, in one go."""
+    """Sums losses over micro-batches; one all-reduce sums them, their count and the stop vote over the replicas."""
 
     def __init__(self, world: World, *, speaks: bool = True, drifts: bool = False) -> None:
         self._world, self._speaks, self._drifts = world, speaks, drifts
@@ -42,10 +42,10 @@ class Tally:
         self._sums: Tensor | None = None
         self.is_sent = False
         self.counts_tokens = False
-        """Whether the loss brought its own count, so that gradients must be divided by it at the end."""
+        """Whether the loss has its own count (`mh.mean`), by which gradients must be divided at the end."""
 
     def add(self, loss: Tensor | Mean, part: BatchShare) -> Tensor:
-        """Takes a micro-batch's loss; returns what backward must start from."""
+        """Add a micro-batch's loss; return the tensor that backward starts from."""
         self._sizes.append(part.size)
         if isinstance(loss, Mean):
             self.counts_tokens = True
@@ -61,7 +61,7 @@ class Tally:
         return loss if is_whole else loss * (part.size / part.total)
 
     def send(self, vote: Tensor, riders: Tensor | None) -> None:
-        """Leaves the numbers where they travel with the gradients, or begins to sum them by themselves."""
+        """Copy the numbers into the gradients' bucket (`riders`), or start an all-reduce of their own."""
         self.is_sent = True
         if self._world.size == 1 and not self._drifts:
             return
@@ -73,16 +73,16 @@ class Tally:
         self._pending = self._world.start_all_reduce(self._travelling)
 
     def receive(self) -> None:
-        """Waits for sums that travel by themselves."""
+        """Wait for the all-reduce, where the numbers have their own."""
         self._pending.wait()
 
     def settle(self) -> None:
-        """Keeps the sums; the room that they travelled in is used again by the next step."""
+        """Copy the sums; the next step reuses the buffer they were reduced in."""
         if self._travelling is not None:
             self._sums = self._travelling.clone()
 
     def _numbers(self, vote: Tensor, dtype: torch.dtype) -> Tensor:
-        """Total, count and vote of this replica; the vote alone where another rank has the same samples."""
+        """Return total, count and stop vote; total and count are 0 where another rank reports the same samples."""
         total, count = self._local()
         if not self._speaks:
             total, count = torch.zeros_like(total), 0.0
@@ -96,15 +96,15 @@ class Tally:
 
     @property
     def local_loss(self) -> Tensor:
-        """The mean over this replica's part alone."""
+        """The mean loss over this replica's own samples."""
         total, count = self._local()
         return total / count
 
     @property
     def count(self) -> Tensor | None:
-        """What gradients must be divided by; None when the loss was a mean over samples already.
+        """The divisor of the gradients; None where the loss already is a mean over samples.
 
-        Replicas that drift learn from their own samples alone, so theirs are a mean over those.
+        Under local SGD a replica's gradient is the mean over its own samples.
         """
         if self._drifts:
             assert self._travelling is not None
@@ -116,30 +116,30 @@ class Tally:
 
     @property
     def row(self) -> Tensor:
-        """A copy of total, count and vote as far as they are summed."""
+        """A copy of total, count and vote as far as they are reduced."""
         assert self._sums is not None
         return self._sums.clone()
 
     @property
     def loss(self) -> Tensor:
-        """The mean over the whole step."""
+        """The mean loss over the whole step."""
         if self._sums is not None:
             return self._sums[0] / self._sums[1]
         return self._totals[0] if len(self._totals) == 1 and not self.counts_tokens else self.local_loss
 
     @property
     def finite_parts(self) -> list[bool]:
-        """Whether the loss of each part that has samples is finite, of this replica alone."""
+        """Whether the loss of each micro-batch with samples is finite, on this replica alone."""
         return [bool(total.isfinite()) for total, size in zip(self._totals, self._sizes, strict=True) if size]
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether the step's loss is a number, as a flag on the device: it may overflow where no gradient does."""
+        """Whether the step's loss is finite, as a flag on the device: it may overflow where no gradient does."""
         return (self._local()[0] if self._sums is None else self._sums[0]).isfinite()
 
     @property
     def stopping(self) -> bool:
-        """Whether any replica was asked to stop; all of them read the same answer."""
+        """Whether any replica voted to stop; the same answer on every replica."""
         return self._sums is not None and bool(self._sums[2] > 0)
 
 

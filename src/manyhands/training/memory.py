@@ -1,4 +1,4 @@
-"""Memory: a limit for a run, and what held it when a step did not fit: an account, and what would fit instead."""
+"""Memory of a run: its limit, and after an out-of-memory error an account of what used it and what would fit."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIGNS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "not enough memory", "std::bad_alloc")
 _NO_KERNEL = "could not create a primitive"
-"""What oneDNN says when it found no memory for a kernel's code; and then of every kernel that it has not made yet."""
+"""oneDNN's error when it finds no memory for a kernel's code; it then repeats it for every new kernel."""
 M_MMAP_THRESHOLD = -3
 LEAST = 16 << 20
-"""Less than this no step can do with."""
+"""Minimum memory limit in bytes; no step can run with less."""
 MAPPED_FROM, MAPPED_AT_LAST = 1 << 17, 1 << 25
-"""Where glibc's threshold begins, and where it ends up by itself."""
+"""The initial value of glibc's mmap threshold, and the one it grows to by itself."""
 NUM_NAMED = 5
-"""Modules that an account names."""
+"""Number of modules that an account names."""
 ROOM = 0.7
-"""The share of the memory that a step may be planned to take: batches to come and a checkpoint need some too."""
+"""The share of memory that a step is planned to use; later batches and checkpoints need the rest."""
 
 
 # -- a limit -----------------------------------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes from a text.
+    """Parse a number of bytes.
 
     >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(2**25)
     (1610612736, 200000000, 33554432)
@@ -74,7 +74,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 class Guard:
-    """What a step is taken in: under a limit the kernel gives its process so many bytes of data and no more."""
+    """Context in which a step runs: with a limit, the kernel caps the data segment of the process (`RLIMIT_DATA`)."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -85,7 +85,7 @@ class Guard:
         if self.limit is None:
             yield
             return
-        # Where nothing is left at all, libraries that do not look at what malloc says would end the process.
+        # With no memory left at all, libraries that ignore a failed malloc would crash the process.
         if self._is_first and _data_bytes() > self.limit:
             raise MemoryError
         self._is_first = False
@@ -99,10 +99,10 @@ class Guard:
 
 @contextlib.contextmanager
 def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
-    """Lets a run take no more than so many bytes on its device, besides what was there; gives what guards a step.
+    """Limit a run to `memory` bytes on its device beyond what is already in use; yield the guard for its steps.
 
-    On a CPU the limit holds within steps only: a thread that writes a checkpoint must not fail for want of a stack. A
-    thread that has met it may get no more kernels from oneDNN, so that a limited run needs a process of its own.
+    On a CPU the limit applies within steps only: the thread that writes a checkpoint must still get a stack. A thread
+    that hit the limit may get no further kernels from oneDNN, so a limited run needs its own process.
     """
     if memory is None:
         yield Guard()
@@ -110,9 +110,9 @@ def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
         with _limited_cuda(device, memory):
             yield Guard()
     else:
-        # Every optimizer imports it, and it is not the run's own memory.
+        # Every optimizer imports it, and it should not count as the run's memory.
         importlib.import_module("torch._dynamo")
-        # So are the stacks of the threads that compute; for want of one the process would end.
+        # The same holds for the stacks of compute threads; without one the process would crash.
         torch.ones(1 << 20).add_(1)
         torch.ones(256, 256) @ torch.ones(256, 256)
         _map_from(MAPPED_FROM)
@@ -123,8 +123,9 @@ def limited(device: torch.device, memory: int | None) -> Iterator[Guard]:
 
 
 def _map_from(size: int) -> None:
-    """Has the C library give blocks from this size on back as soon as they are freed, so that a limit counts what is
-    held and not what was; its own threshold moves up to the size of tensors, and they then leave holes behind.
+    """Let the C library return freed blocks of at least this size at once, so that a limit counts only memory in use.
+
+    By default glibc raises this threshold to the size of tensors, which then leave holes in the heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -141,7 +142,7 @@ class _HeapState(ctypes.Structure):
 
 
 def _holes() -> int:
-    """Bytes that the C library has from the system and nobody uses; 0 where it does not say."""
+    """Return the unused bytes that the C library holds from the system; 0 where it does not report them."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         return 0
@@ -167,14 +168,14 @@ def _limited_cuda(device: torch.device, memory: int) -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """What the kernel counts as this process's data, without holes, which are used again first."""
+    """Return the bytes the kernel counts as this process's data, without heap holes, which are reused first."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 - _holes()
 
 
 def headroom(device: torch.device, limit: int | None = None) -> int:
-    """Bytes that this process could still take on its device, under a limit to its data."""
+    """Return the bytes that this process can still allocate on its device, given a limit on its data."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -188,7 +189,7 @@ def headroom(device: torch.device, limit: int | None = None) -> int:
 
 
 def host_bytes(devices: Sequence[Device]) -> int:
-    """Bytes of the host's memory that each of its devices could leave something in; none where that is their own."""
+    """Return the bytes of host memory available per device for offloading; 0 where the devices are CPUs."""
     if any(device.kind == "cpu" for device in devices):
         return 0
     return int(psutil.virtual_memory().available) // len(devices)
@@ -199,35 +200,35 @@ def host_bytes(devices: Sequence[Device]) -> int:
 
 @dataclass(frozen=True)
 class Account:
-    """What a step holds, in bytes."""
+    """The memory that a step uses, in bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: dict[str, int] = field(default_factory=dict)
-    """What forward keeps for backward, by the module that made it, the largest first; empty if not measured."""
+    """What forward saves for backward, by module, largest first; empty if not measured."""
     working: int = 0
-    """What is there besides while forward and backward run, at the most."""
+    """The additional peak while forward and backward run."""
     rows: int = 0
-    """Samples of the micro-batch they are for."""
+    """Rows of the micro-batch that the activations are for."""
 
     @property
     def fixed(self) -> int:
-        """What does not depend on the batch."""
+        """Bytes that do not depend on the batch."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """What forward and backward hold at the most."""
+        """Peak bytes of forward and backward."""
         return sum(self.activations.values()) + self.working
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes of the step."""
         return self.fixed + self.peak
 
     def lines(self) -> list[str]:
-        """A line for each part."""
+        """Return one line of text per part."""
         parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer}
         lines = [f"{name:<16} {size_text(size):>10}" for name, size in parts.items()]
         if not self.activations:
@@ -241,14 +242,14 @@ class Account:
 
 
 def held_now(device: torch.device) -> int:
-    """Bytes that this rank holds at the moment: on a GPU of its memory, else of the host's."""
+    """Return the bytes that this rank uses now: on a GPU its allocated memory, else the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def used(hand: Hand) -> dict[str, int]:
-    """Bytes that this rank holds of the network and its optimizer's state, and the most it had taken on its device."""
+    """Return this rank's bytes of parameters and optimizer state, and its peak memory use."""
     held = [parameter for parameter in hand.model.parameters() if not parameter.is_meta]
     if hand.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(hand.device)
@@ -258,10 +259,10 @@ def used(hand: Hand) -> dict[str, int]:
 
 
 def account(hand: Hand, task: Task, batch: Batch) -> Account:
-    """What a step of this task holds on this replica; activations are measured on a few rows."""
+    """Return what a step of this task uses on this replica; activations are measured on a few rows."""
     model, optimizers = hand.model, hand.optimizers.values()
     rows = max(1, *batch.sizes)
-    copies = 1 if hand.world.size == 1 else 2  # the gradient itself, and the buffer in which it travels
+    copies = 1 if hand.world.size == 1 else 2  # the gradient, and its communication buffer
     activations, peak = _activations(hand, task, batch, rows) or ({}, 0)
     leaves = "optimizer" in hand.spec.offloaded and hand.device.type != "cpu"
     return Account(
@@ -275,7 +276,7 @@ def account(hand: Hand, task: Task, batch: Batch) -> Account:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    """What this rank holds of tensors."""
+    """Return the bytes of tensors that this rank holds; of distributed tensors, its local shard."""
     mine = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
@@ -285,7 +286,7 @@ def _held_state(optimizer: Optimizer) -> int:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """The optimizer's state; before the first step what it is going to be, seen on one number."""
+    """Return the bytes of the optimizer's state; before the first step, estimated with a tiny parameter."""
     held = _held_state(optimizer)
     if held:
         return held
@@ -305,9 +306,9 @@ def state_bytes(optimizer: Optimizer) -> int:
 def _activations(
     hand: Hand, task: Task, batch: Batch, rows: int, *, precision: str | None = None
 ) -> tuple[dict[str, int], int] | None:
-    """Bytes that forward keeps, by module, and what it and backward hold at the most, for so many rows.
+    """Return activation bytes by module and the peak of forward and backward for `rows` rows; None if not measurable.
 
-    Measured on a few and on twice as many, and drawn out in a straight line.
+    Measured on a few rows and on twice as many, then extrapolated linearly.
     """
     there = first_dim(batch.data)
     few = min(2, max(1, there // 2))
@@ -319,14 +320,14 @@ def _activations(
             for n in (few, 2 * few)
         )
     except Exception:
-        # Whatever keeps it from being measured, the account of the rest is still worth having.
+        # The rest of the account is useful even if activations cannot be measured.
         return None
     before, after = map(kept_bytes, (small, large))
     drawn_out = {
         name: max(0, round(before.get(name, 0) + (size - before.get(name, 0)) / few * (rows - few)))
         for name, size in after.items()
     }
-    # A gradient of parameters stands beside the sum that it is added to.
+    # A parameter's new gradient exists beside the sum that it is added to.
     gradient = max((_bytes([p]) for p in hand.model.parameters() if p.requires_grad), default=0)
     peak = largest_sum(few, small, 2 * few, large, rows) + gradient
     return dict(sorted(drawn_out.items(), key=lambda pair: -pair[1])), peak
@@ -346,14 +347,14 @@ def _measured(hand: Hand, task: Task, data: Any, precision: str | None) -> list[
         with _without_peers(hand.world), _without_statistics(hand.model), scope:
             return lives(hand.model, forward)
 
-    # oneDNN remembers for each thread that it once found no memory: this one can still compute.
+    # oneDNN remembers per thread that an allocation failed; a fresh thread can still compute.
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(measure).result()
 
 
 @contextlib.contextmanager
 def _without_peers(world: World) -> Iterator[None]:
-    """Nobody answers a collective now: the other replicas are in the middle of their step."""
+    """Make collectives raise, since the other replicas are in the middle of their step and would not answer."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no collectives while memory is accounted for")
@@ -371,7 +372,7 @@ def _without_peers(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch statistics are neither summed over replicas nor changed."""
+    """Neither reduce batch statistics over replicas nor update them."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
     for layer in layers:
         layer.training = False
@@ -382,11 +383,11 @@ def _without_statistics(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-# -- what would fit ----------------------------------------------------------------------------------------------------
+# -- remedies ----------------------------------------------------------------------------------------------------------
 
 
 def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
-    """What would make the step fit, with what it would then take; the best known first."""
+    """Return options with which the step would fit and the memory they would take, as lines of text."""
     found = []
     if held.fixed > ROOM * memory:
         found += _sharded(hand, held, memory)
@@ -408,7 +409,7 @@ def remedies(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -
 
 
 def _sharded(hand: Hand, held: Account, memory: int) -> list[str]:
-    """So many devices that each one's part leaves room; none where the network is in parts already."""
+    """Suggest the number of devices whose shards would fit; nothing where the network is already split."""
     if hand.spec.shards != 1 or hand.spec.tensor * hand.spec.stages > 1:
         return []
     devices = 2
@@ -418,7 +419,7 @@ def _sharded(hand: Hand, held: Account, memory: int) -> list[str]:
 
 
 def _accumulate(hand: Hand, fixed: int, peak: int, rows: int, memory: int) -> int | None:
-    """The smallest number of micro-batches with which the step fits; None where even single rows do not."""
+    """Return the smallest number of micro-batches with which the step fits; None where even single rows do not."""
     now = hand.spec.accumulate
     for parts in range(2, rows + 1):
         if fixed + peak / parts <= ROOM * memory:
@@ -427,7 +428,7 @@ def _accumulate(hand: Hand, fixed: int, peak: int, rows: int, memory: int) -> in
 
 
 def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int) -> list[str]:
-    """What recompute="blocks" would take, and with smaller micro-batches; nothing where there are no blocks."""
+    """Suggest recompute="blocks", alone and with more micro-batches; nothing where the network has no blocks."""
     try:
         recompute(hand.model, "blocks", own_randomness=hand.randomness is None)
     except StrategyError:
@@ -448,16 +449,16 @@ def _recomputed(hand: Hand, task: Task, batch: Batch, held: Account, memory: int
 
 
 def _line(what: str, total: int, memory: int) -> str:
-    """What it would take; little room is said too, because batches to come and a checkpoint need some."""
+    """Return a line for an option and its memory; also says where it is tight, as later batches may need more."""
     verdict = "" if total <= ROOM * memory else ", which is tight" if total <= memory else ", which is still too much"
     return f"{what:<20} about {size_text(total)}{verdict}"
 
 
-# -- when it happens ---------------------------------------------------------------------------------------------------
+# -- out-of-memory errors ----------------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Return whether an error is a failed allocation, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, ManyhandsError):
@@ -468,9 +469,9 @@ def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
 
 
 def explain_memory(error: BaseException, hand: Hand, task: Task, batch: Batch, limit: int | None = None) -> None:
-    """Raises OutOfMemory, with an account, where an allocation failed; what the step held is let go first.
+    """Raise `OutOfMemory` with an account where an allocation failed, after freeing what the step held.
 
-    The limit must not hold here: a thread that OpenMP cannot start for want of a stack would end the process.
+    Must run outside the limit: OpenMP crashes the process if it cannot allocate a thread's stack.
     """
     if not is_out_of_memory(error, is_limited=limit is not None):
         return
@@ -496,14 +497,14 @@ def _spelled(amount: str) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the person's own code."""
+    """Return the innermost line of the user's code in a traceback."""
     ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, "<")
     theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 def _let_go(error: BaseException, hand: Hand) -> None:
-    """Drops what the failed step left behind: the frames it was in, half of the gradients, the allocator's cache."""
+    """Free what the failed step left behind: its frames, partial gradients, and the allocator's cache."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -1,7 +1,7 @@
-"""The least costly way of taking a step within so much memory of each device, found before anything runs.
+"""Find the least costly way to run a step within a given memory per device, before anything runs.
 
-Forward and backward are followed with torch's fake tensors, which know their sizes only; so what a network too large
-for this machine would hold can be told here.
+Forward and backward run on torch's fake tensors, which have sizes but no values, so networks too large for this machine
+can be measured as well.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .explain import few_samples, slots_of, without_values
 from .repeated_blocks import KEPT, RepeatedBlocks, rows_of, shortened
 
 SLOWER = {"": 1.0, "selective": 1.1, "blocks": 1.33}
-"""What computing again costs, as a share of a step."""
+"""Step time with each kind of recomputation, as a multiple of the plain step."""
 SHARDED = 1.15
-"""What it costs that parameters travel, besides the sums that replicas exchange anyway."""
+"""Step time with sharded parameters, which are gathered in addition to the gradient reduction."""
 OFFLOADED = 2.0
-"""What it costs that gradients and optimizer state travel to the host and back."""
+"""Step time with gradients and optimizer state offloaded to the host and back."""
 ROOM = 0.9
-"""The share of the memory that is planned for; the allocator and what is not a tensor need the rest."""
+"""The share of memory that is planned for; the allocator and non-tensor memory need the rest."""
 NUM_ROWS = 2
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A way of taking steps, what it takes of a device, and its time as a multiple of the plain one's."""
+    """A candidate spec, its bytes per device, and its step time as a multiple of the plain one."""
 
     spec: StrategySpec
     bytes: int
@@ -47,10 +47,10 @@ class MemoryOption:
 def fit_in(
     task: Task, spec: StrategySpec, memory: int, num_devices: int, host: int = 0
 ) -> tuple[StrategySpec, list[str]]:
-    """The least costly spec that fits into so much memory of each device, and what to say about it.
+    """Return the least costly spec that fits into `memory` bytes per device, and notices about it.
 
-    What a person has set stays as it is; recompute, accumulate and, on several devices, sharding are chosen. Optimizer
-    state may wait in so many bytes of the host's memory for each device, where that is another one.
+    Options that the user has set stay; recompute, accumulate and, on several devices, sharding are chosen. Optimizer
+    state may be offloaded to `host` bytes of host memory per device, where the devices have their own memory.
     """
     model = without_values(task) or task.model()
     if spec.precision == "fp64":
@@ -71,7 +71,7 @@ def fit_in(
 
 
 def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int, host: int) -> Iterator[MemoryOption]:
-    """Every combination of what is not set, with what it takes."""
+    """Yield every combination of the options that are not set, with its memory and cost."""
     slots = slots_of(task, model)
     batch, size = few_samples(task, spec, 2 * NUM_ROWS)
     for what in [spec.recompute] if spec.recompute else list(SLOWER):
@@ -79,7 +79,7 @@ def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int,
             is_narrow = spec.precision == "bf16"
             seen = _seen(task, model, batch, what, is_narrow)
         except StrategyError:
-            continue  # there are no blocks to compute again
+            continue  # the network has no blocks to recompute
         for placed in _placed(spec, num_devices):
             table = table_of(model, placed, slots=slots)
             rows = -(-size // placed.num_parts)
@@ -92,20 +92,20 @@ def _choices(task: Task, model: nn.Module, spec: StrategySpec, num_devices: int,
 
 
 def _kept(spec: StrategySpec, table: SplitTable, host: int) -> Iterator[tuple[str, int, float]]:
-    """What may wait on the host, the bytes that a device holds all the time then, and what it costs."""
+    """Yield offload settings with the bytes that a device holds permanently, and the cost factor."""
     copies = 2 if spec.num_parts > 1 and spec.shards == 1 else 1
     gradients, alone = copies * table.gradients, spec.num_parts == 1
     if "optimizer" not in spec.offloaded:
         yield spec.offload, table.parameters + gradients + table.optimizer, 1.0
     if "optimizer" in spec.offloaded or (host and table.optimizer + gradients * alone <= ROOM * host):
-        # While some parameters are updated their gradients, their state and what the update needs besides are here.
+        # During an update of some parameters, their gradients, optimizer state and temporaries are on the device.
         visiting = min(table.parameters, AT_ONCE) * (3 + table.optimizer / max(1, table.parameters))
         held = table.parameters + (0 if alone else gradients) + int(visiting)
         yield "+".join(dict.fromkeys((*spec.offloaded, "optimizer"))), held, OFFLOADED
 
 
 def _placed(spec: StrategySpec, num_devices: int) -> Iterator[StrategySpec]:
-    """The spec on these devices, and with its replicas as shards."""
+    """Yield the spec on these devices, then the same with shards instead of replicas."""
     definite = spec.with_devices(num_devices)
     yield definite
     replicas = definite.axes.get("replicas", 1)
@@ -114,7 +114,7 @@ def _placed(spec: StrategySpec, num_devices: int) -> Iterator[StrategySpec]:
 
 
 def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
-    """Numbers of micro-batches: what is set, or powers of two as far as there are rows."""
+    """Return candidate numbers of micro-batches: the one that is set, or powers of two up to the number of rows."""
     if spec.accumulate > 1:
         return [spec.accumulate]
     return [2**power for power in range(rows.bit_length()) if 2**power <= rows]
@@ -122,21 +122,21 @@ def _accumulations(spec: StrategySpec, rows: int) -> list[int]:
 
 @dataclass
 class _Seen:
-    """What was seen of a forward and a backward of few rows and of twice as many."""
+    """Tensor lifetimes of forward and backward, measured with `NUM_ROWS` rows and with twice as many."""
 
     small: list[Life]
     large: list[Life]
     more: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes that blocks which were left out keep, for few rows and for twice as many."""
+    """Bytes that omitted blocks keep, for `NUM_ROWS` rows and for twice as many."""
 
     def peak(self, rows: int) -> int:
-        """The most bytes at a time for so many rows; a block that was left out adds what it keeps, and not more."""
+        """Return the peak bytes for `rows` rows; each omitted block adds what it keeps."""
         found = largest_sum(NUM_ROWS, self.small, 2 * NUM_ROWS, self.large, rows)
         return found + sum(max(0, few + (many - few) * (rows - NUM_ROWS) // NUM_ROWS) for few, many in self.more)
 
 
 def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) -> _Seen:
-    """Follows the network with three blocks of each row, and for each row with one less, to see what one keeps."""
+    """Measure the network with `KEPT` of each run of repeated blocks, and with one fewer to get a block's share."""
 
     def both(lengths: Mapping[RepeatedBlocks, int]) -> _Seen:
         with shortened(lengths):
@@ -159,13 +159,13 @@ def _seen(task: Task, model: nn.Module, batch: Any, what: str, is_narrow: bool) 
     except StrategyError:
         raise
     except Exception:
-        # It counts its blocks, say: then all of them are looked at.
+        # The network may depend on its number of blocks: measure all of them.
         return both({})
     return found
 
 
 def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str, is_narrow: bool) -> list[Life]:
-    """Everything that a forward and a backward of so many rows make, computed again as `what` says."""
+    """Return the lifetimes of all tensors of a forward and backward with this many rows, under recomputation `what`."""
     assert task.loss is not None
     loss = task.loss
     was_training = model.training
@@ -188,7 +188,7 @@ def _followed(task: Task, model: nn.Module, batch: Any, rows: int, what: str, is
 
 @contextmanager
 def _pretended(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
-    """The network with fake tensors for its own."""
+    """Replace the network's parameters and buffers by fake tensors within the context; yield a converter for data."""
     owners: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     held = [(own, dict(own)) for own in owners]
     made: dict[int, Any] = {}

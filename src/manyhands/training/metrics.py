@@ -1,7 +1,7 @@
-"""Metrics: means of functions are summed over the replicas; objects are joined in what they have seen, then computed.
+"""Metrics: functions are averaged over the replicas; metric objects merge their state first, then compute.
 
-The area under a curve over all samples is no mean of the replicas' areas. So an object is joined before it computes:
-one of torchmetrics by the states and reductions that it declares, one of a person's own by its `merge(other)`.
+The area under a curve over all samples is not the mean of the replicas' areas, so objects are merged before they
+compute: torchmetrics by their declared states and reductions, user-defined ones by their `merge(other)`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor | Mean | float, num_samples: int) -> None:
-        """Takes the mean over some samples."""
+        """Add the mean over some samples."""
         if num_samples == 0:
-            # A borrowed row only keeps collectives in step; a metric of one row need not even be finite.
+            # A padding row only keeps collectives in step; its value need not even be finite.
             pair = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         elif isinstance(value, Mean):
             pair = torch.stack([value.total.double(), value.count.double()])
@@ -50,7 +50,7 @@ class MetricSums:
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def means(self) -> dict[str, float]:
-        """The mean over all samples of all replicas; NaN where nothing was counted."""
+        """Return the means over all samples of all replicas; NaN where nothing was counted. A collective."""
         if not self._sums:
             return {}
         table = torch.stack(list(self._sums.values()))
@@ -60,41 +60,41 @@ class MetricSums:
 
 
 class Meter(ABC):
-    """One metric object at work: it sees this replica's samples, then is joined with those of the others."""
+    """A metric object in use: it is updated with this replica's samples, then merged with those of the others."""
 
     def __init__(self, name: str, metric: Any, arguments: Arguments | None, device: torch.device) -> None:
         self.name, self.metric, self.device = name, metric, device
         self.num_samples = 0
-        """What this replica's metric has seen."""
+        """Samples that this replica's metric was updated with."""
         self._arguments = arguments or self.usual_arguments
 
     @abstractmethod
     def usual_arguments(self, outputs: Any, batch: Any) -> Any:
-        """What `update` gets where the task does not say."""
+        """Return the arguments of `update` where the task does not define them."""
 
     @property
     @abstractmethod
     def obstacle(self) -> str:
-        """Why metrics of several replicas cannot be joined; empty when they can."""
+        """Why the metrics of several replicas cannot be merged; empty when they can."""
 
     @abstractmethod
     def pack(self) -> Any:
-        """What this replica's metric has seen, on the CPU and ready to be sent."""
+        """Return the metric's state on the CPU, ready to be sent."""
 
     @abstractmethod
     def join(self, packed: Sequence[tuple[Any, int]]) -> None:
-        """Takes what all replicas have seen, with the number of samples of each."""
+        """Merge the states of all replicas, given with the number of samples of each."""
 
     def caution(self, given: Any) -> str:
-        """What to know about a metric that is updated with this; empty when there is nothing."""
+        """Return a warning about a metric that gets these arguments; empty when there is none."""
         return ""
 
     def given(self, outputs: Any, batch: Any) -> Any:
-        """What the metric is updated with: a dict, a tuple, or one value."""
+        """Return the arguments of the metric's `update`: a dict, a tuple, or one value."""
         return self._arguments(outputs, batch)
 
     def update(self, outputs: Any, batch: Any, num_samples: int) -> None:
-        """Shows the metric some samples."""
+        """Update the metric with some samples."""
         given = self.given(outputs, batch)
         if isinstance(given, Mapping):
             self.metric.update(**given)
@@ -103,7 +103,7 @@ class Meter(ABC):
         self.num_samples += num_samples
 
     def values(self) -> dict[str, float]:
-        """What the metric computes; a dict gives several values, each under its own name."""
+        """Return what the metric computes; a dict gives several values, each under its own name."""
         computed = self.metric.compute()
         if not isinstance(computed, Mapping):
             return {self.name: self._number(computed)}
@@ -122,12 +122,12 @@ class Meter(ABC):
 
 
 class DeclaredMeter(Meter):
-    """A metric of torchmetrics: its states are joined by the reductions that it declares for them."""
+    """A torchmetrics metric, merged by the reductions that it declares for its states."""
 
     def __init__(self, name: str, metric: Any, arguments: Arguments | None, device: torch.device) -> None:
         super().__init__(name, metric.to(device) if hasattr(metric, "to") else metric, arguments, device)
         for part in self._parts():
-            # Joining is ours: its own way would sum over torch's process group a second time.
+            # States are merged here: torchmetrics would reduce over torch's process group a second time.
             part._to_sync = part.sync_on_compute = False
 
     def usual_arguments(self, outputs: Any, batch: Any) -> Any:
@@ -145,7 +145,7 @@ class DeclaredMeter(Meter):
             if any(base.__module__ == _OF_LAST_BATCHES for base in type(part).__mro__):
                 return f"{type(part).__name__} looks at the last batches alone, of which every replica has its own"
             for state, reduction in part._reductions.items():
-                # Rows of a list can be put behind each other; a number without a rule cannot be joined with another.
+                # Lists can be concatenated; a single value without a reduction cannot be merged.
                 if reduction is None and not isinstance(part._defaults[state], list):
                     return f"{type(part).__name__} has no rule for its state {state!r} (dist_reduce_fx=None)"
         return ""
@@ -181,13 +181,13 @@ class DeclaredMeter(Meter):
             part._update_count = max(1, sum(state["_update_count"] for state in states))
 
     def _parts(self) -> list[Any]:
-        """The metric and those inside of it: wrappers of torchmetrics keep others."""
+        """Return the metric and the metrics inside of it, as in torchmetrics wrappers."""
         inside = self.metric.modules() if hasattr(self.metric, "modules") else [self.metric]
         return [part for part in inside if hasattr(part, "_reductions")]
 
 
 class OwnMeter(Meter):
-    """An object of a person's own: `update(outputs, batch)`, `compute()`, and `merge(other)` for several replicas."""
+    """A user-defined metric object: `update(outputs, batch)`, `compute()`, and `merge(other)` for several replicas."""
 
     def usual_arguments(self, outputs: Any, batch: Any) -> Any:
         return outputs, batch
@@ -209,7 +209,7 @@ class OwnMeter(Meter):
         self.metric = first
 
     def _with(self, state: Any) -> Any:
-        """Return an object like this replica's with the state of another."""
+        """Return a metric object of the same class with another replica's state."""
         if isinstance(state, Opaque):
             return state.open()
         metric = object.__new__(type(self.metric))
@@ -218,7 +218,7 @@ class OwnMeter(Meter):
 
 
 def parted(task: Task, world: World) -> tuple[dict[str, Function], list[Meter]]:
-    """The task's metrics that are functions, and new meters for those that are objects."""
+    """Return the task's metrics that are functions, and new meters for those that are objects."""
     functions = {name: metric for name, metric in task.metrics.items() if is_function(metric)}
     objects = {name: metric for name, metric in task.metrics.items() if name not in functions}
     meters = [meter for name, metric in objects.items() for meter in _meters(name, metric, world.device)]
@@ -227,7 +227,7 @@ def parted(task: Task, world: World) -> tuple[dict[str, Function], list[Meter]]:
 
 
 def compute(meters: Sequence[Meter], world: World) -> dict[str, float]:
-    """What the meters of all replicas measured together; the same on each."""
+    """Merge the meters of all replicas and return their values; a collective with the same result on each."""
     if meters and world.size > 1:
         gathered = world.gather_objects([(meter.pack(), meter.num_samples) for meter in meters])
         for index, meter in enumerate(meters):
@@ -236,7 +236,7 @@ def compute(meters: Sequence[Meter], world: World) -> dict[str, float]:
 
 
 def check_metrics(task: Task, num_replicas: int) -> None:
-    """Refuses metric objects that several replicas could not join, before any process is started."""
+    """Raise for metric objects that several replicas could not merge, before any process is started."""
     if num_replicas > 1:
         cpu = torch.device("cpu")
         objects = [(name, metric) for name, metric in task.metrics.items() if not is_function(metric)]
@@ -244,7 +244,7 @@ def check_metrics(task: Task, num_replicas: int) -> None:
 
 
 def try_meters(meters: Sequence[Meter], outputs: Any, batch: Any) -> list[str]:
-    """Shows every meter a few samples; a slip in an update is raised, what cannot be computed of so few is a notice."""
+    """Update every meter with a few samples: errors in `update` are raised, those in `compute` become notices."""
     notices = []
     for meter in meters:
         meter.update(outputs, batch, 1)
@@ -264,9 +264,9 @@ def try_meters(meters: Sequence[Meter], outputs: Any, batch: Any) -> list[str]:
 
 
 def _meters(name: str, given: Any, device: torch.device) -> Iterator[Meter]:
-    """New meters of one entry of `Task.metrics`; a collection gives one for each of its metrics."""
+    """Yield new meters for one entry of `Task.metrics`; a collection gives one for each of its metrics."""
     metric, arguments = given if isinstance(given, tuple) else (given, None)
-    # The task's own object stays as it is: every evaluation starts from a copy, also in another thread.
+    # The task's object is not modified: every evaluation, also in another thread, starts from a copy.
     metric = metric() if _is_factory(metric) else copy.deepcopy(metric)
     if hasattr(metric, "reset"):
         metric.reset()
@@ -289,12 +289,12 @@ def _is_object(value: Any) -> bool:
 
 
 def is_function(value: Any) -> bool:
-    """Whether an entry of `Task.metrics` is a plain function, which gives one number under its own name."""
+    """Return whether an entry of `Task.metrics` is a plain function, which gives one number under its own name."""
     return not isinstance(value, tuple) and not _is_object(value) and not _is_factory(value)
 
 
 def _is_factory(value: Any) -> bool:
-    """Whether this makes a metric: a class, or what can be called with nothing and not with outputs and a batch."""
+    """Return whether a value creates a metric: a class, or a callable with () but not with (outputs, batch)."""
     inner = value.func if isinstance(value, functools.partial) else value
     if isinstance(inner, type) or _is_object(value):
         return isinstance(inner, type)
@@ -311,7 +311,7 @@ def _binds(signature: inspect.Signature, *values: Any) -> bool:
 
 
 def _joined(reduction: Any, values: Sequence[Any], weights: Tensor) -> Any:
-    """One state of several replicas: rows behind each other, or the declared reduction over a new first dim."""
+    """Merge one state of several replicas: concatenate lists, or apply the declared reduction over a new first dim."""
     if any(isinstance(value, list) for value in values):
         rows = [row for value in values for row in (value if isinstance(value, list) else [value])]
         return rows if reduction is None or _name(reduction) == "cat" else reduction(rows)
@@ -319,7 +319,7 @@ def _joined(reduction: Any, values: Sequence[Any], weights: Tensor) -> Any:
         return torch.cat([torch.atleast_1d(value) for value in values])
     stacked = torch.stack(list(values))
     if _name(reduction) == "mean":
-        # Replicas need not have seen equally many samples.
+        # Replicas may have seen different numbers of samples.
         shares = (weights / weights.sum()).view(-1, *[1] * (stacked.dim() - 1))
         return (stacked * shares).sum(0).to(stacked.dtype)
     return reduction(stacked)
@@ -330,7 +330,7 @@ def _name(reduction: Any) -> str:
 
 
 def _moved(metric: Any, device: torch.device) -> Any:
-    """A copy of an object with the tensors that it keeps on another device."""
+    """Return a copy of an object with its tensors moved to a device."""
     moved = copy.copy(metric)
     for name, value in vars(metric).items():
         setattr(moved, name, _on(device, value))
@@ -338,7 +338,7 @@ def _moved(metric: Any, device: torch.device) -> Any:
 
 
 def _plain_state(metric: Any) -> dict[str, Any] | None:
-    """The attributes of an object that is nothing but these, if all of them are plain data; else None.
+    """Return an object's attributes if they are its whole state and all plain data; else None.
 
     >>> _plain_state(Sums.__new__(Sums)), _plain_state([1])
     ({}, None)

@@ -1,7 +1,7 @@
-"""The chief of a job with parameter servers: starts servers and workers, hands work out, closes steps, mends.
+"""The coordinator of a job with parameter servers: starts members, hands out work, closes steps, replaces failures.
 
-It lives in the process of whoever called `fit`. Every member is a job of the engine by itself, so one that dies takes
-nobody with it.
+It runs in the process that called `fit`. Every server, follower and worker is a separate job of the engine, so the
+failure of one does not end the others.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .server_checkpoints import forget_tables, load_frames, take_state
 from .work_schedule import Agenda, FirstCome, Free, InOrder, WorkTicket
 
 Start = Callable[[Callable[[Any], Any], Device], RunningJob]
-"""Starts a function in a process of its own."""
+"""Starts a function in a separate process on a device."""
 Request = Callable[[int], tuple[Any, Sequence[Any]]]
-"""By a server's number what it is asked: a message and its frames."""
+"""Maps a server's number to the request for it: a message and its frames."""
 ANSWER = 2.0
-"""Seconds in which a server answers of which a worker says that it is out of reach."""
+"""Seconds in which a server must answer after a worker reported it unreachable."""
 TICK = 0.1
-"""Seconds between two looks at what became of the processes."""
+"""Seconds that one poll for messages may block."""
 GRACE = 1.0
-"""Seconds that members have to end by themselves."""
+"""Seconds that members have to exit by themselves before they are killed."""
 LATE = 30.0
-"""Seconds after the last step in which workers that others have started may still come, to be told so."""
+"""Seconds after the last step in which externally started workers may still join, to learn that the work has ended."""
 
 
 def _raise(error: Exception) -> None:
@@ -50,12 +50,12 @@ def _raise(error: Exception) -> None:
 
 
 class ServerLost(RunError):
-    """A server died, and what it held since the last checkpoint with it."""
+    """A server failed without a filled follower: its state since the last checkpoint is lost."""
 
 
 @dataclass
 class _Member:
-    """A server or a worker."""
+    """A server, a follower or a worker."""
 
     role: str
     number: int
@@ -69,21 +69,21 @@ class _Member:
     ticket: int | None = None
     is_asking: bool = False
     step: int = -1
-    """The last step that it has done a part of."""
+    """The last step that it delivered a part of."""
     since: float = 0.0
     heard: float = 0.0
-    """When a member that somebody else has started was last heard of."""
+    """The monotonic time of the last message from this member."""
     is_led: bool = False
-    """Whether its server was told of a follower."""
+    """For a follower: whether its server has its address."""
     is_filled: bool = False
-    """Whether a follower has all that its server acknowledges."""
+    """For a follower: whether it holds all that its server acknowledges."""
     round: int = 0
-    """How many rounds of losses there were when it was begun."""
+    """The number of failure rounds when it was started."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a step."""
+    """The loss of a closed step, and whether it was applied."""
 
     loss: float
     is_taken: bool = True
@@ -91,24 +91,24 @@ class StepResult:
 
 @dataclass
 class ServerStats:
-    """What happened between workers and servers, in numbers."""
+    """Counters of the traffic between workers and servers."""
 
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by how old the values were that they were computed with."""
+    """Number of gradients by the staleness of the values they were computed with."""
     late: int = 0
-    """Gradients that came after their step was closed."""
+    """Gradients that arrived after their step was closed."""
     lost_workers: int = 0
     lost_servers: int = 0
     lost_followers: int = 0
     applied: int = 0
     """Gradients in closed steps."""
     ledger: list[int] = field(default_factory=list)
-    """By server: gradients that it has applied since it was filled, each of them once."""
+    """By server: gradients it has applied since it was filled, each counted once."""
     bytes: list[int] = field(default_factory=list)
-    """By server: what came from workers and went to them, in shared memory or not."""
+    """By server: bytes exchanged with workers, through shared memory or sockets."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return JSON-ready data."""
         return {
             "staleness": {str(age): count for age, count in sorted(self.staleness.items())},
             "late": self.late,
@@ -122,7 +122,7 @@ class ServerStats:
 
 
 class Chief:
-    """Keeps servers and workers together."""
+    """Coordinates the parameter servers, their followers and the workers of one run."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Chief:
         self.tale = ServerStats()
         self._devices, self._start, self._line, self._timeout = devices, start, line, timeout
         self._is_placed = isinstance(start, ProcessRole)
-        """Whether somebody else starts servers and workers, and starts them again."""
+        """Whether servers and workers are started and restarted externally (from a cluster description)."""
         self._token = start.token if isinstance(start, ProcessRole) else served.new_token()
         self._context = served.new_context()
         listens = (
@@ -152,12 +152,12 @@ class Chief:
         self._servers: list[_Member] = []
         self._followers: dict[int, _Member] = {}
         self._closes: deque[tuple[served.Close, float | None]] = deque(maxlen=2 + (self.spec.staleness or 0))
-        """The last steps that were closed, with their factors: a follower may lack what it has not acknowledged."""
+        """The last closed steps with their scale factors: a promoted follower may lack unacknowledged ones."""
         self._workers: dict[int, _Member] = {}
         self._peers: dict[bytes, _Member] = {}
         self._num_workers = 0
         self._told: set[str] = set()
-        # Drawn, so that what a server holds of another chief's run is not taken for this one's.
+        # Random, so that the state of a server from another coordinator's run does not match this run's term.
         self._term = secrets.randbelow(1 << 30)
         self._is_open = False
         self._judgement, self._round = RestartPolicy(), 0
@@ -166,20 +166,20 @@ class Chief:
         self._limit = 0
         self._next_ticket = 0
         self._asked: dict[type[Any], tuple[Request, dict[int, tuple[Any, list[Any]]]]] = {}
-        """What servers were asked for, by the kind of the answer; and the answers."""
+        """Pending requests to servers by type of the answer, with the answers received so far."""
         self._looked = 0.0
         self._skips: dict[int, bool] = {}
         self._num_entered = 0
-        """Gradients in closed steps since the servers were filled; each of them must have applied just these."""
+        """Gradients in closed steps since the servers were filled; every server must have applied exactly these."""
         self._client: served.ParameterClient | None = None
         self._is_ending = False
         self.on_output: Callable[[int, str, str], None] = lambda rank, text, stream: None
-        """Called with a worker's number, a line that it printed, and where."""
+        """Called with a worker's index (-1 for servers), a line that it printed, and the stream."""
 
     # -- members --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Starts servers and workers, and gives the servers what the hand's network holds."""
+        """Start servers and workers, and load the hand's network and optimizer state into the servers."""
         for number in range(self.spec.servers):
             self._servers.append(self._begin("server", number, number))
             if self.spec.followers:
@@ -195,7 +195,7 @@ class Chief:
         member = _Member(role, number, device, place, round=self._round)
         if isinstance(self._start, ProcessRole):
             return member
-        # Each member gets a copy of what it is sent: a server needs no data, a worker no validation.
+        # Every member receives a copy of the task: a server needs no data, a worker no validation.
         task = self.task.replace(valid=None, metrics={})
         if role != "worker":
             task = task.replace(data=(torch.zeros(1, 1),), collate=None, batch_size=1)
@@ -219,7 +219,7 @@ class Chief:
         self._workers[number] = self._begin("worker", number, place)
 
     def _watch(self, member: _Member) -> None:
-        """Waits for a member's end; runs beside the chief, which hears of everything in its own time."""
+        """Wait for a member to exit, in a thread; queue its events, output and exit for the coordinator's thread."""
         assert member.job is not None
 
         def on_event(rank: int, entry: Event) -> None:
@@ -236,7 +236,7 @@ class Chief:
         self._news.put(lambda: self._hear_end(member, error))
 
     def _hear_event(self, entry: Event) -> None:
-        """Passes on what a member has to tell; notices once for all of them."""
+        """Forward a member's profiles and notices; equal notices are reported once."""
         if entry["kind"] == "profile":
             self._line.report(entry)
         text = str(entry.get("text", ""))
@@ -270,7 +270,7 @@ class Chief:
         self._begin_worker(member.place)
 
     def _judge(self, member: _Member, reason: str) -> None:
-        """Whether it helps to replace a member; those that are lost together are one round."""
+        """Raise `NoProgress` where the restart policy gives up; members that fail together count as one round."""
         self._line.report(event("member_lost", role=member.role, number=member.number, reason=reason))
         if member.round != self._round:
             return
@@ -280,13 +280,13 @@ class Chief:
             raise NoProgress(member.number, loss.host, f"{loss.reason}, again and again without a new step in between")
 
     def _forget(self, worker: _Member) -> None:
-        """Lets servers drop what they share with a worker that is gone."""
+        """Let servers free what they share with a worker that has exited."""
         for holder in (*self._servers, *self._followers.values()):
             if holder.peer is not None:
                 self._send(holder, served.Gone(worker.number))
 
     def _lose_server(self, member: _Member, reason: str) -> None:
-        """Its follower takes its place; without one it is filled again from the last checkpoint, and so are all."""
+        """Promote the failed server's follower; without a filled one, raise `ServerLost` to refill all servers."""
         number, follower = member.number, self._followers.get(member.number)
         self.tale.lost_servers += 1
         if follower is not None and follower.is_filled:
@@ -306,7 +306,7 @@ class Chief:
         self._followers[member.number] = self._begin("follower", member.number, member.number)
 
     def _promote(self, follower: _Member) -> None:
-        """Goes on with a follower in its server's place, under another term; what is under way is asked for again."""
+        """Make a follower the server, under a new term; work in progress is handed out again."""
         number = follower.number
         follower.role, follower.is_filled = "server", False
         self._servers[number] = follower
@@ -325,7 +325,7 @@ class Chief:
         self._announce()
 
     def _remind(self, server: _Member) -> None:
-        """Tells a server again what it may not have heard: steps that were closed, and what it was asked for."""
+        """Resend to a server what it may have missed: closed steps and unanswered requests."""
         for close, scale in list(self._closes):
             again = msgspec.structs.replace(close, term=self._term)
             self._send(server, again)
@@ -336,7 +336,7 @@ class Chief:
                 self._send(server, *request(server.number))
 
     def _announce(self) -> None:
-        """Tells everybody where the servers are."""
+        """Send the servers' addresses to all workers and to the coordinator's own client."""
         self._is_open = True
         for worker in self._workers.values():
             if worker.peer is not None:
@@ -353,9 +353,9 @@ class Chief:
     # -- the whole network ----------------------------------------------------------------------------------------
 
     def publish(self, *, with_followers: bool = False) -> None:
-        """Makes the hand's network and optimizer those of the servers; everybody starts from them.
+        """Load the hand's network and optimizer state into the servers; all workers start from it.
 
-        Where a server is lost meanwhile, all are filled again.
+        If a server fails during this, all servers are filled again.
         """
         while True:
             try:
@@ -391,14 +391,14 @@ class Chief:
             self._pair(follower)
 
     def _pair(self, follower: _Member) -> None:
-        """Lets a follower be filled that has joined, if its server holds something."""
+        """Let the server fill its follower, once both have joined and the server holds values."""
         server = self._servers[follower.number]
         if self._is_open and follower.peer is not None and server.peer is not None and not follower.is_led:
             follower.is_led = True
             self._send(server, served.Lead(follower.address))
 
     def refresh(self) -> None:
-        """Makes the servers' values and slots those of the hand's network and optimizer."""
+        """Copy the servers' values and optimizer state into the hand's network and optimizer."""
         save = served.Save()
         answers = self._ask(lambda _: (save, ()), served.ServerState, "servers to give their values")
         for number, (state, _) in enumerate(answers):
@@ -414,7 +414,7 @@ class Chief:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, windows: Iterator[Ids]) -> None:
-        """Hands out these batches from now on."""
+        """Hand out the batches of this epoch from now on."""
         spec, first = self.spec, (windows, self.hand.num_steps, self._next_ticket)
         workers = len(self._devices)
         self._epoch = epoch
@@ -427,12 +427,12 @@ class Chief:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the servers hold exactly the steps that were taken, and nothing is on its way."""
+        """Whether the servers hold exactly the closed steps, with nothing in flight."""
         in_order = self.spec.staleness is not None and not self.spec.backup
         return in_order or self._agenda is None or self._agenda.is_idle
 
     def take_step(self, limit: int) -> StepResult:
-        """Waits until a step is complete, and closes it; nothing is handed out for steps from `limit` on."""
+        """Wait until a step is complete and close it; nothing is handed out for steps from `limit` on."""
         agenda = self._agenda
         assert agenda is not None
         self._limit = limit
@@ -481,13 +481,13 @@ class Chief:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates as they are now, by group; 0 where an optimizer finds its own."""
+        """The current learning rate of each parameter group; 0 where an optimizer has none."""
         return [float(group.get("lr", 0.0)) for group in self.hand.optimizers[MAIN].param_groups]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _turn(self, is_done: Callable[[], bool], waiting_for: str) -> None:
-        """Hears everybody until something is the case; what should come soon is waited for only so long."""
+        """Process messages until `is_done`; with `waiting_for` raise `PeerLost` after the timeout."""
         deadline = time.monotonic() + self._timeout if waiting_for else float("inf")
         while True:
             self._hear_news()
@@ -500,7 +500,7 @@ class Chief:
                 raise PeerLost("fit", "the chief", f"waited {self._timeout:.0f} s for {waiting_for}")
 
     def _attend(self) -> None:
-        """Hears what has come, and looks who has been silent."""
+        """Process all received messages and check for members that stopped answering."""
         while (got := self._listener.receive()) is not None:
             self._hear(*got)
         self._look_for_silence()
@@ -516,7 +516,7 @@ class Chief:
             return
         member = self._peers.get(peer)
         if member is None:
-            # It was taken for gone, and learns so.
+            # The coordinator had given this member up: let it know.
             self._listener.send(peer, served.Stranger())
             return
         member.heard = time.monotonic()
@@ -535,9 +535,9 @@ class Chief:
             self._asked[type(message)][1][member.number] = message, frames
 
     def _is_answer(self, message: Any) -> bool:
-        """Whether a message answers what was asked last."""
+        """Return whether a message answers the pending request."""
         if isinstance(message, served.Summed):
-            # What a server has summed stays so when another one is lost and the term changes.
+            # A server's sum stays valid when another server fails and the term changes.
             return message.step == self._closes[-1][0].step
         return bool(getattr(message, "term", self._term) == self._term)
 
@@ -557,7 +557,7 @@ class Chief:
             self._remind(member)
 
     def _worker_for(self, message: served.JoinRequest) -> _Member | None:
-        """A worker that we or somebody else has started; it may have been here before."""
+        """Return the member for a joining worker; a worker that rejoins gives its work back first."""
         number, before = message.number, self._workers.get(message.number)
         if not self._is_placed:
             if before is not None and before.ticket is not None and self._agenda is not None:
@@ -571,7 +571,7 @@ class Chief:
         return self._workers.get(number)
 
     def _holder_for(self, message: served.JoinRequest) -> _Member | None:
-        """A server or a follower: the one that it was, if it still holds what it did; else one that has yet to come."""
+        """Return the member for a joining server or follower: its previous one if still current, else a vacant one."""
         if not 0 <= message.number < len(self._servers):
             return None
         server, follower = self._servers[message.number], self._followers.get(message.number)
@@ -591,7 +591,7 @@ class Chief:
         return self._followers.get(message.number)
 
     def _lose_placed(self, member: _Member, reason: str) -> None:
-        """A member is gone that somebody else has started, and will maybe start again."""
+        """Handle the failure of an externally started server or follower, which may be restarted externally."""
         self._peers.pop(member.peer or b"", None)
         member.peer = None
         self._judge(member, reason)
@@ -604,7 +604,7 @@ class Chief:
             self._news.put(lambda lost=lost: _raise(lost))  # type: ignore[misc]
 
     def _hear_complaint(self, member: _Member, message: served.Unreached) -> None:
-        """A server does not reach its follower, or a worker a server: it is looked after."""
+        """Handle a report that a server cannot reach its follower, or a worker a server."""
         follower = self._followers.get(message.number)
         if member.role == "server":
             if follower is not None and follower.address == message.address:
@@ -622,7 +622,7 @@ class Chief:
             self._lose_placed(member, "does not answer")
 
     def _release(self, worker: _Member) -> None:
-        """Takes back what a worker has that is gone."""
+        """Remove a failed worker and hand its work out again."""
         self.tale.lost_workers += 1
         self._say(f"worker {worker.number} is gone: its samples are handed out again")
         self._peers.pop(worker.peer or b"", None)
@@ -632,7 +632,7 @@ class Chief:
         self._forget(worker)
 
     def _look_for_silence(self) -> None:
-        """A member that is silent for too long is taken for gone: it may be frozen, or its host may be."""
+        """Give up members that were silent for too long: the process or its host may hang."""
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.ticket is not None and w.since < now - self._timeout]:
             if worker.job is None:
@@ -644,7 +644,7 @@ class Chief:
         holders = [m for m in (*self._servers, *self._followers.values()) if m.peer is not None and m.job is None]
         for member in holders if self._is_placed else ():
             if away > self._timeout / 8:
-                # Nobody listened meanwhile.
+                # The coordinator itself was not receiving messages since the last check.
                 member.heard = now
             if now - max(member.heard, member.since) > self._timeout / 8:
                 member.since = now
@@ -657,7 +657,7 @@ class Chief:
         assert self._agenda is not None
         ticket = self._agenda.deliver(message.ticket)
         if ticket is None:
-            # The servers keep its gradient until the next one with the same ticket takes its place.
+            # The servers keep its gradient until the next one with the same ticket replaces it.
             return
         worker.step = ticket.step
         ticket.total, ticket.count, ticket.weight = message.total, message.count, message.weight
@@ -669,7 +669,7 @@ class Chief:
         agenda = self._agenda
         if agenda is None or not self._is_open:
             return
-        # A person who asked to stop wants what is under way to end, and nothing new.
+        # After a stop request, work in flight is completed and no new step is started.
         limit = self._limit if not self._line.stopping or agenda.is_idle else min(self._limit, agenda.step)
         for worker in self._workers.values():
             if not worker.is_asking or worker.peer is None:
@@ -684,7 +684,7 @@ class Chief:
             self._send(worker, part, [ticket.ids.tobytes()])
 
     def _ask(self, request: Request, kind: type[Any], waiting_for: str) -> list[tuple[Any, list[Any]]]:
-        """Asks all servers, and whoever comes in the place of one; returns their answers in order."""
+        """Send a request to all servers, and to replacements of failed ones; return the answers in server order."""
         answers: dict[int, tuple[Any, list[Any]]] = {}
         before, term = self._asked.get(kind), self._term
         self._asked[kind] = request, answers
@@ -692,7 +692,7 @@ class Chief:
             for server in self._servers:
                 if server.peer is not None:
                     self._send(server, *request(server.number))
-            # Another server may be lost meanwhile: what is said about the next term is enough then.
+            # If another server fails while this waits, the term changes and a request for the new term replaces it.
             self._turn(
                 lambda: len(answers) == len(self._servers) or (kind is served.Loaded and self._term != term),
                 waiting_for,
@@ -708,7 +708,7 @@ class Chief:
         self._listener.send(member.peer, message, frames)
 
     def close(self) -> None:
-        """Ends all members, by themselves where they can, and lets their connections go."""
+        """Ask all members to exit, kill those that do not in time, and close the connections."""
         self._is_ending, self._is_open = True, False
         if self._is_placed:
             self._await_late()
@@ -730,7 +730,7 @@ class Chief:
         self._context.term()
 
     def _await_late(self) -> None:
-        """Lets workers join that others were too fast for: they must hear that it is over, and from nobody else can."""
+        """Let late workers join, so that they learn that work has ended; they cannot learn it elsewhere."""
         deadline = time.monotonic() + min(LATE, self._timeout)
         while len(self._workers) < len(self._devices) and time.monotonic() < deadline:
             self._poller.poll(int(1000 * TICK))

@@ -1,4 +1,4 @@
-"""Training with parameter servers: the loop of every strategy, whose steps are taken by servers and workers."""
+"""Training with parameter servers: the common training loop, with steps computed by servers and workers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Output = Callable[[int, str, str], None]
 def train_served(
     world: World, job: Job, *, devices: Sequence[Device], start: Start | ProcessRole, on_output: Output, timeout: float
 ) -> ReplicaResult:
-    """Trains with parameter servers; this process is the chief, and the devices are the workers'.
+    """Train with parameter servers; this process is the coordinator, and the devices are the workers'.
 
-    `start` starts a member, or says where in a cluster this process stands whose members somebody else starts.
+    `start` starts a member, or is this process's role in a cluster whose members are started externally.
     """
     hand = Hand(world, alone(job.spec))
     loop = ServedLoop(hand, job, devices, start, on_output, timeout)
@@ -51,12 +51,12 @@ def train_served(
 
 
 def alone(spec: StrategySpec) -> StrategySpec:
-    """What a strategy with servers is for one member by itself."""
+    """Return a parameter server strategy's spec for a single member."""
     return replace(spec, replicas=1, backup=0)
 
 
 def check_served(task: Task) -> None:
-    """Refuses what parameter servers cannot train, before any process is started."""
+    """Raise for tasks that parameter servers cannot train, before any process is started."""
     _require_transport()
     if task.step is not None:
         raise TaskError(
@@ -75,7 +75,7 @@ def check_served(task: Task) -> None:
 
 
 def tables_in(task: Task) -> list[str]:
-    """Return the names of a task's tables whose rows are on servers alone."""
+    """Return the names of a task's embedding tables whose rows exist on the servers only."""
     from ..strategies import served
 
     with declaring():
@@ -84,7 +84,7 @@ def tables_in(task: Task) -> list[str]:
 
 
 def has_own_optimizer(task: Task) -> bool:
-    """Return whether a task's optimizer is not one of torch's, so that servers may see it in another way."""
+    """Return whether a task's optimizer is not one of torch's, so that it may behave differently on servers."""
     model = without_values(task)
     try:
         made = {} if model is None else optimizers_of(model, task.optimizer)
@@ -105,7 +105,7 @@ def _require_dense(model: nn.Module) -> None:
 
 
 def _rows_that_wait(hand: Hand) -> list[str]:
-    """Tables of which only touched rows change while their optimizer would move all; refuses what rows cannot do."""
+    """Return tables whose untouched rows Adam would also move on one device; raise for unsupported optimizers."""
     from ..strategies import served
 
     optimizer, waiting = hand.optimizers[MAIN], []
@@ -126,7 +126,7 @@ def _require_transport() -> None:
 
 
 class ServedLoop(TrainingLoop):
-    """The training loop, with a chief in place of the step."""
+    """The training loop of the coordinator, whose steps are computed by servers and workers."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class ServedLoop(TrainingLoop):
 
     @property
     def chief(self) -> Chief:
-        """Who keeps servers and workers together."""
+        """The coordinator of servers and workers; available after `try_out`."""
         assert self._chief is not None
         return self._chief
 
     def close(self) -> None:
-        """Ends servers and workers."""
+        """End servers and workers."""
         if self._chief is not None:
             self._chief.close()
 
@@ -183,7 +183,7 @@ class ServedLoop(TrainingLoop):
 
     @property
     def split(self) -> StrategySpec:
-        """How the work is split over workers; the chief's own hand is alone."""
+        """The strategy by which the work is split over workers; the coordinator's own hand is a single replica."""
         return self.job.spec
 
     def why_not_verified(self, model: nn.Module) -> str:
@@ -193,10 +193,10 @@ class ServedLoop(TrainingLoop):
         return super().why_not_verified(model) or (f"rows of {tables} are on the servers alone" if tables else "")
 
     def ease(self, batch_size: int) -> None:
-        """The chief's own hand takes no samples, so it needs no smaller parts of them."""
+        """Do nothing: the coordinator's own hand computes no samples."""
 
     def sampling(self, feed: Feed) -> Sampler:
-        """Workers look at their own steps, and tell."""
+        """Return no sampler: workers profile and report their own steps."""
         return NoSampler()
 
     def prepare(self) -> tuple[Feed, Feed | None]:
@@ -215,7 +215,7 @@ class ServedLoop(TrainingLoop):
                 if reason is not None:
                     self._go_back(reason)
                 super().train(plan, valid_feed, plan)
-                # What the last checkpoint needs comes here while losses are still made up for.
+                # The last checkpoint needs the servers' values; here a server failure is still handled.
                 return self.refresh()
             except (ServerLost, Rollback) as failure:
                 reason = failure
@@ -231,18 +231,18 @@ class ServedLoop(TrainingLoop):
 
     def look(self, batch: Batch) -> None:
         super().look(batch)
-        # Updates that are on their way end first, so that the last checkpoint has all of them.
+        # Let updates in flight finish first, so that the last checkpoint contains them.
         self.stopped = self.stopped and self.chief.is_settled
 
     def refresh(self) -> None:
-        """Brings the servers' values here, where they are measured and saved."""
+        """Copy the servers' values into the hand's network, where they are evaluated and saved."""
         if self._refreshed_at != self.hand.num_steps:
             with self.hand.timed("save"):
                 self.chief.refresh()
             self._refreshed_at = self.hand.num_steps
 
     def take(self) -> None:
-        """One step of all workers and servers."""
+        """Take one step with all workers and servers."""
         hand = self.hand
         step = self.chief.take_step(self._limit())
         hand.num_steps += 1
@@ -250,14 +250,14 @@ class ServedLoop(TrainingLoop):
         hand.good = torch.tensor(step.is_taken) if hand.skips else None
 
     def _limit(self) -> int:
-        """The step before which everything that is handed out must be done, so that a checkpoint has a clear border."""
+        """Return the step up to which work may be handed out, so that no update is in flight at a checkpoint."""
         steps = self.job.steps if self.job.steps is not None else math.inf
         if self.job.save_every and (self.job.spec.staleness is None or self.job.spec.backup):
             steps = min(steps, (self.hand.num_steps // self.job.save_every + 1) * self.job.save_every)
         return int(min(steps, 1 << 62))
 
     def _go_back(self, reason: Exception) -> None:
-        """A server is gone, or no gradient is finite: all go on from the last checkpoint, and so does the feed."""
+        """Restore the last checkpoint after a server failed or no gradient was finite, and refill the servers."""
         hand = self.hand
         before = hand.num_steps
         hand.store(self.path).wait()
@@ -275,7 +275,7 @@ class ServedLoop(TrainingLoop):
         self.chief.publish()
 
     def _begin_again(self) -> None:
-        """Makes network and optimizer what they were at first; a save that was left out may have changed them."""
+        """Reset network and optimizer to their initial values; an aborted save may have changed them."""
         from .server_checkpoints import restore_tables
 
         hand, first = self.hand, Hand(self.hand.world, self.hand.spec)
@@ -296,7 +296,7 @@ class ServedLoop(TrainingLoop):
 
 
 class _Plan:
-    """In place of the feed and of the stepper: batches without their data, and steps that others take."""
+    """Replaces the feed and the stepper: batches without data, and steps that the workers take."""
 
     waited = 0.0
     limit = "compute"
@@ -305,21 +305,21 @@ class _Plan:
         self._loop, self._feed = loop, feed
 
     def epoch(self, cursor: Cursor) -> Iterator[Batch]:
-        """The epoch's batches, each given before it is computed."""
+        """Yield the epoch's batches, without data, before they are computed."""
         self._loop.chief.begin_epoch(cursor.epoch, (ids for ids, _ in self._feed.plan(cursor)))
         for ids, after in self._feed.plan(cursor):
             yield Batch(None, (len(ids),), (len(ids),), ids, after)
 
     def take(self, batch: Batch) -> None:
-        """One step."""
+        """Take one step."""
         self._loop.take()
 
     def look_again(self) -> None:
-        """Nothing is recorded here."""
+        """Do nothing: no step is captured here."""
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: there are no resources to free."""
 
     def said(self) -> str:
-        """Nothing to say."""
+        """Return no text: there is no input limit to report."""
         return ""

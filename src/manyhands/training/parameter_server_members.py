@@ -1,4 +1,4 @@
-"""Members of a job with parameter servers: a worker that computes what the chief hands out, and a server."""
+"""Members of a job with parameter servers: workers, which compute what the coordinator hands out, and servers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .spans import PHASES, Spans, by_phase
 from .step_capture import compute
 
 OVERLAP_FROM = 0.1
-"""Share of a worker's time spent waiting for values from which it asks for the next ones before it needs them."""
+"""Share of a worker's time spent waiting for values above which it prefetches the next ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What a member of a job must know to join it: plain data."""
+    """What a member needs to join a job: plain data."""
 
     task: Task
     spec: StrategySpec
@@ -40,14 +40,14 @@ class Membership:
     token: bytes = field(repr=False)
     timeout: float
     every: int = 0
-    """Of so many steps a worker times one by what it does; 0 for none."""
+    """Every how many steps a worker profiles one; 0 for none."""
     listens: tuple[str, int] | None = None
-    """Where a server listens; None for any port of loopback."""
+    """Host and port on which a server listens; None for any loopback port."""
 
     def run(self, world: World) -> dict[str, Any]:
-        """Takes part until the chief says that it is over."""
+        """Join the job and work until the coordinator ends it."""
         with contextlib.suppress(OSError):
-            # As `ps` and `top` show it.
+            # The process name that `ps` and `top` show.
             Path("/proc/self/comm").write_text(f"mh-{self.role}-{self.number}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         threads = torch.get_num_threads()
@@ -59,18 +59,18 @@ class Membership:
             return _Worker(self, hand).run() if self.role == "worker" else serve(self, hand)
         finally:
             hand.close()
-            # A program that takes part goes on after that.
+            # The calling program may continue afterwards.
             torch.set_num_threads(threads)
 
 
 def shares_of(hand: Hand) -> list[served.Share]:
-    """Which server holds what of a hand's network."""
+    """Return which server holds which part of a hand's network."""
     optimizer = hand.optimizers[MAIN]
     return served.cut(hand.model, hand.spec.servers, whole=served.needs_whole(optimizer))
 
 
 def serve(member: Membership, hand: Hand) -> dict[str, Any]:
-    """Holds one share of the network."""
+    """Run a server or follower that holds one share of the network."""
     shard = served.ServerShard(member.number, shares_of(hand)[member.number], hand.model, hand.optimizers[MAIN])
     listens, leads = member.listens or ("127.0.0.1", 0), member.role == "server"
     served_by = served.ParameterShardServer(
@@ -91,7 +91,7 @@ class _Worker:
         self.member, self.hand, self.task = member, hand, member.task
         if not hand.model.training:
             hand.model.train()
-        # Numbers of two workers must differ; layout-free ones come from the step and the samples.
+        # Workers must draw different numbers; layout-free ones are derived from the step and the samples.
         hand.seed(self.task.seed)
         seed_all(mix(self.task.seed, 1 + member.number))
         source = as_source(self.task.data, collate=self.task.collate)
@@ -113,14 +113,14 @@ class _Worker:
         self._num_delivered = 0
 
     def _join(self) -> served.Caller:
-        """Reports to the chief, who is waited for as long as the one time limit says."""
+        """Connect to the coordinator, waiting for it up to the job's timeout."""
         member = self.member
         chief = served.call_again(self._context, member.token, member.chief, member.timeout, self.hand.notice)
         chief.send(served.JoinRequest("worker", member.number))
         return chief
 
     def run(self) -> dict[str, Any]:
-        """Computes what it is given until there is nothing left."""
+        """Compute the parts that the coordinator hands out until the work ends."""
         try:
             with contextlib.suppress(served.Over):
                 crew = None
@@ -144,7 +144,7 @@ class _Worker:
             self._context.term()
 
     def _complain(self, number: int) -> served.ServerList | None:
-        """A server is out of reach: the chief says who is in its place, or else it is tried again by joining anew."""
+        """Report an unreachable server; return the coordinator's new server list, or None after joining again."""
         try:
             self.chief.send(served.Unreached(number))
             return self._wait_for_crew(self.member.timeout / 4)
@@ -179,7 +179,7 @@ class _Worker:
                 raise served.Over
 
     def _sample(self, step: int) -> None:
-        """Tells where the time of a step went, from one delivery to the next, and begins to look at another."""
+        """Report the profile of the step since the last delivery, and start the next profile where due."""
         hand, every = self.hand, self.member.every
         if hand.spans is not None:
             spans, hand.spans = hand.spans.end(), None
@@ -190,7 +190,7 @@ class _Worker:
             hand.spans = Spans(hand.device)
 
     def _deliver(self, part: served.WorkPart, ids: Any) -> served.Delivered:
-        """Computes one part and brings its gradient to the servers."""
+        """Compute one part and push its gradient to the servers."""
         hand, client = self.hand, self.client
         hand.num_steps = part.step
         if not client.is_pulling:
@@ -211,7 +211,7 @@ class _Worker:
         self.computed += time.perf_counter() - began
         tally = hand.recorded_tally()
         count = float(tally.count) if tally.count is not None else float(batch.num_samples)
-        # A part that counts nothing has no mean, and adds nothing to the sum.
+        # A part with count 0 has no mean, and adds nothing to the sum.
         total = float(tally.loss) * count if count else 0.0
         weight = 1.0 if tally.counts_tokens else float(batch.num_samples)
         scale, is_skipped = self._limit(weight / max(count, 1.0)) if part.rates else (1.0, False)
@@ -220,13 +220,13 @@ class _Worker:
         if not part.rates:
             staleness = max(0, part.step - client.version)
         elif self.waited > OVERLAP_FROM * self.computed:
-            # Values travel while the chief is asked and the next samples are read.
+            # Prefetch values while the worker asks for work and reads the next samples.
             client.begin_pull(0)
         hand.forget_step()
         return served.Delivered(part.term, part.ticket, total, count, weight, staleness, skipped=is_skipped)
 
     def _limit(self, scale: float) -> tuple[float, bool]:
-        """What a gradient that is an update by itself is multiplied with: its mean, shortened to the task's norm."""
+        """Return the factor of a gradient that is an update by itself (mean and clipping), and whether to skip it."""
         if self.task.clip is None and not self.hand.skips:
             return scale, False
         gradients = [p.grad for p in self.hand.model.parameters() if p.grad is not None]
@@ -237,13 +237,13 @@ class _Worker:
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """The norm of several gradients together."""
+    """Return the norm of several gradients together."""
     norms = torch._foreach_norm(gradients) if gradients else []
     return float(torch.stack([norm.double().cpu() for norm in norms]).norm()) if norms else 0.0
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What a gradient of this norm is multiplied with so that it keeps to a limit; torch's own formula.
+    """Return the factor that clips a gradient of this norm to a limit, by torch's formula.
 
     >>> clip_factor(2.0, 1.0) < 0.5 < clip_factor(2.0, 1.001)
     True

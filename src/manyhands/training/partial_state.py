@@ -1,4 +1,4 @@
-"""What a rank holds of a network that no rank holds all of, kept in memory, and how a run goes on from parts."""
+"""In-memory snapshots of a rank's part of a sharded network, and how a run resumes from such parts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from .hand import Hand
 
 COPY_EVERY = 100
-"""Steps between two copies of parts that only one rank has."""
+"""Steps between two copies of parts that only one rank holds."""
 
 
 def num_places(spec: StrategySpec) -> int:
-    """Into how many parts a replica is cut; its ranks sit side by side."""
+    """Return the number of parts of a replica; the ranks of a replica are consecutive."""
     return (spec.num_devices or 1) // (spec.replicas or 1)
 
 
 def shape_of(spec: StrategySpec) -> tuple[int, ...]:
-    """How a replica is cut, whatever the number of replicas."""
+    """Return how a replica is partitioned along each axis, independent of the number of replicas."""
     return tuple(spec.axes.get(axis, 1) for axis in MESH_ORDER if axis != "replicas")
 
 
@@ -40,7 +40,7 @@ def part_snapshot(
     random: Mapping[str, Tensor],
     state: dict[str, Any],
 ) -> Checkpoint:
-    """This rank's part of everything that a run needs to go on: copies on the CPU, without asking others."""
+    """Return this rank's part of all that a run needs to resume: copies on the CPU, without collectives."""
     cut: list[str] = []
     joins = True
 
@@ -86,7 +86,7 @@ def part_snapshot(
 
 @torch.no_grad()
 def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
-    """Puts a part into a rank that holds the same part of a network; returns the loop's own state."""
+    """Load a part into a rank that holds the same part of the network; return the loop's state."""
     replica, cut = hand.replica, set(part.state["cut"])
     parameters = {name: parameter for parameter, name in replica.names.items()}
     for name, tensor in (*_parameters(hand).items(), *hand.model.named_buffers()):
@@ -110,7 +110,7 @@ def restore_part(hand: Hand, part: Checkpoint) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The whole of which these are the parts, in order: each of them is some rows."""
+    """Concatenate the parts, in order, to a whole checkpoint; each part has a range of rows."""
     first = parts[0]
     cut = set(first.state["cut"])
 
@@ -135,13 +135,13 @@ def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
         model=wholes("model", [part.model for part in parts]),
         optimizers=optimizers,
         averages=wholes("averages", [part.averages for part in parts]),
-        # What was not sent yet belongs to ranks that hold other parts now.
+        # Feedback that was not sent yet belongs to ranks that hold other parts now.
         policy={},
     )
 
 
 class Copies:
-    """Copies of parts that only one rank has, in the memory of another one: on another host, where there is one."""
+    """Keeps copies of parts that only one rank holds in the memory of another rank, on another host if there is one."""
 
     def __init__(self, world: World, spec: StrategySpec, every: int) -> None:
         self._world, self._every = world, every
@@ -150,23 +150,23 @@ class Copies:
         self._step_away = _distance(world.gather_objects(world.seat.host)) if self._is_on else 0
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time; all ranks ask together."""
+        """Return whether a copy is due; the same answer on all ranks."""
         return self._is_on and step >= self._next
 
     def make(self, mine: Checkpoint | None) -> list[Checkpoint] | None:
-        """This rank's part and that of another; None where some rank has nothing whole to copy."""
+        """Return this rank's part and a copy of another's; None where some rank has no complete state."""
         if not all(self._world.gather_objects(mine is not None)):
             return None
         assert mine is not None
         self._next = mine.step + self._every
         theirs = exchange(self._world, mine, self._step_away)
-        # What was kept before is let go of only when everybody has this.
+        # Older copies are released only when every rank has this one.
         self._world.barrier()
         return [mine, theirs]
 
 
 def _distance(hosts: Sequence[str]) -> int:
-    """How many ranks further a copy is kept.
+    """Return how many ranks ahead a copy is kept, preferably on another host.
 
     >>> _distance(["a", "a", "b", "b"]), _distance(["a", "a", "a"])
     (2, 1)
@@ -177,29 +177,29 @@ def _distance(hosts: Sequence[str]) -> int:
 
 
 def _parameters(hand: Hand) -> dict[str, Tensor]:
-    """By name, as they lie between steps: a step that was cut off may have left others in their place."""
+    """Return parameters by name as they are between steps: an aborted step may have put others in their place."""
     if hand.spec.sharding == "optimizer":
         return dict(hand.model.named_parameters())
     return {name: parameter for parameter, name in hand.replica.names.items()}
 
 
 def _laid_out(local: Tensor, like: Tensor) -> Tensor:
-    """A rank's part of a slot, known as such."""
+    """Wrap a rank's part of a slot in a tensor that is distributed like the parameter."""
     slot = torch.empty_like(like, dtype=local.dtype)
     _local(slot).copy_(local)
     return slot
 
 
 def _local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return this rank's local part of a tensor, sharing its memory."""
     held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held
 
 
 def complete(offers: Sequence[Sequence[tuple[int, int, tuple[int, ...]]]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Steps and shapes of which some ranks together have every part, the latest first.
+    """Yield steps and shapes of which the ranks together hold every part, the latest first.
 
-    Each rank offers (step, place, shape) of what it has.
+    Each rank offers (step, place, shape) of what it holds.
 
     >>> list(complete([[(7, 0, (2,)), (5, 0, (2,)), (5, 1, (2,))], []]))
     [(5, (2,))]

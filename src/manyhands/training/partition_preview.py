@@ -1,4 +1,4 @@
-"""A task's network cut in pieces, looked at before any process is started."""
+"""Preview of a network's partition into pieces, before any process is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Probe = Callable[[nn.Module, Callable[[Any], Any]], Any]
 
 
 def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> None:
-    """Refuses a way of cutting a task's network that cannot be; does nothing where the network stays whole."""
+    """Raise if a task's network cannot be partitioned into the spec's stages; do nothing without stages."""
     if spec.stages == 1:
         return
     model = without_values(task) or _built(task)
@@ -29,7 +29,7 @@ def check_pieces(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> N
 
 
 def outline_of(task: Task, spec: StrategySpec, devices: Sequence[Device]) -> Outline:
-    """How a task's network is cut, with the costs of its parts as this machine measures them."""
+    """Return how a task's network is partitioned, with the costs of its pieces as measured on this machine."""
     rows = (task.batch_size or 32) // (spec.num_parts * spec.accumulate * spec.microbatches)
     probe = _probe(task, spec, max(NUM_ROWS, min(64, rows)))
     assert probe is not None, "a task with a loss and data"
@@ -52,7 +52,7 @@ def _as_wide(model: nn.Module, spec: StrategySpec) -> nn.Module:
 
 
 def _probe(task: Task, spec: StrategySpec, rows: int) -> Probe | None:
-    """The loss of a few samples; None where a function makes the data, which runs in the ranks."""
+    """Return the loss of a few samples as a probe; None where a function makes the data, as it runs in the ranks."""
     compute = task.loss
     if compute is None or inspect.isfunction(task.data):
         return None

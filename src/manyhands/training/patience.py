@@ -1,4 +1,4 @@
-"""Patience: ends a run when something that is measured has not got better for a while."""
+"""Patience: early stopping when a measured value has not improved for some epochs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HIGH = {"accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "map", 
 
 @dataclass(frozen=True)
 class Patience:
-    """Ends a run when a value has not got better in so many epochs one after another.
+    """Ends a run when a value has not improved for `epochs` consecutive epochs.
 
-    `name` is "loss" (the mean training loss of an epoch), "valid_loss" or "valid_" and a metric's name. `mode` says
-    what is better, "min" or "max"; "auto" knows it of losses and of the usual metrics. A value is better when it
-    beats the best so far by more than `min_delta`. `run.model(best=True)` is the network of that best epoch.
+    `name` is "loss" (the mean training loss of an epoch), "valid_loss", or "valid_" and a metric's name. `mode` is
+    "min" or "max"; "auto" infers it for losses and common metrics. A value improves if it beats the best so far by more
+    than `min_delta`. `run.model(best=True)` returns the network of the best epoch.
 
     >>> Patience("valid_loss", 5)
     Patience(name='valid_loss', epochs=5, mode='min', min_delta=0.0)
@@ -54,7 +54,7 @@ class Patience:
 
     @classmethod
     def parse(cls, text: str) -> Patience:
-        """Patience from a text, NAME:EPOCHS and after another colon the mode.
+        """Parse `NAME:EPOCHS` or `NAME:EPOCHS:MODE`.
 
         >>> Patience.parse("valid_score:3:max")
         Patience(name='valid_score', epochs=3, mode='max', min_delta=0.0)
@@ -68,7 +68,7 @@ class Patience:
         return cls(name, int(epochs), mode or "auto")
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value counts as progress; one that is not a number never does."""
+        """Return whether a value improves on the best so far; NaN never does."""
         if math.isnan(value):
             return False
         if best is None:
@@ -77,7 +77,7 @@ class Patience:
 
 
 class PatienceState:
-    """What a run's patience has seen: its state is saved with every checkpoint."""
+    """The best values and waiting times of a run's patience, saved with every checkpoint."""
 
     def __init__(self, stop: Sequence[Patience]) -> None:
         self._stop = tuple(stop)
@@ -86,7 +86,7 @@ class PatienceState:
         self._step = 0
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the values of an epoch, once: a finished run that is resumed is measured again."""
+        """Update with the values of an epoch; ignore a step seen before, as resuming a finished run evaluates again."""
         if step <= self._step:
             return
         self._step = step
@@ -99,7 +99,7 @@ class PatienceState:
 
     @property
     def reason(self) -> str:
-        """Why the run should end; empty while it should go on."""
+        """Why the run should end; empty while it should continue."""
         for patience, best, waited in zip(self._stop, self._best, self._waited, strict=True):
             if waited >= patience.epochs:
                 reached = "was never a number" if best is None else f"has not got better than {best:.6g}"
@@ -107,9 +107,9 @@ class PatienceState:
         return ""
 
     def score(self, values: Mapping[str, float]) -> float | None:
-        """What a checkpoint is the best by, the lower the better; None where it was not measured.
+        """Return the score by which the best checkpoint is chosen, lower is better; None where it was not measured.
 
-        It is the first value that is watched. Without patience it is the validation's loss, or else the training's.
+        It is the first watched value; without patience, the validation loss, or else the training loss.
         """
         if self._stop:
             value = values.get(self._stop[0].name)
@@ -118,14 +118,14 @@ class PatienceState:
         return values.get("valid_loss", next(iter(losses), None))
 
     def state(self) -> list[dict[str, Any]]:
-        """JSON-ready data, by the name that is watched."""
+        """Return JSON-ready data, one entry per watched name."""
         return [
             {"name": patience.name, "best": best, "waited": waited, "step": self._step}
             for patience, best, waited in zip(self._stop, self._best, self._waited, strict=True)
         ]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from a saved state; a name that was not watched before begins anew."""
+        """Restore a saved state; a name that was not watched before starts from zero."""
         known = {saved["name"]: saved for saved in state}
         for index, patience in enumerate(self._stop):
             if patience.name in known:
@@ -134,7 +134,7 @@ class PatienceState:
 
 
 def as_patience(stop: Patience | Sequence[Patience] | None) -> tuple[Patience, ...]:
-    """One, several or none, as a tuple."""
+    """Return one, several or no `Patience` as a tuple."""
     several = stop if isinstance(stop, (list, tuple)) else () if stop is None else (stop,)
     for one in several:
         if not isinstance(one, Patience):
@@ -147,11 +147,11 @@ def as_patience(stop: Patience | Sequence[Patience] | None) -> tuple[Patience, .
 
 
 def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] | None = None) -> None:
-    """Refuses names that are never measured. `losses` are the names of a step's own, which its optimizers tell."""
+    """Raise for names that are never measured. `losses` are the names of a custom step's losses (its optimizers')."""
     known = ["loss"] if task.loss is not None else [*(losses or ())]
     if task.valid is not None:
         known += [f"valid_{name}" for name in (*(["loss"] if task.loss is not None else []), *task.metrics)]
-    # An object may compute several values, whose names it alone knows.
+    # A metric object may compute several values, whose names are not known here.
     several = tuple(f"valid_{name}_" for name, metric in task.metrics.items() if not is_function(metric))
     for patience in stop:
         name = patience.name
@@ -165,7 +165,7 @@ def check_patience(stop: Sequence[Patience], task: Task, losses: Sequence[str] |
 
 def _value(patience: Patience, values: Mapping[str, float]) -> float:
     if patience.name not in values and not patience.name.startswith("valid_"):
-        # Known since the start (`check_patience`): every step of this epoch was left out.
+        # `check_patience` has accepted the name, so every step of this epoch was skipped.
         return math.nan
     if patience.name not in values:
         raise _never_measured(patience.name, list(values))

@@ -1,4 +1,4 @@
-"""A micro-batch through a pipeline: its parts are under way in different stages at the same time."""
+"""Run a micro-batch through a pipeline, whose stages work on different parts of it at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .loss_totals import BatchShare
 
 
 def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
-    """The losses of all microbatches, weighed by their samples, and their gradients."""
+    """Compute the losses of all pipeline micro-batches, weighted by their samples, and their gradients."""
     whole = hand.part
     micros = _Micros(hand, replica, loss, data)
     replica.run(len(micros.sizes), micros)
@@ -26,7 +26,7 @@ def compute_in_stages(hand: Hand, replica: PipelineReplica, loss: Callable[[Any,
 
 
 class _Micros:
-    """The parts of what a replica computes at a time."""
+    """The pipeline micro-batches of the data that a replica computes at a time."""
 
     def __init__(self, hand: Hand, replica: PipelineReplica, loss: Callable[[Any, Any], Any], data: Any) -> None:
         self._hand, self._replica, self._loss, self._total = hand, replica, loss, hand.part.total
@@ -48,6 +48,6 @@ class _Micros:
     @contextlib.contextmanager
     def scope(self, micro: int) -> Iterator[None]:
         self._hand.select(self._starts[micro], self.sizes[micro])
-        # A forward that is computed again must draw the same numbers again.
+        # Recomputed activations must draw the same random numbers as the first forward pass.
         with self._hand.during("backward"), self._hand.drawing():
             yield

@@ -1,4 +1,4 @@
-"""The Predictor of a task: its network behind the inputs and outputs that the task declares."""
+"""The Predictor of a task: its network with the inputs and outputs that the task declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core import Predictor, Signature, Task, TaskError, TensorSpec
 
 
 def inputs_of(task: Task, batch: Any) -> dict[str, Any]:
-    """What `predict` takes from a batch: by name from a dict, else the batch's first elements."""
+    """Return the inputs of `predict` from a batch: by name from a dict, else the batch's first elements."""
     if task.predict is None:
         if isinstance(batch, Mapping):
             name = next(iter(batch))
@@ -40,18 +40,18 @@ def inputs_of(task: Task, batch: Any) -> dict[str, Any]:
 
 
 def outputs_of(task: Task, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """What the task predicts, as its own function returns it."""
+    """Return the task's predictions as its `predict` function returns them."""
     values = list(inputs.values())
     return model(*values) if task.predict is None else task.predict(model, *values)
 
 
 def answers(task: Task, model: nn.Module, batch: Any) -> Any:
-    """What the task predicts for a batch."""
+    """Return the task's predictions for a batch."""
     return outputs_of(task, model, inputs_of(task, batch))
 
 
 def named(outputs: Any) -> dict[str, Tensor]:
-    """Outputs as a dict; a bare tensor is called "output"."""
+    """Return outputs as a dict; a bare tensor is called "output"."""
     if isinstance(outputs, Tensor):
         return {"output": outputs}
     if isinstance(outputs, Mapping) and all(isinstance(value, Tensor) for value in outputs.values()):
@@ -64,7 +64,7 @@ def named(outputs: Any) -> dict[str, Tensor]:
 
 
 class ModelPredictor(Predictor):
-    """A trained network in this process."""
+    """A Predictor that runs a trained network in this process."""
 
     def __init__(self, task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
         self._task, self._model = task, model.eval()
@@ -72,10 +72,10 @@ class ModelPredictor(Predictor):
         examples = [inputs_of(task, batch) for batch in batches]
         with torch.no_grad():
             answers = [named(outputs_of(task, model, example)) for example in examples]
-        # The largest example: torch.export would take a size of 1 for a fixed one.
+        # The largest example: torch.export would treat a size of 1 as fixed.
         self.example = max(examples, key=lambda example: sum(value.numel() for value in example.values()))
         self.free = {name: _free_dims([example[name] for example in examples]) for name in self.example}
-        """Dims besides the batch in which samples differ, such as the length of a padded text."""
+        """Dynamic dimensions other than the batch, in which samples differ, such as the length of a padded text."""
         self.signature = Signature(_specs(examples), _specs(answers))
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Progress: what a person sees while a run goes on; live in a terminal, a line per epoch elsewhere."""
+"""Progress display of a run: live in a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFRESH_SECONDS = 0.5
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A small curve of text.
+    """Return a small curve drawn with block characters.
 
     >>> sparkline([0, 1, 2, 3], width=4)
     '▁▃▆█'
@@ -44,7 +44,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def share_bar(seconds: dict[str, float], width: int = 30) -> Text:
-    """Where a replica's time went, as a coloured bar."""
+    """Return a coloured bar of how a replica's time was spent."""
     total = seconds.get("total", 0.0) or 1e-9
     text = Text()
     for name, colour in _COLOURS.items():
@@ -58,24 +58,24 @@ def share_bar(seconds: dict[str, float], width: int = 30) -> Text:
 
 
 class View:
-    """Takes a run's events and shows them. The base shows nothing."""
+    """Receives a run's events and displays them. This base class displays nothing but the ranks' output."""
 
     def show(self, rank: int, entry: Event) -> None:
-        """Takes an event of one rank."""
+        """Handle an event of one rank."""
 
     def line(self, text: str) -> None:
-        """Shows a line of ours."""
+        """Show a line of text."""
 
     def output(self, rank: int, text: str, stream: str) -> None:
-        """Passes on what a rank printed, where it printed it; `progress=False` does not hide that."""
+        """Print a line that a rank printed, to the same stream; also with `progress=False`."""
         print(f"[rank {rank}] {text}", file=getattr(sys, stream), flush=True)
 
     def close(self) -> None:
-        """Leaves the screen as it should stay."""
+        """Draw the final state and stop updating the screen."""
 
 
 class LineView(View):
-    """A line per epoch, for logs and pipes."""
+    """Prints one line per epoch, for logs and pipes."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
@@ -89,7 +89,7 @@ class LineView(View):
 
 
 class LiveView(LineView):
-    """A bar, the loss curve, samples per second, and what each replica waits for."""
+    """Shows a progress bar, the loss curve, samples per second, and what each replica waits for."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console, title)
@@ -107,7 +107,7 @@ class LiveView(LineView):
         self._waits: dict[int, dict[str, float]] = {}
         self._limits: dict[int, str] = {}
         self._drawn_at = 0.0
-        # Drawn by hand: a refreshing thread would take time from training in this very process.
+        # Refreshed explicitly: a refresh thread would take time from training in the same process.
         self._live = Live(self._draw(), console=console, auto_refresh=False)
         self._live.start()
 
@@ -155,14 +155,14 @@ class LiveView(LineView):
 
 
 def _limit(told: str, seconds: Mapping[str, float]) -> str:
-    """What limits the speed; a feed that is fast enough cannot tell computing from waiting for other replicas."""
+    """Return what limits the speed; a fast feed cannot tell compute from waiting for other replicas."""
     if told == "compute" and seconds.get("sync", 0.0) > seconds.get("compute", 0.0):
         told = "sync"
     return f"  limit: {told}" if told else ""
 
 
 def said(entry: Event) -> str:
-    """What an event says in a line; empty for those that only move the bar."""
+    """Return an event as a line of text; empty for events that only update the bar."""
     if entry["kind"] == "epoch":
         return f"epoch {entry['epoch'] + 1}  step {entry['step']}  {_values(entry)}"
     if entry["kind"] == "log":
@@ -183,7 +183,7 @@ def said(entry: Event) -> str:
 
 
 def make_view(title: str, progress: bool | None, *, live: bool = True) -> View:
-    """The view for where we are; `progress=False` shows nothing, None decides by the terminal."""
+    """Return the view for this terminal; `progress=False` shows nothing, None decides by the terminal."""
     if progress is False:
         return View()
     console = Console(stderr=True)

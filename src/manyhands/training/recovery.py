@@ -1,4 +1,4 @@
-"""Recovery: what a replica keeps in memory, so that a run goes on from its last step when others are lost or come."""
+"""Recovery: the state a replica keeps in memory, so that a run resumes from its last step when ranks fail or join."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """The end of a step: what the next one changes before it is sure to count."""
+    """The state at the end of a step that the next step changes before it is complete."""
 
     step: int
     cursors: list[Cursor]
     batch: Batch | None
     buffers: list[Tensor]
     policy: dict[str, Tensor]
-    """What the policy remembers of this rank: backward changes it while a step is under way."""
+    """This rank's part of the sync policy's state, which backward changes during a step."""
     draws: list[Tensor]
-    """Where torch's generators stood. To ask numpy and Python as well would cost a small step a tenth of its time."""
+    """States of torch's generators. Reading numpy's and Python's as well would add a tenth to a small step's time."""
 
 
 @dataclass
 class RecoveryState:
-    """What outlives a world: the last step that this replica has taken, and all that it needs to go on from there."""
+    """The state that outlives a world: this replica's last complete step, and all it needs to resume from there."""
 
     checkpoint: Checkpoint | None = None
     copies: list[Checkpoint] = field(default_factory=list)
-    """Of a network in parts: this rank's part and another's, of the step when they were last copied."""
+    """Under sharding: this rank's part and another rank's, as of the step when they were last copied."""
     recent: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """The last losses, in case that the replica which was to report them is gone."""
+    """The latest losses, in case the replica that reports them has failed."""
     called_at: int = 0
-    """The last step of which this replica's callbacks were told."""
+    """The last step for which this replica's callbacks were called."""
     batches: dict[int, Batch | None] = field(default_factory=dict)
-    """The batches of the last step that this replica took and of the one that was under way."""
+    """The batches of this replica's last complete step and of the step in progress."""
     gave_way_at: int = 0
-    """The first of many steps without a finite gradient, from which the run went back; 0 where it never did."""
+    """The first step of a row without finite gradients from which the run was rolled back; 0 without a rollback."""
     is_verified: bool = False
-    """Whether the verdict on the first steps was reported."""
+    """Whether the result of verifying the first steps was reported."""
     goes_before: int | None = None
-    """The step before which a checkpoint must be to go on from it; None for any."""
+    """Only checkpoints of earlier steps than this may be resumed from; None for any."""
 
     @property
     def held(self) -> list[Checkpoint]:
-        """Everything that this rank can give."""
+        """All checkpoints and parts that this rank can offer to others."""
         return [*([] if self.checkpoint is None else [self.checkpoint]), *self.copies]
 
     @property
     def step(self) -> int:
-        """The last step that is known here."""
+        """The last step in this rank's memory; 0 without one."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 class Rollback(Exception):
-    """Steps give no finite gradient any more: the run goes on from what is kept, in the same world."""
+    """Raised when too many steps in a row lack a finite gradient; the run resumes from kept state in the same world."""
 
 
 class Marker:
-    """Marks the end of every step, where somebody would call the replicas together again after a loss."""
+    """Takes a snapshot at the end of every step, where the launcher regroups the ranks after a failure."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -88,7 +88,7 @@ class Marker:
         return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
     def mark(self) -> None:
-        """A step is taken and counts: where replicas go apart, once they agree."""
+        """Take the snapshot of a completed step; under local SGD only when the replicas are synchronized."""
         hand = self._hand
         hand.is_midway = False
         if self._is_on and hand.replica.agrees:
@@ -99,7 +99,7 @@ class Marker:
             )
 
     def _remembered(self) -> dict[str, Tensor]:
-        """A copy of what the policy remembers, always in the same memory: to ask for fresh one takes longer."""
+        """Copy the sync policy's state into a reused buffer, which is faster than allocating a new one."""
         now, room = self._hand.replica.own_policy_state(), self._room
         if [(name, t.shape) for name, t in now.items()] != [(name, t.shape) for name, t in room.items()]:
             self._room = {name: tensor.detach().clone() for name, tensor in now.items()}
@@ -109,13 +109,13 @@ class Marker:
 
     @property
     def batches(self) -> dict[int, Batch | None]:
-        """Of the step that was marked last, and of the one after it if that is under way."""
+        """The batches of the last snapshot's step and of the step in progress, by step number."""
         if self._mark is None:
             return {}
         return {self._mark.step + 1: self._hand.batch, self._mark.step: self._mark.batch}
 
     def checkpoint(self, state: dict[str, Any]) -> Checkpoint | None:
-        """What this rank holds, as it was at the last mark; None where it was in the middle of updates."""
+        """Return this rank's state as of the last snapshot; None if it failed in the middle of updates."""
         hand, mark = self._hand, self._mark
         if mark is None or hand.is_midway or mark.step != hand.num_steps or not hand.replica.agrees:
             return None
@@ -134,7 +134,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What a rank goes on from, and where it was found."""
+    """The state a rank resumes from, and a description of where it was found."""
 
     checkpoint: Checkpoint
     source: str
@@ -143,10 +143,10 @@ class Recalled:
 
 
 def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
-    """The latest step that is whole in the memory of those that are here; None where there is none, or an earlier one.
+    """Return the latest step that is complete in the memory of the present ranks; None if it is before `at_least`.
 
-    Of replicas that hold everything it is what the one that has come farthest has. Of a network in parts all of them
-    must be there: each rank gets its own again, or the whole is cut anew where fewer ranks are left.
+    Where every replica holds the whole network, the state of the most advanced one is used. A sharded network needs all
+    of its parts: each rank gets its own back, or the parts are joined and resharded where fewer ranks are left.
     """
     world, held = hand.world, {_offer(part): part for part in reversed(kept.held)}
     offers = world.gather_objects(list(held))
@@ -157,7 +157,7 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
     sources = [next(rank for rank, have in enumerate(offers) if offer in have) for offer in wanted]
     recent = [entry for entry in kept.recent if world.seat.heard < entry[0] <= step]
     told = world.gather_objects(recent)[sources[0]]
-    # Of two ranks with the same step one may have ended its epoch already: all go on from where the first one stands.
+    # Of two ranks at the same step one may have ended its epoch already: all resume from the first source's position.
     stood = None if wanted[0] not in held else {key: held[wanted[0]].state[key] for key in ("cursors", "state")}
     stands = world.gather_objects(stood)[sources[0]]
     live = world.gather_objects(None if kept.checkpoint is None else _offer(kept.checkpoint))
@@ -169,7 +169,7 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
         if lacking or not fits:
             part = share(world, part if world.rank == source else None, source)
         if offer in held and part is not None:
-            # Every rank has drawn other numbers than the rest.
+            # Every rank has its own random state.
             part = dataclasses.replace(part, random=held[offer].random)
         if part is not None and part.policy:
             mine = held.get(offer) or held.get((step - 1, *offer[1:]))
@@ -189,12 +189,12 @@ def recall(hand: Hand, kept: RecoveryState, at_least: int) -> Recalled | None:
 
 
 def _offer(part: Checkpoint) -> tuple[int, int, tuple[int, ...]]:
-    """Of which step it is, and which part of how it was cut."""
+    """Return the step of a checkpoint, its part's index, and the shape of the partition."""
     return part.step, part.state.get("place", 0), tuple(part.state.get("shape", ()))
 
 
 def is_sound(hand: Hand) -> bool:
-    """Whether this rank's parameters and the optimizers' states are numbers."""
+    """Return whether this rank's parameters and optimizer state are all finite."""
     slots = (slot for o in hand.optimizers.values() for state in o.state.values() for slot in state.values())
     tensors = (tensor for tensor in (*hand.model.parameters(), *slots) if isinstance(tensor, Tensor))
     held = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors)
@@ -202,12 +202,12 @@ def is_sound(hand: Hand) -> bool:
 
 
 def is_whole(spec: StrategySpec) -> bool:
-    """Whether every rank holds the whole network."""
+    """Return whether every rank holds the whole network."""
     return spec.num_devices == spec.replicas
 
 
 def resized(spec: StrategySpec, size: int) -> StrategySpec:
-    """The same strategy on another number of ranks: as many groups as fit, or one group in as many parts as there are.
+    """Return the strategy for another number of ranks: as many groups as fit, or one group sharded over all ranks.
 
     >>> resized(StrategySpec(replicas=4), 3)
     StrategySpec(replicas=3)
@@ -228,7 +228,7 @@ def resized(spec: StrategySpec, size: int) -> StrategySpec:
 
 
 def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySpec:
-    """More micro-batches where fewer replicas are left, so that none takes more rows at a time than it had.
+    """Accumulate over more micro-batches where fewer replicas are left, so that none gets more rows at a time.
 
     >>> eased(StrategySpec(replicas=3), StrategySpec(replicas=4), 16).accumulate
     2
@@ -244,7 +244,7 @@ def eased(spec: StrategySpec, full: StrategySpec, batch_size: int) -> StrategySp
 
 
 def as_loss(world: World, error: BaseException) -> PeerLost | None:
-    """What an error says of lost peers, free of all that it held; None where it says something else."""
+    """Convert an error that stems from failed peers to a `PeerLost` without references; None for other errors."""
     if not world.line.recovers or not world.is_loss(error):
         return None
     if isinstance(error, PeerLost):

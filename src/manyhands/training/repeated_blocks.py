@@ -1,4 +1,4 @@
-"""A network with fewer of the blocks that it repeats, so that what they cost is looked at once."""
+"""Shorten sequences of repeated blocks in a network, so that the cost of a block is measured only once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 KEPT = 3
-"""Blocks of a row that stay: a first, a last and one in between."""
+"""Blocks of a sequence that stay: a first, a last and one in between."""
 
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks that are alike, one after another."""
+    """A sequence of consecutive equal blocks in a container."""
 
     container: nn.Module
     start: int
@@ -23,7 +23,7 @@ class RepeatedBlocks:
 
 
 def rows_of(model: nn.Module) -> list[RepeatedBlocks]:
-    """The rows of a network that are long enough to leave some out.
+    """Return the sequences of equal blocks that are long enough to be shortened.
 
     >>> row, = rows_of(nn.Sequential(nn.Linear(2, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(9))))
     >>> row.start, row.length
@@ -45,7 +45,7 @@ def rows_of(model: nn.Module) -> list[RepeatedBlocks]:
 
 
 def _kind(block: nn.Module) -> list[Any]:
-    """What makes blocks alike: the same modules, sizes and settings; that they are numbered does not matter."""
+    """Return a key that is equal for equal blocks: modules, sizes and settings, except indices."""
     return [
         (
             name,
@@ -63,7 +63,7 @@ def _counts(key: str) -> bool:
 
 @contextmanager
 def shortened(lengths: Mapping[RepeatedBlocks, int]) -> Iterator[None]:
-    """The network with so many blocks in each row."""
+    """Shorten each sequence to this many blocks within the context."""
     before = {row: dict(row.container._modules) for row in lengths}
     try:
         for row, count in lengths.items():

@@ -1,4 +1,4 @@
-"""Replay: a step that was committed, taken again on one device, beside what the replicas said of it then."""
+"""Replay: repeat a committed step on one device and compare it with the losses that the replicas reported."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .stepping import take_step
 from .trial import NUM_SAMPLES
 
 CLOSE = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 5e-2}
-"""How close a replayed loss must be to the recorded one, by precision; rounding grows with the steps in between."""
+"""By precision: tolerance between replayed and recorded losses; rounding grows with the steps in between."""
 NUM_WORST = 5
 
 
 @dataclass(frozen=True)
 class PartDiffers:
-    """A replica that said another loss of its own samples than they give."""
+    """A replica whose reported loss differs from that of its samples."""
 
     rank: int
     step: int
@@ -51,35 +51,35 @@ class PartDiffers:
 
 @dataclass
 class Replay:
-    """What came of taking a step again."""
+    """The result of replaying a step."""
 
     run: str
     step: int
     since: int
-    """The step of the checkpoint that it went on from; 0 for the beginning of the run."""
+    """The step of the checkpoint that the replay started from; 0 for the beginning of the run."""
     recorded: float
     replayed: float
     close: float
-    """How far apart they may be."""
+    """Relative tolerance between the two losses."""
     first: int | None = None
-    """The first step from there on whose loss is another; None where none is."""
+    """The first replayed step whose loss differs; None where none does."""
     ranks: list[PartDiffers] = field(default_factory=list)
     num_compared: int = 0
-    """How many losses of single replicas were compared."""
+    """Number of single replicas' losses that were compared."""
     samples: list[tuple[int, float]] = field(default_factory=list)
-    """The samples of the step with the largest losses, each by itself; what is not finite comes first."""
+    """The step's samples with the largest losses, each computed alone; losses that are not finite come first."""
     notes: list[str] = field(default_factory=list)
     changed: str = ""
-    """What changed the run's mathematics, so that its losses are not one device's and accuse nobody."""
+    """Why the run's losses differ from one device's by design, so that no rank is at fault; empty otherwise."""
 
     @property
     def equal(self) -> bool:
-        """Whether the step gives the loss that was recorded, and every replica said what its samples give."""
+        """Whether the replayed losses equal the recorded ones, on every replica that was compared."""
         return self.first is None and not self.ranks
 
     @property
     def bad_samples(self) -> list[int]:
-        """Samples whose loss is not finite."""
+        """Ids of samples whose loss is not finite."""
         return [sample for sample, loss in self.samples if not math.isfinite(loss)]
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Replay:
 
 
 def replay(run: Run, step: int, device: Device | None = None) -> Replay:
-    """Takes a committed step of a run again, on one device, from the nearest checkpoint before it."""
+    """Repeat a committed step of a run on one device, from the nearest checkpoint before it."""
     task = run.require_task()
     recorded = _recorded(run, step)
     again = _Again(run, task, NullWorld(device))
@@ -107,7 +107,7 @@ def replay(run: Run, step: int, device: Device | None = None) -> Replay:
 
 
 class _Again:
-    """The run once more, on one device."""
+    """Repeats a run on one device."""
 
     def __init__(self, run: Run, task: Task, world: NullWorld) -> None:
         self.run, self.task, self.world = run, task, world
@@ -135,7 +135,7 @@ class _Again:
         self.world.close()
 
     def until(self, step: int, recorded: float) -> Replay:
-        """Steps from the nearest checkpoint to this one, each compared with what was recorded of it."""
+        """Repeat the steps from the nearest checkpoint to this one, comparing each with its recorded loss."""
         since = self._go_back_to(step)
         close = CLOSE[self.hand.spec.precision]
         found = Replay(self.run.name, step, since, recorded, math.nan, close, notes=self.notes, changed=self.changed)
@@ -153,7 +153,7 @@ class _Again:
         return found
 
     def _epoch(self) -> Iterator[tuple[Batch, Cursor]]:
-        """Batches, each with where the feed stood before it."""
+        """Yield batches, each with the feed's cursor before it."""
         cursor = self.hand.cursors[0] if self.hand.cursors else Cursor()
         for batch in self.hand.one_epoch(self.feed):
             yield batch, cursor
@@ -187,7 +187,7 @@ class _Again:
             found.first = number
 
     def _compare_parts(self, found: Replay, number: int, cursor: Cursor) -> None:
-        """Recomputes what single replicas said of their own samples; once the networks differ, everybody's does."""
+        """Compare each replica's reported loss with its samples'; stops once the overall loss differs, as all would."""
         for rank, size, accumulate, said in self.parts.get(number, ()) if found.first is None else ():
             feed = Feed(
                 self.source, batch_size=self.batch_size, seed=self.task.seed, shuffle=self.task.shuffle, replica=rank,
@@ -208,7 +208,7 @@ class _Again:
         return float(tally.local_loss)
 
     def _worst(self, batch: Batch) -> list[tuple[int, float]]:
-        """The samples with the largest losses, each alone and without what training adds at random."""
+        """Return the samples with the largest losses, each computed alone in evaluation mode."""
         if self.task.loss is None:
             return []
         losses: list[tuple[int, float]] = []
@@ -246,13 +246,13 @@ def _recorded(run: Run, step: int) -> float:
 
 
 def _parts(run: Run) -> dict[int, list[tuple[int, int, int, float]]]:
-    """By step what single replicas said of their own samples: rank, number of replicas, micro-batches, loss."""
+    """Return by step what single replicas reported: rank, number of replicas, micro-batches, loss."""
     found: dict[int, dict[tuple[int, int, int], float]] = {}
     for entry in read_events(run.path / EVENTS):
         if entry["kind"] == "parts":
             by = entry["rank"], entry["size"], entry.get("accumulate", run.record["spec"].get("accumulate", 1))
             for step, loss in zip(entry["steps"], entry["losses"], strict=True):
-                # Steps that were taken again after a failure count as they were taken last.
+                # Of steps that were repeated after a failure, the last report counts.
                 found.setdefault(step, {})[by] = loss
     return {step: [(*by, loss) for by, loss in said.items()] for step, said in found.items()}
 

@@ -1,4 +1,4 @@
-"""Objects that a trial leaves as they were: what a loss holds besides the network."""
+"""Restore the state that a loss function holds outside of the network after a trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = (int, float, str, bytes, bool, type(None))
 
 @contextmanager
 def left_alone(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Put back what a function holds in its closure, its object or its arguments: numbers, lists, attributes, buffers.
+    """Restore what a function holds in its closure, object or arguments afterwards: numbers, containers, buffers.
 
     >>> def counting(count=[0]):
     ...     count[0] += 1
@@ -36,7 +36,7 @@ def left_alone(function: Callable[..., Any] | None) -> Iterator[None]:
 
 
 def _held(function: Any) -> Iterator[Any]:
-    """What a function holds, its closure's cells as such, because numbers in them may be replaced."""
+    """Yield what a function holds; closure cells are yielded themselves, because their contents may be replaced."""
     if isinstance(function, functools.partial):
         yield from (function.args, *function.args, *function.keywords.values())
         yield from _held(function.func)
@@ -77,7 +77,7 @@ def _container(held: Any) -> Callable[[], None]:
 
 
 def _attributes(held: Any) -> Callable[[], None]:
-    """The plain attributes and tensors of an object."""
+    """Return a function that restores the plain attributes and tensors of an object."""
     kept: dict[str, Any] = {name: value for name, value in vars(held).items() if isinstance(value, PLAIN)}
     tensors = {name: (value, value.detach().clone()) for name, value in vars(held).items() if isinstance(value, Tensor)}
 

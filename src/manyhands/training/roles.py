@@ -1,4 +1,4 @@
-"""Roles of a cluster that somebody laid out for parameter servers: a TF_CONFIG with chief, ps, worker and evaluator."""
+"""Roles of a cluster described for parameter servers: a TF_CONFIG with chief, ps, worker and evaluator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..launcher import CHIEF, EVALUATOR, SERVER, WORKER, Host, ResolvedCluster, 
 
 TOKEN = "MANYHANDS_TOKEN"
 SHORTEST = 16
-"""Characters that a token has at least."""
+"""Minimum number of characters of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRole:
-    """Where this process stands among chief, servers and workers."""
+    """The role of this process among coordinator (chief), servers and workers of a described cluster."""
 
     role: str
     number: int
@@ -31,16 +31,16 @@ class ProcessRole:
 
     @property
     def is_chief(self) -> bool:
-        """Whether it hands out the work."""
+        """Whether this process is the coordinator, which hands out the work."""
         return self.role == CHIEF
 
     @property
     def address(self) -> str:
-        """Where the chief listens."""
+        """The address on which the coordinator listens."""
         return f"tcp://{resolve_host(self.chief.name)}:{self.chief.port}"
 
     def fitted(self, spec: StrategySpec) -> StrategySpec:
-        """The strategy with as many servers and workers as the cluster has."""
+        """Return the strategy with as many servers and workers as the cluster has; raise where they differ."""
         if spec.followers and self.num_servers % 2:
             raise SettingsError(
                 "with followers the second half of a cluster's ps follow the first",
@@ -62,7 +62,7 @@ class ProcessRole:
 
 
 def place_here(environ: Mapping[str, str] | None = None) -> ProcessRole | None:
-    """This process's place in a cluster with parameter servers; None where there is no such cluster."""
+    """Return this process's role in a cluster with parameter servers; None without such a cluster."""
     given = os.environ if environ is None else environ
     cluster = described(environ=given)
     if cluster is None or not _of(cluster, SERVER):
@@ -87,7 +87,7 @@ def place_here(environ: Mapping[str, str] | None = None) -> ProcessRole | None:
 
 
 def token_of(environ: Mapping[str, str]) -> bytes:
-    """The secret that all members of a job share."""
+    """Return the secret that all members of a job share, from the environment."""
     text = environ.get(TOKEN, "").strip()
     if len(text) < SHORTEST:
         raise SettingsError(
@@ -99,7 +99,7 @@ def token_of(environ: Mapping[str, str]) -> bytes:
 
 
 def take_part(place: ProcessRole, task: Task, spec: StrategySpec, device: Device, timeout: float) -> None:
-    """Serves or computes until the chief says that it is over; an evaluator has nothing to do, the chief measures."""
+    """Run as server or worker until the coordinator ends the job; an evaluator returns at once."""
     if place.role == EVALUATOR:
         return
     from .parameter_server_members import Membership
@@ -118,7 +118,7 @@ def take_part(place: ProcessRole, task: Task, spec: StrategySpec, device: Device
 
 
 def _tell(entry: Event) -> None:
-    """A member has no run and no view of its own; what a person should know goes to its terminal."""
+    """Print notices to stderr, since a member has no run folder and no progress view."""
     if entry["kind"] == "notice":
         print(entry["text"], file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Run: what training left behind, on disk and in hand."""
+"""`Run`: the result of training, read from its folder."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .sampling import Breakdown, breakdowns
 
 RECORD = "run.json"
 RECORD_LIMIT = 4 << 20
-"""Bytes of a run.json."""
+"""Maximum size of a run.json, in bytes."""
 NUM_EXAMPLES = 8
-"""Small batches that a Predictor's signature is made from: a dim in which they differ is free."""
+"""Small batches from which a Predictor's signature is derived: a dimension in which they differ is dynamic."""
 
 
 class Run:
     """A finished or stopped run.
 
     `run.metrics` holds the last values, `run.history` every value by step, `run.model()` the trained network.
-    `run.losses[i]` is the training loss of step i + 1, NaN where it was left out; `run.skipped` lists those steps.
+    `run.losses[i]` is the training loss of step i + 1, NaN if it was skipped; `run.skipped` lists those steps.
     """
 
     def __init__(
@@ -53,48 +53,48 @@ class Run:
         outcome: ReplicaResult | None = None,
         record: dict[str, Any] | None = None,
     ) -> None:
-        """`record` is what was asked for, where the run lies on another host's disk."""
+        """Open a run; pass its `record` where the folder is on another host's disk."""
         self.path, self.outcome = Path(path), outcome
         self.record: dict[str, Any] = read_record(self.path) if record is None else record
         params = None if isinstance(task, Task) else self.record.get("params") or {}
         self.task = None if task is None else as_task(task, params)
         self.history: dict[str, dict[int, float]] = {}
         self.skipped: list[int] = []
-        """Steps that were left out, because their gradient was not finite; `history` has no loss of them."""
+        """Steps that were skipped because their gradient was not finite; `history` has no loss for them."""
         self.first_loss = ""
-        """The name of the loss that is trained on; the first one where there are several."""
+        """The name of the training loss; the first one where there are several."""
         self._read_history()
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of the run's folder."""
         return self.path.name
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step, in order; NaN for a step that was left out."""
+        """The training loss of every step, in order; NaN for skipped steps."""
         losses = self.history.get(self.first_loss, {})
         return [losses.get(step, math.nan) for step in range(1, max([0, *losses, *self.skipped]) + 1)]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of everything that was measured."""
+        """The last value of every loss and metric."""
         return {name: values[max(values)] for name, values in self.history.items() if values}
 
     @property
     def num_steps(self) -> int:
-        """Steps that are committed to a checkpoint."""
+        """The step of the last checkpoint; 0 without one."""
         steps = self._store().steps()
         return steps[-1] if steps else 0
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped before its end, by Ctrl-C or `hand.stop()`; to run out of patience is an end."""
+        """Whether it was stopped early by Ctrl-C or `hand.stop()`; running out of patience is a regular end."""
         return self.outcome is not None and self.outcome.stopped
 
     @property
     def verdict(self) -> str:
-        """Whether the first steps are those of one device: "equal", or "not verified, because …"; empty if unknown."""
+        """Whether the first steps equal one device's: "equal", or "not verified, because …"; empty if unknown."""
         told = self.record.get("verdict", {})
         return (
             "" if not told else "equal" if told["outcome"] == "equal" else f"{told['outcome']}, because {told['why']}"
@@ -102,18 +102,18 @@ class Run:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the first replica's time went."""
+        """Seconds of the first replica's time by activity."""
         return {} if self.outcome is None else self.outcome.seconds
 
     @property
     def profile(self) -> tuple[Breakdown, ...]:
-        """Where every rank's time went within steps, if `profile=True` was asked for; see `mh.profile(run)`."""
+        """Time of every rank within profiled steps, where the run had `profile=True`; see `mh.profile(run)`."""
         return breakdowns(read_events(self.path / EVENTS))
 
     def model(self, *, best: bool = False, averaged: bool = True) -> nn.Module:
-        """The trained network, plain, on the CPU, in evaluation mode: of the last step, or of the best checkpoint.
+        """Return the trained network as a plain module on the CPU, in evaluation mode: the last one, or the best one.
 
-        Where the task has `ema`, these are the averaged weights; `averaged=False` gives those that were trained on.
+        Where the task has `ema`, it has the averaged weights; `averaged=False` returns the weights that were trained.
         """
         task = self.require_task()
         model = self._build(task)
@@ -127,12 +127,12 @@ class Run:
         return model.eval()
 
     def state_dict(self, *, averaged: bool = True) -> dict[str, Tensor]:
-        """The last weights by the plain module's names, averaged ones where the task has `ema`; needs no task."""
+        """Return the last weights by the plain module's names, averaged where the task has `ema`; needs no task."""
         checkpoint = self._store().load()
         return checkpoint.averaged if averaged else checkpoint.model
 
     def predictor(self, *, best: bool = False) -> ModelPredictor:
-        """The trained network as a Predictor."""
+        """Return the trained network as a Predictor."""
         task = self.require_task()
         model = self.model(best=best)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -141,9 +141,9 @@ class Run:
         return ModelPredictor(task, model, batches)
 
     def export(self, path: str | Path, *, best: bool = False, weights_only: bool = False) -> Path:
-        """Writes the network as the next version under a folder: weights and program, nothing pickled.
+        """Export the network as the next version under a folder: weights and program, without pickle.
 
-        With `weights_only` it writes a plain state dict to one .safetensors file instead.
+        With `weights_only` write a plain state dict to one .safetensors file instead.
         """
         if weights_only:
             target = Path(path)
@@ -156,7 +156,7 @@ class Run:
         return export(self.model(best=best), predict, predictor.example, Path(path), free=predictor.free, extra=extra)
 
     def save_pretrained(self, folder: str | Path, *, best: bool = False, averaged: bool = True) -> Path:
-        """Writes the Hugging Face model that the network is, or contains, as a folder that `from_pretrained` reads."""
+        """Save the network's Hugging Face model (itself or a submodule) as a folder that `from_pretrained` reads."""
         _require_folder(Path(folder))
         model = self.model(best=best, averaged=averaged)
         found = {name: part for name, part in model.named_modules() if _is_pretrained(part)}
@@ -175,7 +175,7 @@ class Run:
         return CheckpointStore(self.path / CHECKPOINTS)
 
     def _build(self, task: Task) -> nn.Module:
-        """Builds the network without disturbing the caller's random numbers."""
+        """Build the network without changing the caller's random state."""
         import torch
 
         states = _random_state(torch.device("cpu"))
@@ -186,7 +186,7 @@ class Run:
             restore_random_state(states, torch.device("cpu"))
 
     def require_task(self) -> Task:
-        """The task that was trained."""
+        """Return the task that was trained; raise if the run was opened without it."""
         if self.task is None:
             raise TaskError(
                 "this needs the task that was trained",
@@ -213,7 +213,7 @@ class Run:
                 self._forget_after(entry["step"])
 
     def _forget_after(self, step: int) -> None:
-        """Steps after the checkpoint that a run was resumed from were taken again."""
+        """Drop history after the step that the run resumed from, since those steps were repeated."""
         for name, values in self.history.items():
             self.history[name] = {at: value for at, value in values.items() if at <= step}
         self.skipped = [at for at in self.skipped if at <= step]
@@ -224,7 +224,7 @@ class Run:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what was asked for when a run began.
+    """Return the record of a run: its strategy, devices and options.
 
     Raises:
         CheckpointError: The folder has no run.json, or a damaged one.
@@ -252,7 +252,7 @@ def launch_of(folder: Path) -> str | None:
 
 
 def _require_folder(folder: Path) -> None:
-    """Hugging Face only logs it where a file stands in the way, and writes nothing."""
+    """Raise if a file is in the way of a folder, since Hugging Face would only log that and write nothing."""
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise SettingsError(
@@ -265,9 +265,9 @@ def _is_pretrained(part: Any) -> bool:
 
 
 def as_weights(start_from: Any, folder: str | Path = "runs") -> Weights | None:
-    """What `fit(start_from=...)` may be: a run, its folder, a file or folder of weights, a state dict.
+    """Convert `fit(start_from=...)` to weights: a run, its folder, a file or folder of weights, or a state dict.
 
-    `folder` is where runs are kept: a run's mere name is no path, and its path is told.
+    `folder` is where runs are kept; given a run's name instead of a path, the error names the path.
     """
     if start_from is None or isinstance(start_from, Weights):
         found = start_from
@@ -309,9 +309,9 @@ def _make(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def new_folder(folder: str | Path, name: str | None, default: str, resume: bool, *, may_begin: bool = False) -> Path:
-    """The folder of a run: a new one, or the one that is resumed; nothing is ever overwritten.
+    """Return the folder of a run: a new one, or that of the run to resume; nothing is ever overwritten.
 
-    `may_begin` makes one that is to be resumed, where there is none.
+    With `may_begin`, create the folder of a run to resume if there is none.
     """
     root = Path(folder)
     if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or len(name) > 64):
@@ -347,7 +347,7 @@ def new_folder(folder: str | Path, name: str | None, default: str, resume: bool,
 
 
 def _some_of(root: Path) -> str:
-    """The last runs of a folder, and how many more there are."""
+    """Return the names of the last runs in a folder, and how many more there are."""
     names = sorted(path.name for path in root.glob("*") if path.is_dir())
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[-5:]) + more if names else "no runs"

@@ -1,4 +1,4 @@
-"""Which random numbers belong to single samples, found out on a few of them before work starts."""
+"""Find out on a few samples which random numbers are drawn per sample, before training starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ MOST_ROWS = 5
 
 
 def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
-    """Computes the loss in training mode with two numbers of rows, the same on every layout.
+    """Learn which draws are per sample by computing the loss in training mode with two numbers of rows.
 
-    Buffers and generators are put back. What cannot be computed so is left to the size of each draw, which is told.
+    The result is the same on every layout; buffers and random states are restored. If the loss cannot be computed this
+    way, the size of each draw decides, and a notice reports it.
     """
     if hand.randomness is None or task.loss is None:
         return
@@ -36,7 +37,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
             raise
         except Exception as error:
             failure = error
-        # The loss may fail on one rank alone, the one that has the network's output: all ranks give up together.
+        # The loss may fail only on the rank that has the network's output: all ranks give up together.
         if any_rank(failure is not None):
             raise failure or RuntimeError("another rank could not compute the loss")
 
@@ -48,7 +49,7 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
     except UsageError:
         raise
     except Exception:
-        # A mistake of the user comes again in the first step; a loss that needs more rows than these does not.
+        # A user error occurs again in the first step; a loss that only needs more rows does not fail there.
         return
     finally:
         put_back()
@@ -56,6 +57,6 @@ def learn_draws(hand: Hand, task: Task, batch: Any) -> None:
 
 
 def guess_notice(randomness: LayoutFree) -> str:
-    """What to tell where only the size of a draw said what it is."""
+    """Return the notice for draws that were classified by their size only."""
     why = "only their size tells so, because it could not be tried beforehand"
     return f"{randomness.guess}: {why}, so they may differ from one number of replicas to another"

@@ -1,4 +1,4 @@
-"""Sampling: one step in fifty of a run is timed by what it does, on every rank, and told as an event."""
+"""Sampling: profile every n-th step of a run by phase, on every rank, and report it as an event."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .hand import Hand
 from .spans import IDLE, PHASES, Span, Spans, by_phase
 
 EVERY = 50
-"""Steps from one sample to the next."""
+"""Default number of steps between samples."""
 
 
 @message
 @dataclass(frozen=True)
 class Sample:
-    """One step of one rank: seconds by phase, and the spans they are the sums of."""
+    """The profile of one step on one rank: seconds by phase, and the spans they are summed from."""
 
     step: int
     seconds: Mapping[str, float]
@@ -30,12 +30,12 @@ class Sample:
 
     @property
     def total(self) -> float:
-        """All of the step, from the end of the one before."""
+        """Seconds of the step, from the end of the previous one."""
         return sum(self.seconds.values())
 
 
 class StepTimer:
-    """Times one step: opened when the one before has ended, closed when it has."""
+    """Times one step, from construction (the end of the previous step) to `close`."""
 
     def __init__(self, hand: Hand, feed: Feed) -> None:
         self._hand, self._pace = hand, feed.pace
@@ -44,7 +44,7 @@ class StepTimer:
         hand.spans = hand.world.diary.spans = self._spans
 
     def close(self) -> Sample:
-        """The step that was taken since."""
+        """Return the profile of the step taken since construction."""
         hand = self._hand
         hand.spans = hand.world.diary.spans = None
         waited, copied = self._pace.input - self._before[0], self._pace.copy - self._before[1]
@@ -53,12 +53,12 @@ class StepTimer:
         return Sample(hand.num_steps, seconds, tuple(spans))
 
     def drop(self) -> None:
-        """Forgets it: something else came between."""
+        """Discard the measurement, because something other than a step ran."""
         self._hand.spans = self._hand.world.diary.spans = None
 
 
 def _with_input(spans: list[Span], waited: float, copied: float) -> list[Span]:
-    """What comes first in a step is the wait for its batch, which nobody marked."""
+    """Split the first span into the wait for the batch, its copy, and idle time, which are not marked separately."""
     first = spans[0]
     read = min(first.end, first.start + waited)
     moved = min(first.end, read + copied)
@@ -67,14 +67,14 @@ def _with_input(spans: list[Span], waited: float, copied: float) -> list[Span]:
 
 
 class Sampler:
-    """Opens a window for one step in so many, and reports what it saw."""
+    """Times one step in every `every`, and reports it."""
 
     def __init__(self, hand: Hand, feed: Feed, every: int) -> None:
         self._hand, self._feed, self._every = hand, feed, every
         self._window: StepTimer | None = None
 
     def step(self) -> None:
-        """A step was taken, and whatever follows it within the loop."""
+        """Account for a step: report a finished sample, and start the next one where due."""
         if self._window is not None:
             sample, self._window = self._window.close(), None
             self._hand.world.line.report(told(self._hand.world, sample))
@@ -82,14 +82,14 @@ class Sampler:
             self._window = StepTimer(self._hand, self._feed)
 
     def pause(self) -> None:
-        """Something that is no step comes next: a window that is open would count it."""
+        """Discard an open sample, because something other than a step follows."""
         if self._window is not None:
             self._window.drop()
             self._window = None
 
 
 class NoSampler(Sampler):
-    """Samples nothing."""
+    """A sampler that does nothing."""
 
     def __init__(self) -> None:
         pass
@@ -102,7 +102,7 @@ class NoSampler(Sampler):
 
 
 def told(world: World, sample: Sample) -> Event:
-    """A sample as an event, with what the device's memory held at the most."""
+    """Return a sample as an event, with the peak of the device's memory."""
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
     seconds = {name: round(value, 9) for name, value in sample.seconds.items()}
     about = {"rank": world.rank, "host": world.seat.host, "step": sample.step, "peak": peak}
@@ -112,26 +112,26 @@ def told(world: World, sample: Sample) -> Event:
 @message
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Where the time of one rank's usual step goes: medians over some steps."""
+    """Time of one rank's typical step by phase: medians over some steps."""
 
     rank: int
     host: str
     seconds: Mapping[str, float]
     total: float
-    """The median step; phases that vary need not add up to it exactly."""
+    """The median step time; the phases' medians need not add up to it exactly."""
     steps: tuple[int, ...]
-    """The steps it is of."""
+    """The sampled steps."""
     peak: int = 0
-    """Bytes of the device's memory at the most, on a GPU."""
+    """Peak bytes of device memory, on a GPU."""
 
     @property
     def work(self) -> float:
-        """What the rank itself needs, without waiting for others."""
+        """Seconds of the rank's own work, without communication."""
         return max(0.0, self.total - self.seconds.get("communication", 0.0))
 
     @classmethod
     def of(cls, rank: int, host: str, samples: Iterable[Mapping[str, Any]]) -> Breakdown:
-        """From a rank's samples: dicts with step, seconds and total.
+        """Create a breakdown from a rank's samples: dicts with step, seconds and total.
 
         >>> steps = [{"step": n, "seconds": {"forward": n}, "total": n} for n in (1.0, 2.0, 9.0)]
         >>> Breakdown.of(0, "host1", steps).total
@@ -150,7 +150,7 @@ class Breakdown:
 
 
 def breakdowns(events: Iterable[Event]) -> tuple[Breakdown, ...]:
-    """What a run's samples say, by rank; of the ranks that it ended with."""
+    """Return breakdowns by rank from a run's events, for the ranks that the run ended with."""
     found: dict[int, list[Event]] = {}
     for entry in events:
         if entry["kind"] == "profile":

@@ -1,4 +1,4 @@
-"""The schedule: learning rates by the step that comes next."""
+"""The learning rate schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .hand import Hand
 
 
 def follow_schedule(hand: Hand, task: Task, total: int | None, before: float | None = None) -> float | None:
-    """Sets the learning rates of the next step, unless its factor is the one of `before`; returns its factor."""
+    """Set the learning rates of the next step, unless its factor equals `before`; return the factor."""
     if task.schedule is None:
         return None
     assert total is not None

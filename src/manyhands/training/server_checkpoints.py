@@ -1,4 +1,4 @@
-"""The whole network between the chief and the servers: cut into what each of them holds, and put together again."""
+"""Transfer of the whole network between coordinator and servers: split into their shares, and reassembled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .embedding_tables import IDS, SEED, STEP, VALUES
 from .hand import Hand
 
 CHUNK = 1 << 18
-"""Rows of a table that are looked at together."""
+"""Rows of a table that are processed together."""
 
 
 @torch.no_grad()
 def load_frames(hand: Hand, share: served.Share, number: int, num_servers: int, term: int) -> Any:
-    """What one server is to hold of a hand's network and optimizer: a message and its frames."""
+    """Return a server's share of a hand's network and optimizer state, as a message and its frames."""
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     tensors: list[Tensor] = []
     slots: list[served.Slots] = []
@@ -49,7 +49,7 @@ def load_frames(hand: Hand, share: served.Share, number: int, num_servers: int, 
 
 @torch.no_grad()
 def take_state(hand: Hand, shares: Sequence[served.Share], answers: Sequence[tuple[Any, list[Any]]]) -> None:
-    """Puts what the servers hold into a hand's network and optimizer."""
+    """Copy the servers' state into a hand's network and optimizer."""
     held, optimizer = _held(hand.model), hand.optimizers[MAIN]
     slots: dict[str, dict[str, Any]] = {}
     tables = [
@@ -77,7 +77,7 @@ def take_state(hand: Hand, shares: Sequence[served.Share], answers: Sequence[tup
 
 
 class _Whole:
-    """A whole table in the making."""
+    """Assembles a whole table from the servers' rows."""
 
     def __init__(self, table: Embedding, name: str, hand: Hand) -> None:
         self._table, self._name, self._hand = table, name, hand
@@ -94,14 +94,14 @@ class _Whole:
         }
 
     def add(self, num_updates: int, frames: Any) -> None:
-        """Takes one server's rows."""
+        """Add one server's rows."""
         ids = served.tensor_of(next(frames), torch.int64)
         self._num_updates = max(self._num_updates, num_updates)
         for into in (self._values, *self._slots.values()):
             into[ids] = served.tensor_of(next(frames), into.dtype).view(len(ids), self._table.embedding_dim)
 
     def keep(self) -> None:
-        """Leaves the table where a checkpoint finds it."""
+        """Store the table and its optimizer state where checkpoints read them."""
         self._table.whole = self._values
         optimizer = self._hand.optimizers[MAIN]
         step = torch.tensor(float(self._num_updates))
@@ -115,7 +115,7 @@ class _Whole:
 
 
 class _Rows:
-    """The rows that there are of a table that is too large to be put together."""
+    """Collects the existing rows of a table that is too large to be assembled."""
 
     def __init__(self, table: Embedding, name: str, hand: Hand) -> None:
         self._table, self._name, self._hand = table, name, hand
@@ -124,14 +124,14 @@ class _Rows:
         self._parts: list[list[Tensor]] = [[] for _ in self._names]
 
     def add(self, num_updates: int, frames: Any) -> None:
-        """Takes one server's rows."""
+        """Add one server's rows."""
         self._num_updates = max(self._num_updates, num_updates)
         for name, parts in zip(self._names, self._parts, strict=True):
             part = served.tensor_of(next(frames), torch.int64 if name == IDS else self._table.weight.dtype)
             parts.append(part if name == IDS else part.view(-1, self._table.embedding_dim))
 
     def keep(self) -> None:
-        """Leaves the rows where a checkpoint finds them, in the order of their ids."""
+        """Store the rows where checkpoints read them, sorted by id."""
         replica = self._hand.replica
         assert isinstance(replica, ServedReplica)
         ids = torch.cat(self._parts[0])
@@ -144,7 +144,7 @@ class _Rows:
 
 
 def forget_tables(hand: Hand) -> None:
-    """Lets tables go that the servers hold."""
+    """Free tables that the servers hold."""
     replica = hand.replica
     assert isinstance(replica, ServedReplica)
     for name, table in served.tables_of(hand.model).items():
@@ -154,7 +154,7 @@ def forget_tables(hand: Hand) -> None:
 
 
 def restore_tables(hand: Hand, first: Hand) -> None:
-    """Makes a hand's tables those of another one, which was just built."""
+    """Reset a hand's tables to those of a newly built one."""
     tables, theirs = served.tables_of(hand.model), served.tables_of(first.model)
     for name, table in tables.items():
         table.whole = theirs[name].whole
@@ -166,7 +166,7 @@ def restore_tables(hand: Hand, first: Hand) -> None:
 def _some_rows(
     table: Embedding, saved: Mapping[str, Tensor], names: Sequence[str], number: int, num_servers: int
 ) -> list[Tensor]:
-    """The ids, values and slots of one server's rows, of those that were saved."""
+    """Return the ids, values and slots of the saved rows that belong to one server."""
     ids = saved.get(IDS, torch.zeros(0, dtype=torch.int64))
     mine = ids % num_servers == number
     none = torch.zeros(len(ids), table.embedding_dim, dtype=table.weight.dtype)
@@ -174,7 +174,7 @@ def _some_rows(
 
 
 def _saved_slots(hand: Hand, name: str, table: Embedding) -> Mapping[str, Tensor]:
-    """What a table's rows remember, from the optimizer where it is of the same kind, or from beside it."""
+    """Return a table's saved slots, from the optimizer if it is of the same kind, else from the replica's slots."""
     optimizer = hand.optimizers[MAIN]
     if not table.is_by_rows and served.kind_of(table, optimizer) == served.kind_of_optimizer(optimizer):
         found: Mapping[str, Tensor] = optimizer.state.get(table.weight, {})
@@ -192,7 +192,7 @@ def _first_slot(hand: Hand, name: str, table: Embedding) -> float:
 def _own_rows(
     table: Embedding, slots: list[Tensor | None], first: float, number: int, num_servers: int
 ) -> list[Tensor]:
-    """The ids, values and slots of one server's rows that are not as they were made."""
+    """Return the ids, values and slots of one server's rows that differ from their initial values."""
     dim = table.embedding_dim
     if table.whole is None:
         return [torch.zeros(0, dtype=torch.int64), *(torch.zeros(0, dim) for _ in range(1 + len(slots)))]
@@ -211,7 +211,7 @@ def _own_rows(
 
 
 def _put_slot(slots: dict[str, Any], name: str, value: Tensor, piece: served.TensorPiece, whole: Tensor) -> None:
-    """Puts a piece's slot where it belongs in the whole one."""
+    """Copy a piece's slot into its place in the whole one."""
     if value.dim() == 0 or piece.length == whole.numel():
         slots[name] = value
         return

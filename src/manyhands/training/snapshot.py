@@ -1,4 +1,4 @@
-"""Snapshots: everything that a run needs to go on, taken from a hand and put back into one."""
+"""Snapshots: take everything that a run needs to resume from a hand, and restore it into one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def take_snapshot(hand: Hand, state: dict[str, Any]) -> Checkpoint:
-    """The network, optimizers, cursor, random states of all ranks, and whatever else the caller keeps."""
+    """Return a checkpoint of network, optimizers, cursors, the random states of all ranks, and the caller's `state`."""
     replica = hand.replica
-    # Whole tensors, by the names of the plain module: any other layout can go on from them.
+    # Whole tensors, by the names of the plain module: every other layout can load them.
     whole = replica.gathered
     gathered = hand.world.gather_objects(random_state(hand.device))
     random = {f"rank{rank}.{name}": value for rank, states in enumerate(gathered) for name, value in states.items()}
@@ -48,7 +48,7 @@ def local_snapshot(
     random: Mapping[str, Tensor],
     state: dict[str, Any],
 ) -> Checkpoint:
-    """The same of a replica that holds the whole network, without asking others: copies on the CPU."""
+    """Return a checkpoint of a replica that holds the whole network, without collectives: copies on the CPU."""
     copied = _mapped(lambda tensor: tensor.detach().to("cpu", copy=True))
     replica = hand.replica
     return Checkpoint(
@@ -68,7 +68,7 @@ def local_snapshot(
 
 
 def share(world: World, checkpoint: Checkpoint | None, source: int) -> Checkpoint:
-    """One rank's checkpoint, on all of them."""
+    """Broadcast the source rank's checkpoint to all ranks."""
     told, mine = _taken_apart(checkpoint)
     told = world.gather_objects(told)[source]
     tensors = mine if world.rank == source else _room_for(told)
@@ -79,7 +79,7 @@ def share(world: World, checkpoint: Checkpoint | None, source: int) -> Checkpoin
 
 
 def exchange(world: World, mine: Checkpoint, step_away: int) -> Checkpoint:
-    """Gives a checkpoint to the rank so many further, in a ring; returns that of the rank as many before."""
+    """Send a checkpoint `step_away` ranks ahead in a ring; return the one received from `step_away` ranks before."""
     told, tensors = _taken_apart(mine)
     source = (world.rank - step_away) % world.size
     theirs = world.gather_objects(told)[source]
@@ -100,7 +100,7 @@ def exchange(world: World, mine: Checkpoint, step_away: int) -> Checkpoint:
 
 
 def _taken_apart(checkpoint: Checkpoint | None) -> tuple[Any, list[Tensor]]:
-    """What can be told of a checkpoint in a few words, and its tensors."""
+    """Split a checkpoint into a small picklable structure with slots, and the tensors for those slots."""
     tensors: list[Tensor] = []
 
     def aside(tensor: Tensor) -> _Slot:
@@ -124,7 +124,7 @@ def _put_together(told: Any, tensors: Sequence[Tensor]) -> Checkpoint:
 @message
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor's place, while it travels by itself."""
+    """Placeholder of a tensor that is sent separately."""
 
     index: int
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ class _Slot:
 
 
 def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Puts a checkpoint into a hand; on another number of replicas the random states are made anew."""
+    """Load a checkpoint into a hand and return the loop's state; on another layout random states are reseeded."""
     replica = hand.replica
     if not hand.spec.servers:
         require_no_rows(checkpoint)
@@ -165,9 +165,9 @@ def restore_snapshot(hand: Hand, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def stand_where(hand: Hand, checkpoint: Checkpoint, *, draws_on: bool) -> dict[str, Any]:
-    """Puts a hand at a checkpoint's place in the run; `draws_on`: its random numbers go on too, where it has them.
+    """Set a hand to a checkpoint's step, cursors and policy state; return the loop's state.
 
-    Returns the loop's own state.
+    `draws_on`: also restore this rank's random state, where the checkpoint has it; otherwise reseed.
     """
     notice = hand.replica.load_policy_state(checkpoint.policy)
     if notice:
@@ -184,12 +184,12 @@ def stand_where(hand: Hand, checkpoint: Checkpoint, *, draws_on: bool) -> dict[s
 
 
 def _axes(spec: dict[str, Any]) -> list[int]:
-    """How many ranks a layout has along each axis."""
+    """Return the number of ranks along each axis of a layout."""
     return [spec.get(axis, 1) for axis in MESH_ORDER]
 
 
 def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:
-    """What is not as it was when the checkpoint was written, besides the number of devices."""
+    """Describe options that differ from those the checkpoint was written with, other than the number of devices."""
     before, now = checkpoint.state["spec"], hand.spec.to_dict()
     for name in ("precision", "deterministic", "accumulate", "batch_stats", "sync", "recompute"):
         default = getattr(StrategySpec(), name)
@@ -200,7 +200,7 @@ def _changes(checkpoint: Checkpoint, hand: Hand) -> Iterator[str]:
 
 
 def _mapped(function: Callable[[Any], Any], kind: type = Tensor) -> Callable[[Any], Any]:
-    """A function of tensors on all tensors of nested dicts, in one order on every rank."""
+    """Lift a function of tensors to nested dicts, visiting tensors in the same order on every rank."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""Spans: what a rank is doing, from moment to moment of a step, so that its time can be told apart."""
+"""Spans: the phases of a step on one rank over time, for profiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..distributed import message
 
 IDLE = "idle"
 PHASES = ("input", "copy", "forward", "backward", "communication", "optimizer", IDLE)
-"""What a step's time goes into; idle is what is left: the host's own work between them, or nothing at all."""
+"""The phases of a step; idle is the rest: host work between phases, or no work."""
 
 
 @message
 class Span(NamedTuple):
-    """A stretch of a step, in seconds from its beginning."""
+    """An interval of a step in one phase, in seconds from the step's beginning."""
 
     name: str
     start: float
@@ -28,9 +28,9 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Notes every change of what a rank does; what begins within something else interrupts it.
+    """Records every change of a rank's phase; a phase that begins within another one interrupts it.
 
-    On a GPU the moments are those of the device, which the host does not wait for until the end.
+    On a GPU, times are device times from CUDA events, and the host synchronizes only at the end.
 
     >>> spans = Spans(torch.device("cpu"))
     >>> with spans.during("backward"):
@@ -50,7 +50,7 @@ class Spans:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Everything inside belongs to this name, but for what interrupts it."""
+        """Attribute the enclosed block to a phase, except for phases that interrupt it."""
         self.begin(name)
         try:
             yield
@@ -58,22 +58,22 @@ class Spans:
             self.leave()
 
     def begin(self, name: str) -> None:
-        """Something begins."""
+        """Begin a phase, interrupting the current one."""
         self._open.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """It is over, and what it interrupted goes on."""
+        """End the current phase and resume the one it interrupted."""
         self._open.pop()
         self._mark(self._open[-1] if self._open else IDLE)
 
     @property
     def now(self) -> str:
-        """What is going on."""
+        """The current phase."""
         return self._open[-1] if self._open else IDLE
 
     def end(self) -> list[Span]:
-        """All of it, up to now; on a GPU once the device is done."""
+        """Return all spans up to now; on a GPU after synchronizing with the device."""
         self._mark(IDLE)
         moments = self._moments()
         names = [name for name, _ in self._marks]
@@ -84,7 +84,7 @@ class Spans:
             self._marks.append((name, time.perf_counter()))
             return
         if torch.cuda.is_current_stream_capturing():
-            return  # what is recorded now runs later
+            return  # captured operations run later
         moment = torch.cuda.Event(enable_timing=True)
         moment.record()
         self._marks.append((name, moment))
@@ -99,7 +99,7 @@ class Spans:
 
 
 def by_phase(spans: list[Span]) -> dict[str, float]:
-    """Seconds by what they went into.
+    """Return the seconds by phase.
 
     >>> by_phase([Span("idle", 0.0, 1.0), Span("forward", 1.0, 3.0), Span("idle", 3.0, 3.5)])
     {'idle': 1.5, 'forward': 2.0}

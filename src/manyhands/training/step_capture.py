@@ -1,6 +1,8 @@
-"""A step as CUDA graphs. Rehearsed for what waits, watched for what changes in Python, audited now and then.
+"""Capture of a training step as CUDA graphs.
 
-Whatever cannot be recorded makes the recorder give up; a notice says which line it was, and steps go on plainly.
+A step is first rehearsed to find host synchronization; afterwards Python values that changed are detected, and replays
+are compared with plain steps from time to time. If a step cannot be captured, a notice names the line and steps run
+uncaptured.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from .pipeline_step import compute_in_stages
 from .step_variants import Loss, Ways
 
 NUM_PLAIN = 2
-"""Plain steps on batches of one shape before the rehearsal: lazy parts of a network are made in the first."""
+"""Plain steps per batch shape before the rehearsal: lazy modules are initialized in the first."""
 MAX_RECORDINGS = 4
 MAX_SHAPES = 8
 MAX_CHANGES = 4
 LOOK_EVERY = 50
-"""Replays between two close looks at values in Python that a recording does not follow."""
+"""Replays between two full checks of Python values that a CUDA graph does not follow."""
 CLOSE = {"fp32": 1e-4, "fp64": 1e-8, "bf16": 2e-2}
-"""How close a recorded step's loss must be to the plain one's, by precision."""
+"""By precision: tolerance between the losses of a captured step and of the plain one."""
 
 
 def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
-    """The loss of every micro-batch, and its gradients."""
+    """Compute the loss and gradients of every micro-batch."""
     for data in hand.accumulate(batch.data):
         if isinstance(hand.replica, PipelineReplica):
             compute_in_stages(hand, hand.replica, loss, data)
@@ -48,7 +50,7 @@ def compute(hand: Hand, loss: Loss, batch: Batch) -> None:
 
 @dataclass
 class _Made:
-    """A recording of the step on batches of one shape, and what it leaves behind."""
+    """A captured step for one batch shape, and the tensors it writes its results to."""
 
     statics: Statics
     recording: Recording
@@ -57,11 +59,11 @@ class _Made:
     good: Tensor | None
     is_compiled: bool
     usage: Any
-    """Which parameters it uses."""
+    """Which parameters the step uses."""
 
 
 class StepCapture:
-    """Takes steps from recordings, one for each shape of batch that comes often enough."""
+    """Runs steps from CUDA graphs, one for each batch shape that occurs often enough."""
 
     def __init__(self, hand: Hand, loss: Loss, ways: Ways, total: int | None) -> None:
         self._hand, self._task_loss, self._ways, self._total = hand, loss, ways, total
@@ -74,11 +76,11 @@ class StepCapture:
         self._pool = _pool()
         reasons = [make_capturable(optimizer) for optimizer in hand.optimizers.values()]
         self._rates = [group["lr"] for group in self._groups()]
-        """The tensors that recordings read learning rates from."""
+        """The tensors from which CUDA graphs read learning rates."""
         self._usage: dict[Hashable, Any] = {}
-        """Which parameters a shape of batch uses, by its rehearsal."""
+        """By batch shape: the parameters that its rehearsal used."""
         self._is_whole = not any(reasons)
-        """Whether the update stands in the recording too."""
+        """Whether the optimizer's update is captured too."""
         if not hand.replica.is_recordable:
             self._give_up("batch statistics are exchanged over gloo inside the network")
         elif hand.replica.buffers:
@@ -87,7 +89,7 @@ class StepCapture:
             hand.notice(f"the update runs by itself, outside of the recording: {next(filter(None, reasons))}")
 
     def take(self, batch: Batch, shape: Hashable) -> str:
-        """Takes a step, "replayed" or "rehearsed"; "" says that it must be taken plainly."""
+        """Take a step; return "replayed" or "rehearsed", or "" if the caller must take it uncaptured."""
         if self._has_given_up:
             return ""
         if isinstance(shape, str):
@@ -102,12 +104,12 @@ class StepCapture:
         return self._approach(shape, batch)
 
     def look_again(self) -> None:
-        """A quick look whether what the recordings took for constant still is."""
+        """Check quickly whether values that the CUDA graphs treat as constant have changed; if so, capture again."""
         if self._made and self._watch is not None and not self._watch.is_same():
             self._record_anew(self._watch.changed() or "something in the network")
 
     def forget(self) -> None:
-        """Lets go of the recordings, and of the memory that they hold."""
+        """Free the CUDA graphs and their memory."""
         self._made.clear()
         self._seen.clear()
         self._num_replays = 0
@@ -117,10 +119,10 @@ class StepCapture:
         for optimizer in self._hand.optimizers.values():
             yield from optimizer.param_groups
 
-    # -- on the way to a recording --------------------------------------------------------------------------------
+    # -- before a capture -----------------------------------------------------------------------------------------
 
     def _approach(self, shape: Hashable, batch: Batch) -> str:
-        """Plain steps, then one under the conditions of a recording, then the recording."""
+        """Progress towards a capture: plain steps, then a rehearsal, then the capture."""
         if shape not in self._seen and len(self._seen) > 2 * MAX_SHAPES:
             return ""
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
@@ -132,11 +134,11 @@ class StepCapture:
         return self._rehearse(batch, shape) if seen == NUM_PLAIN + 1 else self._record(shape, batch)
 
     def _pays(self) -> bool:
-        """A recording costs about as much as a few steps."""
+        """Return whether enough steps are left, as a capture costs about as much as a few steps."""
         return self._total is None or self._total - self._hand.num_steps > NUM_PLAIN
 
     def _rehearse(self, batch: Batch, shape: Hashable) -> str:
-        """A real step under the conditions of a recording; "" if it breaks one, with nothing changed."""
+        """Take a real step under capture rules; return "" with nothing changed if it breaks one."""
         hand = self._hand
         self._hold_rates()
         watch = self._watch = ValueWatch(hand.model, self._task_loss, hand.optimizers.values(), self._settings)
@@ -146,8 +148,8 @@ class StepCapture:
             return ""
         state = _Keepsake(hand)
         try:
-            # Sums wait for the end here, because a rehearsal that breaks off must not have begun some; where layers
-            # have collectives of their own it does not break off, and only the recording, which runs none, may fail.
+            # All-reduces are deferred to the end, because an aborted rehearsal must not have started any. Where layers
+            # have their own collectives the rehearsal is not strict; then only the capture, which runs none, may fail.
             with self._in_parts(is_deferred=hand.world.size > 1):
                 phases = self._phases(batch, shape, is_deferred=hand.world.size > 1)
                 is_strict = not self._ways.compiles(shape) and (hand.world.size == 1 or hand.replica.is_local)
@@ -171,10 +173,10 @@ class StepCapture:
             self._give_up(f"the step draws from {drew}, on the host")
         return "rehearsed"
 
-    # -- recording and replaying ----------------------------------------------------------------------------------
+    # -- capturing and replaying ----------------------------------------------------------------------------------
 
     def _phases(self, batch: Batch, shape: Hashable, *, is_deferred: bool) -> list[Phase]:
-        """The step in parts: all in one graph; where the exchange or the update must run by itself, around those."""
+        """Split the step into phases: one graph, or several around an exchange or update that cannot be captured."""
         hand, loss = self._hand, self._ways.loss_for(shape)
         gradients: list[tuple[Tensor, Tensor | None]] = []
         before: list[list[Tensor]] = []
@@ -212,7 +214,7 @@ class StepCapture:
             replica.settle(MAIN, None)
 
     def _settings(self) -> dict[str, Any]:
-        """Settings of the hand that a recording takes for constant."""
+        """Return settings of the hand that a CUDA graph treats as constant."""
         hand = self._hand
         decay = None if hand.averages is None else hand.averages.decay
         return {"hand.clip": hand.clip, "hand.skips": hand.skips, "the decay of the average": decay}
@@ -279,13 +281,13 @@ class StepCapture:
             self._look_closely()
 
     def _hold_rates(self) -> None:
-        """A recording reads these very tensors; a person may have put a number in their place."""
+        """Restore the learning-rate tensors that the graphs read, where the user has replaced one by a number."""
         for group, rate in zip(self._groups(), self._rates, strict=False):
             if group["lr"] is not rate and isinstance(rate, Tensor):
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
 
-    # -- whether a recording still says what the program says -----------------------------------------------------
+    # -- checking that a captured step is still valid -------------------------------------------------------------
 
     def _look_closely(self) -> None:
         changed = self._watch.changed() if self._made and self._watch is not None else ""
@@ -301,7 +303,7 @@ class StepCapture:
             self._hand.notice(f"{changed} has changed: the step is recorded anew")
 
     def _plain_loss(self, batch: Batch, is_compiled: bool) -> float | None:
-        """This replica's loss on a batch as the program says it, without a trace; None where that cannot be asked."""
+        """Return the uncaptured loss of a batch without side effects; None where it cannot be computed or compared."""
         hand = self._hand
         if hand.world.size > 1 and not hand.replica.is_local:
             return None
@@ -313,7 +315,7 @@ class StepCapture:
         draws = state.drew()
         state.restore()
         hand.take(batch)
-        # A compiled network draws other numbers than the plain one.
+        # A compiled network draws other random numbers than the plain one.
         return None if draws and is_compiled else float(tally.local_loss)
 
     def _audit(self, expected: float, found: float, is_compiled: bool) -> None:
@@ -338,7 +340,7 @@ class StepCapture:
 
 
 class _Keepsake:
-    """What a trial of a step must put back: buffers, and where the generators stand."""
+    """Saves buffers and random states before a trial of a step, to restore them afterwards."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -346,7 +348,7 @@ class _Keepsake:
         self._random = random_state(hand.device)
 
     def drew(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Return whether random numbers were drawn since."""
         now = random_state(self._hand.device)
         return any(not torch.equal(value, now[name]) for name, value in self._random.items())
 
@@ -357,28 +359,28 @@ class _Keepsake:
 
 
 def shape_of_batch(batch: Batch) -> Hashable:
-    """What must be equal for two batches to be run by one recording; a text says why there can be none."""
+    """Return the key by which batches share a CUDA graph; a string is the reason why there can be none."""
     shape = shape_of(_input(batch))
     return shape if isinstance(shape, str) else (shape, batch.sizes, batch.global_sizes)
 
 
 def _input(batch: Batch) -> Any:
-    """What changes from step to step: the batch's tensors, or the index of its rows where arrays are resident."""
+    """Return what changes from step to step: the batch's tensors, or the row index where arrays are on the device."""
     return batch.index if isinstance(batch, ResidentBatch) else batch.data
 
 
 def _standing(batch: Batch, statics: Statics) -> Batch:
-    """The batch as a recording reads it: from tensors that stay; resident arrays are gathered inside of it."""
+    """Return the batch backed by static input tensors; device-resident arrays are indexed inside the graph."""
     if isinstance(batch, ResidentBatch):
         return ResidentBatch(batch.resident, statics.data, batch.sizes, batch.global_sizes, batch.ids, batch.cursor)
     return dataclasses.replace(batch, data=statics.data)
 
 
 def _is_audit(count: int) -> bool:
-    """Replays that are compared with the plain program: 0, 10, 100, 1000, ..."""
+    """Return whether replay number `count` is compared with the plain step: 0, 10, 100, 1000, ..."""
     return count == 0 or (count >= 10 and 10 ** round(math.log10(count)) == count)
 
 
 def _pool() -> Any:
-    """Memory that recordings share; none where there is no GPU, and the parts of a step are run one by one."""
+    """Return a memory pool that CUDA graphs share; None without a GPU, where phases are run directly."""
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

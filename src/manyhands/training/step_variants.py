@@ -1,8 +1,7 @@
-"""Ways to execute one and the same step: tried one after another while training goes on, measured, the fastest kept.
+"""Variants of executing the same step: tried one after another during training, timed, and the fastest kept.
 
-All of them compute the same up to rounding; what differs is where numbers lie in memory, how many threads compute, and
-whether the step is compiled. bf16 that was asked for on a CPU gives way to fp32 where it is slower. Nothing is tried in
-a run that is too short to win back what the trial costs.
+All variants compute the same up to rounding; they differ in memory layout, number of threads, and whether the step is
+compiled. bf16 requested on a CPU is replaced by fp32 where it is slower. Runs too short to amortize a trial try none.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ AS_WRITTEN, CHANNELS_LAST, ONE_THREAD, FULL_WIDTH, COMPILED = (
     "compiled",
 )
 WINDOWS = {"cuda": (14, 44), "cpu": (2, 10)}
-"""The steps between which a way is measured, counted from its first, by kind of device."""
+"""By device type: the steps between which a variant is timed, counted from its first."""
 BETTER = {"cuda": 0.98, "cpu": 0.95}
-"""How much of the best time so far a new way may take at most, to be kept."""
+"""By device type: the share of the best time so far below which a new variant is kept."""
 WORTH_SECONDS = {"cuda": 5.0, "cpu": 30.0}
-"""The time that a run must have before it for a trial of another way."""
+"""By device type: the remaining seconds that a run must have for a trial of another variant."""
 MAX_WINDOWS = 3
 COMPILE_GAIN, COMPILE_MARGIN = 0.25, 1.5
-"""The share of a step that compiling usually saves, and how many times its cost it must be worth."""
+"""The share of a step that compiling usually saves, and the factor by which the gain must exceed its cost."""
 
 
 class Ways:
-    """Decides how a task's step is executed. `loss` is what to call for it."""
+    """Decides how a task's step is executed; `loss` is the function to call for it."""
 
     def __init__(self, hand: Hand, loss: Loss, total: int | None) -> None:
         self._hand, self._task_loss, self._total = hand, loss, total
@@ -47,35 +46,35 @@ class Ways:
         self._num_threads = torch.get_num_threads()
         self.loss = loss
         self.seconds: dict[str, float] = {}
-        """Seconds of a step, by way."""
+        """Seconds per step, by variant."""
         self._way = self._best = AS_WRITTEN
         self._count = self._num_windows = 0
         self._is_steady = True
-        """Whether all batches of the window had the usual shape and, on a GPU, ran from a recording."""
+        """Whether all batches of the window had the usual shape and, on a GPU, were replayed from a CUDA graph."""
         self._marks: list[torch.cuda.Event] = []
         self._steps: list[float] = []
-        """Seconds on the host of each step of the window."""
+        """Host seconds of each step of the window."""
         self._compiled = False
         self._usual: Hashable = None
-        """The shape of the first batch. Only that is compiled: a last, smaller one would be compiled all over."""
-        # What is chosen by time may differ by a rounding from run to run; and a run that lost ranks has lost time too.
+        """The shape of the first batch. Only this is compiled: a smaller last batch would be compiled separately."""
+        # Timing-based choices may change rounding from run to run; a run that has lost ranks skips trials.
         is_first = hand.world.seat.generation == 0
         self._is_settled = hand.spec.capture != "auto" or hand.spec.deterministic or not is_first
         if hand.spec.capture == "compile":
             self._enter(COMPILED)
 
     def loss_for(self, shape: Hashable) -> Loss:
-        """What to call for a batch of this shape."""
+        """Return the loss function to call for a batch of this shape."""
         if self._usual is None:
             self._usual = shape
         return self.loss if shape == self._usual else self._task_loss
 
     def compiles(self, shape: Hashable) -> bool:
-        """Whether the loss for this shape is a compiled one."""
+        """Return whether the loss for this shape is compiled."""
         return self.loss_for(shape) is not self._task_loss
 
     def tick(self, shape: Hashable, replayed: bool, seconds: float) -> bool:
-        """A step was taken, from a recording or not; True if the steps to come are executed in another way."""
+        """Account for a step, replayed or not; return True if the following steps use another variant."""
         if self._is_settled:
             return False
         self._count += 1
@@ -89,11 +88,11 @@ class Ways:
         return self._count > last and self._decide()
 
     def settle(self) -> None:
-        """Tries nothing more."""
+        """Try no further variants."""
         self._is_settled = True
 
     def close(self) -> None:
-        """Ends what a way left behind in the process."""
+        """Restore the number of threads and stop compiler processes."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         if self._compiled:
@@ -102,7 +101,7 @@ class Ways:
     # -- measuring ------------------------------------------------------------------------------------------------
 
     def _measured(self) -> float:
-        """Seconds of a step in this way, on the slowest replica; infinite where it was not steady."""
+        """Return the seconds per step of the current variant on the slowest replica; infinite if it was not steady."""
         seconds = median(self._steps)
         if self._kind == "cuda":
             start, end = self._marks
@@ -115,10 +114,10 @@ class Ways:
         self._marks, self._steps = [], []
 
     def _decide(self) -> bool:
-        """Keeps or leaves the way that was measured, and tries the next one that may pay."""
+        """Keep or leave the variant that was timed, and enter the next one that may pay off."""
         taken, before = self._measured(), self._way
         if math.isinf(taken) and self._num_windows < MAX_WINDOWS:
-            # An epoch ended within: look once more.
+            # An epoch ended within the window: measure once more.
             self._num_windows += 1
             self._start_window()
             return False
@@ -140,7 +139,7 @@ class Ways:
         return self._way != before
 
     def _candidates(self) -> list[str]:
-        """Ways besides the one as written that may be faster here, in the order of their cost."""
+        """Return the variants that may be faster here, cheapest to try first."""
         hand, taken = self._hand, self.seconds[self._best]
         left = math.inf if self._total is None else self._total - hand.num_steps
         found = []
@@ -160,14 +159,14 @@ class Ways:
         return 8.0 + 0.2 * num_layers
 
     def _end(self) -> None:
-        """Says what was chosen, where there was a choice."""
+        """Report the chosen variant, where several were timed."""
         self.settle()
         self._way = self._best
         if len(self.seconds) > 1:
             told = ", ".join(f"{way} {1000 * s:.3g} ms" for way, s in self.seconds.items() if math.isfinite(s))
             self._hand.notice(f"a step is executed {self._best} from here on ({told})")
 
-    # -- entering and leaving a way -------------------------------------------------------------------------------
+    # -- entering and leaving a variant ---------------------------------------------------------------------------
 
     def _enter(self, way: str) -> None:
         self._way = way
@@ -200,7 +199,7 @@ class Ways:
         self.loss = torch.compile(lambda model, batch: plain(model, batch), dynamic=False)
 
     def gave_up_compiling(self, error: Exception) -> bool:
-        """Whether this is a compiler's failure, forward or backward; if so the step goes on as written."""
+        """Return whether an error is a compiler failure in forward or backward; if so, fall back to the plain step."""
         home = type(error).__module__
         if not self._compiled or not home.startswith(("torch._dynamo", "torch._inductor", "torch.fx")):
             return False
@@ -211,10 +210,10 @@ class Ways:
 
 
 def _give_names(loss: Loss, model: torch.nn.Module) -> None:
-    """Lets the compiler find what a program's own functions refer to.
+    """Let the compiler resolve the globals of functions that were defined in the user's main module.
 
-    It looks for that in the module they say they are from. Functions of the program itself come to a rank as copies,
-    with names of their own, while the rank's main module has none of them.
+    The compiler looks them up in the module a function names. Functions of the user's `__main__` arrive in a rank as
+    copies with their own globals, while the rank's own main module lacks those names.
     """
     functions = [loss, *(type(module).forward for module in model.modules())]
     theirs = vars(sys.modules["__main__"])

@@ -1,4 +1,4 @@
-"""Stepping: one step after another, plainly or from a recording, in the way that is fastest here."""
+"""Take training steps, plainly or from CUDA graphs, in the variant that is fastest here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .step_capture import StepCapture, compute, shape_of_batch
 from .step_variants import Ways
 
 RECORDING = ("cuda",)
-"""Kinds of devices on which steps can be recorded."""
+"""Types of devices on which steps can be captured."""
 
 
 def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], Any] | None = None) -> None:
-    """One step of a task on a batch: its own, or its loss over the micro-batches and one update."""
+    """Take one step of a task on a batch: its custom step, or its loss over the micro-batches and one update."""
     before = hand.begin_step()
     if task.step is not None:
         with hand.during("forward"), hand.drawing():
@@ -34,7 +34,7 @@ def take_step(hand: Hand, task: Task, batch: Batch, loss: Callable[[Any, Any], A
 
 
 class Stepper:
-    """Takes a task's steps, as fast as this device can."""
+    """Takes a task's steps, captured or compiled where that is faster."""
 
     def __init__(self, hand: Hand, task: Task, total: int | None) -> None:
         self._hand, self._task = hand, task
@@ -48,7 +48,7 @@ class Stepper:
             hand.notice("a task with a step of its own is run as it is written, not from a recording")
 
     def take(self, batch: Batch) -> None:
-        """Takes one step."""
+        """Take one step."""
         if self._ways is None:
             take_step(self._hand, self._task, batch)
             return
@@ -62,7 +62,7 @@ class Stepper:
             self._hand.forget_step()
             self._hand.take(batch)
             taken = self._take(batch, shape, self._ways)
-        # No way of executing a step makes the network faster.
+        # Without the time spent waiting for other ranks, which no variant changes.
         seconds = time.perf_counter() - began - (self._hand.world.waited - waited)
         if self._ways.tick(shape, taken == "replayed", seconds) and self._recorder is not None:
             self._recorder.forget()
@@ -74,12 +74,12 @@ class Stepper:
         return taken
 
     def look_again(self) -> None:
-        """Somebody's code has run between two steps: what a recording took for constant may have changed."""
+        """Check for changed constants of captured steps, after user code ran between two steps."""
         if self._recorder is not None:
             self._recorder.look_again()
 
     def close(self) -> None:
-        """Lets go of recordings, and of what other ways left running."""
+        """Free captured steps, and stop what other variants left running."""
         if self._recorder is not None:
             self._recorder.forget()
         if self._ways is not None:

@@ -1,4 +1,4 @@
-"""Stragglers: replicas that need longer for their own work than the others, so that all wait for them."""
+"""Stragglers: replicas that compute more slowly than the others, so that all wait for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..core import Event, event
 
 WINDOW_STEPS = 20
 WINDOW_SECONDS = 0.5
-"""A window has at least so many steps, and lasts so long."""
+"""Minimum number of steps and seconds of a window."""
 SLOW = 0.75
-"""A replica is slow that has less than this part of the median speed, ..."""
+"""A replica is slow in a window if its speed is below this share of the median."""
 NUM_WINDOWS = 3
-"""... in so many windows one after another."""
+"""Number of consecutive slow windows after which a replica is reported."""
 
 
 class Stopwatch:
-    """What a replica's own work takes: the time of its steps, less what it waited for others.
+    """Measures a replica's own work: the time of its steps without waiting for others.
 
-    A window counts by its median, so that what comes now and then, a checkpoint say, makes nobody slow.
+    A window counts by its median, so that occasional work such as a checkpoint does not make a replica slow.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Stopwatch:
         self._busy: list[float] = []
 
     def step(self, waited: float) -> float | None:
-        """Takes note of a step; `waited` is how long this replica has waited so far. The median where a window ends."""
+        """Record a step; `waited` is the total waiting time. Return the median at the end of a window, else None."""
         now = time.perf_counter()
         self._busy.append(max(0.0, now - self._at - (waited - self._waited)))
         self._at, self._waited = now, waited
@@ -49,7 +49,7 @@ class _Replica:
 
 @dataclass
 class Stragglers:
-    """Hears the windows of all replicas, and says which of them is slow.
+    """Compares the windows of all replicas, and reports slow ones.
 
     >>> stragglers = Stragglers(size=3)
     >>> for window in range(3):
@@ -63,9 +63,9 @@ class Stragglers:
     _replicas: dict[int, _Replica] = field(default_factory=dict)
 
     def hear(self, entry: Event) -> list[Event]:
-        """What to tell after an event."""
+        """Handle an event; return the events to report."""
         if entry["kind"] == "recovered":
-            # Ranks may have other numbers now.
+            # Ranks may be numbered differently now.
             self._replicas, self.size = {}, entry["size"]
         if entry["kind"] != "pace":
             return []
@@ -74,7 +74,7 @@ class Stragglers:
         replica.host, replica.seconds = entry["host"], entry["seconds"]
         if len(self._replicas) < self.size:
             return []
-        # Whoever completes the first round is compared with the others, and they with it.
+        # The report that completes the first round lets all replicas be compared; later ones, only their sender.
         ranks = list(self._replicas) if is_first else [entry["rank"]]
         return [told for rank in ranks for told in self._judge(rank, entry["step"])]
 

@@ -1,4 +1,4 @@
-"""Under sync="auto" the first steps are measured, a policy is chosen, and given up again if it is slower."""
+"""sync="auto": measure the first steps, choose a sync policy, and revert it if it is slower."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from .hand import Hand
 
 SKIPPED, MEASURED = 1, 3
-"""Exact steps that are not looked at, and those that are; one is enough where the waiting is CLEAR."""
+"""Exact steps that are ignored, and that are measured; one is enough where waiting clearly dominates (`CLEAR`)."""
 CLEAR = 0.25
-"""The part of a step without waiting below which no noise can deceive."""
+"""Share of a step without waiting below which noise cannot change the choice."""
 WINDOW = 5
-"""Steps of a policy on trial, at the least, in each of two windows of which the faster one counts."""
+"""Minimum steps of each of two windows in which a policy is tried; the faster one counts."""
 
 
 class Choosing:
-    """Finds the policy of a hand while it trains."""
+    """Chooses the sync policy of a hand during training."""
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
         self._mark: tuple[float, float] | None = None
         self._steps: list[tuple[float, float]] = []
-        """Of each step its seconds, and those of them without waiting for the network."""
+        """By step: its seconds, and its seconds without waiting for communication."""
         self._exact = math.inf
         self._wanted = SKIPPED + 1
         self._warmup, self._window = 0, WINDOW
@@ -38,7 +38,7 @@ class Choosing:
         self.is_done = False
 
     def tick(self) -> None:
-        """A step was taken."""
+        """Account for a step; choose a policy or judge the one on trial where enough steps were measured."""
         if self._hand.device.type == "cuda":
             torch.cuda.synchronize()
         now, waited = time.perf_counter(), self._hand.world.waited
@@ -52,11 +52,11 @@ class Choosing:
             self._judge()
         elif not self._choose():
             return
-        # What was done just now is no part of a step.
+        # The time of this decision does not belong to a step.
         self._steps, self._mark = [], None
 
     def _choose(self) -> bool:
-        """Chooses, if enough steps were measured."""
+        """Choose a policy; return False if more steps must be measured first."""
         hand, steps = self._hand, self._steps[SKIPPED:]
         measured = median(taken for taken, _ in steps), median(alone for _, alone in steps)
         every = hand.world.gather_objects(measured)
@@ -76,7 +76,7 @@ class Choosing:
         return True
 
     def _judge(self) -> None:
-        """Goes back if a step takes longer than an exact one did."""
+        """Revert to exact all-reduce if a step takes longer than an exact one did."""
         self.is_done = True
         hand, steps = self._hand, [seconds for seconds, _ in self._steps[self._warmup :]]
         windows = steps[: self._window], steps[self._window : 2 * self._window]

@@ -1,4 +1,4 @@
-"""Timing: a few steps of a task, taken as `fit` takes them but kept nowhere; gradients at two batch sizes."""
+"""Timing: take a few steps of a task as `fit` does, without saving anything; gradients at two batch sizes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .sampling import Sample, StepTimer
 from .stepping import Stepper, take_step
 
 WARMUP = 3
-"""Steps that are not counted: on a GPU they are recorded."""
+"""Steps that are not counted; on a GPU the step is captured in them."""
 LEAST, MOST = 2, 20
-"""Steps that are."""
+"""Minimum and maximum number of counted steps."""
 
 
 def time_steps(
     world: World, task: Task, spec: StrategySpec, *, batch_size: int | None = None, budget: float = 1.0
 ) -> list[float]:
-    """Seconds of each of some steps after the first few, input included; as many as the budget allows."""
+    """Return the seconds of some steps after the warm-up, input included; as many steps as the budget allows."""
     with own_stream(world.device):
         return _time_steps(world, task, spec, batch_size, budget)
 
@@ -67,7 +67,7 @@ def _time_steps(world: World, task: Task, spec: StrategySpec, batch_size: int | 
 
 
 class Steps:
-    """A task's steps on one rank, one after another over whole batches, kept nowhere."""
+    """Takes a task's steps on one rank, one after another over whole batches, without saving anything."""
 
     def __init__(self, world: World, task: Task, spec: StrategySpec) -> None:
         self.hand, self._task = Hand(world, spec), task
@@ -83,11 +83,11 @@ class Steps:
         self._stepper: Stepper | None = None
 
     def expect(self, total: int) -> None:
-        """So many steps are to come as `fit` takes them, on a GPU from recordings."""
+        """Take the next `total` steps as `fit` does, on a GPU from CUDA graphs."""
         self._stepper = Stepper(self.hand, self._task, total)
 
     def take(self) -> None:
-        """Takes one, as `fit` does where some are expected, else as it is written."""
+        """Take one step: as `fit` does after `expect`, else plainly."""
         batch = next(self._batches)
         if self._stepper is not None:
             self._stepper.take(batch)
@@ -95,19 +95,19 @@ class Steps:
             take_step(self.hand, self._task, batch)
 
     def sample(self) -> Sample:
-        """Takes one and tells where its time went."""
+        """Take one step and return its profile."""
         window = StepTimer(self.hand, self.feed)
         self.take()
         return window.close()
 
     def settle(self) -> None:
-        """From here on steps are taken as they are written."""
+        """Take all further steps plainly."""
         if self._stepper is not None:
             self._stepper.close()
             self._stepper = None
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Free all resources."""
         self.settle()
         self.feed.close()
         self.hand.close()
@@ -120,7 +120,7 @@ class Steps:
 
 
 def gradient_squares(world: World, task: Task, sizes: tuple[int, int], rounds: int = 4) -> list[list[float]]:
-    """Squared norms of the gradients of some batches of either size, at the first weights."""
+    """Return squared gradient norms of some batches of either size, at the initial weights."""
     assert task.loss is not None
     hand = Hand(world, StrategySpec())
     try:
@@ -156,7 +156,7 @@ def _square(hand: Hand, task: Task, data: Any) -> float:
 
 
 def _agreed(world: World, steps: float) -> int:
-    """As many steps as the slowest rank has time for, the same on all."""
+    """Return the number of steps that the slowest rank has time for; the same on all ranks."""
     return int(max(LEAST, min(MOST, *world.gather_objects(steps))))
 
 

@@ -1,4 +1,4 @@
-"""The first look at a task: the loss and the metrics of a few samples, before anything is trained."""
+"""Try a task before training: the loss and the metrics of a few samples."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LOSS = (
     "end it with .mean() (reduction='mean'); return mh.mean(losses.sum(), count) where tokens or boxes count; "
     "where samples look at each other (contrastive losses, hard examples), write a step and gather what they need"
 )
-"""What to do about a loss that is no mean over samples."""
+"""The remedy for a loss that is not a mean over samples."""
 
 
 def try_loss(task: Task, model: nn.Module, batch: Any) -> str:
-    """Refuse a loss that cannot be trained, by its value for a few samples; return a notice if there is none."""
+    """Raise if a loss cannot be trained, judged by its value for a few samples; return a notice, or an empty string."""
     return _tried(model, batch, lambda: _require_finite(task, model, batch))
 
 
 def try_halves(task: Task, model: nn.Module, batch: Any, *, refuses: bool) -> str:
-    """Compare the loss of a few samples with that of their halves, by its value in evaluation mode.
+    """Compare the loss of a few samples with that of their halves, in evaluation mode.
 
-    Refuses a loss that differs, or returns a notice where batches are not split; also where it cannot be told. This is
-    for networks of which no copy is compared.
+    Raises if they differ; without `refuses`, or where they cannot be compared, returns a notice instead. Used for
+    networks of which no copy is verified.
     """
     try:
         return _tried(model, batch, lambda: _compare(task, model, batch, _value(task, model, batch)))
@@ -55,7 +55,7 @@ def _tried(model: nn.Module, batch: Any, look: Callable[[], str]) -> str:
         raise
     except Exception as error:
         explain_mistake(error, batch)
-        # Some networks give a loss in training only. A mistake of the user's own comes again in the first step.
+        # Some networks compute a loss in training mode only. A user error occurs again in the first step.
         return f"the loss could not be tried in evaluation mode ({type(error).__name__}: {error})"
     finally:
         restore_random_state(states, device)
@@ -75,7 +75,7 @@ def _require_finite(task: Task, model: nn.Module, batch: Any) -> str:
 
 
 def try_metrics(task: Task, model: nn.Module, batch: Any, world: World) -> list[str]:
-    """Calls every metric once, so that a slip in one is seen now and not after the first epoch; returns notices."""
+    """Call every metric once, so that an error in one is found before the first epoch; return notices."""
     if not task.metrics:
         return []
     functions, meters = parted(task, world)
@@ -129,7 +129,7 @@ def _combined(task: Task, model: nn.Module, parts: list[Any], rows: int) -> floa
 
 
 def _counts(task: Task, model: nn.Module, batch: Any) -> bool:
-    """Whether the loss counts something in this batch."""
+    """Return whether the loss counts anything in this batch."""
     assert task.loss is not None
     loss = task.loss(model, batch)
     return not isinstance(loss, Mean) or bool(loss.count > 0)

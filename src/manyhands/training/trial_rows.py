@@ -1,4 +1,4 @@
-"""Rows of a trial: which samples the whole step and the split step are compared on."""
+"""Choose the samples on which the whole step and the split step are compared."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..core import mix
 from ..data import Ids, IndexedSource, Order, Source, Window, tensors
 
 NUM_CANDIDATES = 512
-"""Rows of arrays that are looked at to find those in which parts of a batch differ most."""
+"""Rows of arrays that are searched for those in which parts of a batch differ most."""
 Plan = list[list[int]]
 """The ids of the samples of each step, in order."""
 _SALT = 0x7269616C
 
 
 def choose_rows(source: Source, batch_size: int, parts: int, seed: int, most: int) -> Plan:
-    """Return the rows of two steps: of a batch and of the ragged last one, from all over the data.
+    """Return the rows of two steps, of a full batch and of the smaller last one, from all over the data.
 
-    In the first one the rows with the most repeated or extreme values, such as padding and ignored targets, are at the
-    end, so that they are in other parts than the rest. Of a stream the first rows are taken.
+    In the first step the rows with the most repeated or extreme values, such as padding and ignored targets, are last,
+    so that they fall into different parts than the rest. Of a stream, the first rows are taken.
 
     >>> from ..data import as_source
     >>> [len(rows) for rows in choose_rows(as_source(torch.arange(41)), 16, parts=2, seed=0, most=64)]
@@ -42,13 +42,13 @@ def choose_rows(source: Source, batch_size: int, parts: int, seed: int, most: in
 
 
 def step_sizes(source: Source, batch_size: int, parts: int, most: int) -> tuple[int, int]:
-    """Return the sizes of a batch and of the last one; large ones are reduced and stay as uneven over the parts."""
+    """Return the sizes of a full batch and of the last one; large ones are reduced and stay uneven over the parts."""
     ragged = 0 if source.drop_last or not source.size else source.size % batch_size
     return _reduced(batch_size, parts, most), _reduced(ragged or batch_size, parts, most)
 
 
 def windows(source: Source, plan: Plan, seed: int) -> Iterator[Window]:
-    """Give the batches of a plan, not yet read."""
+    """Yield the batches of a plan, not yet read."""
     if isinstance(source, IndexedSource):
         read = source.reader(seed, 0)
         yield from (Window(torch.tensor(rows, dtype=torch.int64).numpy(), read) for rows in plan)
@@ -64,11 +64,11 @@ def _reduced(size: int, parts: int, most: int) -> int:
 
 
 def _ranks(source: IndexedSource, seed: int, ids: Ids) -> Any:
-    """The order of rows by how much of them is repeated, zero or at an end of its range; as they are if unreadable."""
+    """Return the order of rows by their amount of repeated or extreme values; unchanged if they cannot be read."""
     try:
         batch = source.reader(seed, 0)(ids)
     except Exception:
-        # Rows of different shapes may not collate in such numbers; the steps themselves report what is wrong.
+        # Rows of different shapes may not collate in such numbers; the steps themselves report errors.
         return slice(None)
     score = torch.zeros(len(ids), dtype=torch.float64)
     for leaf in tensors(batch):

@@ -1,7 +1,7 @@
-"""The trial before training: a strategy's first two steps on a copy of the network, compared with those of one device.
+"""Verification before training: compare a strategy's first two steps on a copy of the network with one device's.
 
-It runs where it is cheap, on the ranks of the run. A difference ends the run before its first step. Where nothing can
-be compared the run starts, and its record says that it is not verified, and why.
+It runs on the ranks of the run, where it is cheap. A difference ends the run before its first step. Where the steps
+cannot be compared, the run starts and its record says that it is not verified, and why.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 32
 MOST_SECONDS = 3.0
-"""Seconds that the whole steps may take, as predicted from the time of a few samples."""
+"""Maximum seconds of the whole steps, as predicted from the time of a few samples."""
 MOST_PARAMETERS = {"cpu": 20_000_000, "cuda": 200_000_000}
 _LOCAL = 'batch_stats="local" takes them of each worker\'s part; GroupNorm or LayerNorm need none'
 
 
 def is_split(spec: StrategySpec) -> bool:
-    """Return whether a strategy computes anything in another way than one device does."""
+    """Return whether a strategy computes anything differently from one device."""
     return parts_of(spec) > 1 or (spec.num_devices or 1) > 1 or bool(spec.recompute)
 
 
 def why_not(task: Task, spec: StrategySpec, model: nn.Module, device: torch.device) -> str:
-    """Return why a trial is not run before training; empty where it is, as far as can be known beforehand."""
+    """Return why verification is skipped, as far as it is known beforehand; empty where it runs."""
     count = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_PARAMETERS.get(device.type, MOST_PARAMETERS["cpu"])
     if task.loss is None:
@@ -73,7 +73,7 @@ def why_not(task: Task, spec: StrategySpec, model: nn.Module, device: torch.devi
 
 
 def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
-    """Refuse batch statistics of a whole batch where micro-batches or workers have those of their parts."""
+    """Raise if a layer needs statistics of the whole batch and micro-batches or workers have those of their parts."""
     if spec.batch_stats != "sync" or not (
         spec.accumulate * spec.microbatches > 1 or (spec.servers and parts_of(spec) > 1)
     ):
@@ -89,14 +89,14 @@ def require_whole_statistics(model: nn.Module, spec: StrategySpec) -> None:
 
 
 def check_statistics(task: Task, spec: StrategySpec) -> None:
-    """Refuse what `require_whole_statistics` refuses, of a task whose model can be built without values."""
+    """Raise as `require_whole_statistics` does, for a task whose model can be built on the meta device."""
     model = without_values(task)
     if model is not None:
         require_whole_statistics(model, spec)
 
 
 def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
-    """Return a spec whose micro-batches were chosen for the user, with the batch statistics that they can have."""
+    """Return the spec with `batch_stats="micro"` where automatically chosen micro-batches need it."""
     if spec.batch_stats != "sync" or spec.accumulate * spec.microbatches == 1 or spec.servers:
         return spec
     model = without_values(task)
@@ -107,10 +107,10 @@ def with_micro_statistics(task: Task, spec: StrategySpec) -> StrategySpec:
 def verify(
     hand: Hand, task: Task, spec: StrategySpec, layout: Layout | None, seconds_per_row: float, seconds_to_build: float
 ) -> Verdict:
-    """Compare a strategy's first steps with those of one device; all ranks call it together and get one verdict.
+    """Compare a strategy's first steps with one device's; a collective with the same verdict on all ranks.
 
-    Generators are put back; the hand's own network, optimizers and data are not touched. `seconds_per_row` is what the
-    loss of a sample takes, `seconds_to_build` what the model function takes.
+    Random states are restored; the hand's network, optimizers and data are not touched. `seconds_per_row` is the time
+    of the loss per sample, `seconds_to_build` that of the model function.
     """
     states = random_state(hand.device)
     try:
@@ -130,7 +130,7 @@ class _Trial:
         self.stream = not isinstance(as_source(self.task.data, collate=task.collate), IndexedSource)
 
     def run(self, seconds_per_row: float, seconds_to_build: float) -> Verdict:
-        """Take the whole steps on the first rank, the split ones on all, and return what the first rank finds."""
+        """Take the whole steps on the first rank and the split ones on all; return the first rank's verdict."""
         begun = self._begin(seconds_per_row, seconds_to_build) if self.world.is_first else None
         told = self.world.gather_objects(begun)[0]
         if "verdict" in told:
@@ -141,14 +141,14 @@ class _Trial:
             return Verdict("not verified", self.spec, why=f"a copy of the network could not be split: {error}")
         except Exception as error:
             if self.world.size > 1:
-                # Other ranks may wait in a collective, so this one must end.
+                # Other ranks may wait in a collective, so this rank must fail.
                 raise
             return failed_in_parts(self.spec, error)
         verdict = self._judge(told["plan"], parts) if self.world.is_first else {}
         return Verdict(spec=self.spec, **self.world.gather_objects(verdict)[0])
 
     def _begin(self, seconds_per_row: float, seconds_to_build: float) -> dict[str, Any]:
-        """Choose rows and take the whole steps, in float64 if the network can."""
+        """Choose rows and take the whole steps, in float64 if the network supports it."""
         parts = parts_of(self.spec)
         affordable = int((MOST_SECONDS - 3 * seconds_to_build) / max(seconds_per_row, 1e-9) / 12)
         if affordable < 2 * parts:
@@ -166,7 +166,7 @@ class _Trial:
             except DataError:
                 raise
             except Exception as error:
-                # A mistake of the user's own comes again in the first step, with its samples.
+                # A user error occurs again in the first step, where it is reported with its samples.
                 why = f"a copy of the network could not be trained on one device ({type(error).__name__}: {error})"
         return {"verdict": {"outcome": "not verified", "why": why}}
 
@@ -195,13 +195,13 @@ class _Trial:
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
-    """A verdict without its spec, as plain values that ranks send to each other."""
+    """Return a verdict without its spec, as plain values that ranks can exchange."""
     told = {part.name: getattr(verdict, part.name) for part in dataclasses.fields(verdict) if part.name != "spec"}
     return {**told, "notes": list(verdict.notes)}
 
 
 def _with_fixed_statistics(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A network whose batch statistics, which the strategy takes of parts by the user's choice, are not used."""
+    """Return a model function whose batch statistics are frozen, where the user chose statistics of parts."""
 
     def made() -> nn.Module:
         model = make()
@@ -214,7 +214,7 @@ def _with_fixed_statistics(make: Callable[[], nn.Module]) -> Callable[[], nn.Mod
 
 
 def refuse(verdict: Verdict) -> None:
-    """Raise the difference that was found, as an error about the task."""
+    """Raise a verdict's difference as a `TaskError`."""
     if verdict.outcome == "different":
         rule = f"under {verdict.spec} a step must be the same as on one device"
         got = f"a difference of {verdict.error:.1e} in {verdict.first}: {verdict.why}"

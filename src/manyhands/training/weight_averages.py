@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights beside the network, which validation and the run's end use."""
+"""An exponential moving average (EMA) of the weights, used for validation and as the run's result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Averages:
-    """A moving average of what the optimizers train, and of the batch statistics that belong to it.
+    """A moving average of the trained parameters and of the batch statistics that belong to them.
 
-    After every step each average moves by `1 - decay` towards its weight; frozen weights and other buffers are those
-    of the network. All tensors stay where they are, and a step waits for nothing, so that it can be captured.
+    After every step each average moves by `1 - decay` towards its weight; frozen weights and other buffers are those of
+    the network. All tensors keep their memory and an update never synchronizes, so a step can be captured.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> averages = Averages(net, {"": dict(net.named_parameters())}, decay=0.5)
@@ -36,9 +36,9 @@ class Averages:
         for name, statistic, key in _statistics(model, groups):
             held[key][name] = statistic
         self._live = {name: tensor for group in held.values() for name, tensor in group.items()}
-        # The average of many small moves is lost in half precision.
+        # Many small updates would be lost in half precision.
         self.tensors = {name: _wide(tensor.detach()).clone() for name, tensor in self._live.items()}
-        """The averages by name; these very tensors are kept for the whole run."""
+        """The averages by name; the same tensors are used for the whole run."""
         self._pairs = {
             key: ([self.tensors[name] for name in group], list(group.values())) for key, group in held.items()
         }
@@ -47,41 +47,41 @@ class Averages:
 
     @torch.no_grad()
     def update(self, key: str, mask: Tensor | None = None) -> None:
-        """Follows a step of one optimizer; where the flag `mask` on the device is not set, the step was left out."""
+        """Update after a step of one optimizer; where the device flag `mask` is False, the step was skipped."""
         averages, tensors = (list(map(_here, side)) for side in self._pairs[key])
         values = [_wide(tensor) for tensor in tensors]
         if mask is None:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
             return
-        # Chosen and not multiplied by zero: what was left out may not be finite.
+        # Selected instead of multiplied by zero: values of a skipped step may not be finite.
         for average, moved in zip(averages, torch._foreach_lerp(averages, values, 1 - self.decay), strict=True):
             average.copy_(torch.where(mask, moved, average))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by the names of the plain module, where a tied weight stands under each of its names."""
+        """Return the averages by the plain module's names; a tied weight appears under each of its names."""
         return {name: self.tensors[own] for name, own in self._names.items()}
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begins anew from the network's present weights."""
+        """Reset the averages to the network's current weights."""
         self.load(self._live)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes averages from elsewhere, such as a checkpoint."""
+        """Load averages, for instance from a checkpoint."""
         for name, average in self.tensors.items():
             average.copy_(tensors[name])
 
     def align(self, world: World) -> None:
-        """Gives every replica the first one's averages, where batch statistics are its own."""
+        """Broadcast the first replica's averages, where batch statistics are local to each replica."""
         for average in self.tensors.values():
-            # Parts of parameters differ between ranks that share one network, and never drift apart.
+            # Shards differ between the ranks of one network and never diverge between replicas.
             if _here(average) is average and not average.is_meta:
                 world.broadcast(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The network with its averaged weights; its own come back afterwards, in the same memory."""
+        """Run the enclosed block with the averaged weights; the network's own are restored in the same memory."""
         own = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         self._put(self.tensors)
         try:
@@ -96,7 +96,7 @@ class Averages:
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return this rank's local part of a tensor, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -105,9 +105,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _statistics(model: nn.Module, groups: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
-    """Running statistics with their names and the optimizer of their layer.
+    """Yield running statistics with their names and the optimizer of their layer.
 
-    They describe the weights they were measured with, so they are averaged alike; a mask or a table must not be.
+    They belong to the weights they were measured with, so they are averaged too; other buffers must not be.
     """
     for path, layer in model.named_modules():
         if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.running_var is not None:

@@ -1,7 +1,7 @@
-"""The agenda of an epoch: which samples are whose, and when a step is complete. Pure bookkeeping, no sockets.
+"""The work schedule of an epoch: assigns samples to workers and decides when a step is complete. No I/O.
 
-Every sample of the epoch is on exactly one ticket; a ticket that comes back is handed out again, and an epoch is over
-when each of them is in a step that was closed.
+Every sample of the epoch is on exactly one ticket. A ticket returned without a gradient is handed out again; the epoch
+ends when every ticket is in a closed step.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from ..data import Ids, part_of
 
 @dataclass(order=True)
 class WorkTicket:
-    """Some samples of one step, to be computed by one worker."""
+    """Samples of one step, to be computed by one worker."""
 
     number: int
     step: int = field(compare=False)
-    """The step that it is for; where steps take what comes first, the one that was open when it was handed out."""
+    """The step it belongs to; with backup workers, the step that was open when it was handed out."""
     ids: Ids = field(compare=False, repr=False)
     total: float = field(default=0.0, compare=False)
     """Sum of the losses."""
     count: float = field(default=0.0, compare=False)
-    """What the sum is divided by for the mean."""
+    """The divisor of the sum for the mean."""
     weight: float = field(default=0.0, compare=False)
-    """What the gradient is multiplied with before it is divided by the counts of all parts."""
+    """Factor of the gradient, before division by the count of all parts."""
     staleness: int = field(default=0, compare=False)
-    """How old the values were that it was computed with."""
+    """How many steps old the parameters were that it was computed with."""
 
 
 class Agenda(ABC):
-    """Hands tickets out and takes them back. Subclasses say when a step is complete."""
+    """Hands out tickets and takes them back; subclasses define when a step is complete."""
 
     def __init__(self, windows: Iterator[Ids], step: int, number: int, parts: int, accumulate: int = 1) -> None:
         self._windows, self._parts, self._accumulate = windows, parts, accumulate
         self.step = step
-        """The step that is open."""
+        """The open step."""
         self.number = number
-        """The next ticket's."""
+        """The number of the next ticket."""
         self._next_step = step
         self._waiting: list[WorkTicket] = []
         self.out: dict[int, WorkTicket] = {}
-        """Tickets that workers have."""
+        """Tickets that are being computed, by number."""
         self._in: dict[int, list[WorkTicket]] = {}
-        """By step: tickets that came back with a gradient."""
+        """By step: tickets that were delivered with a gradient."""
         self.late = 0
-        """Gradients that came after their step was closed."""
+        """Gradients that arrived after their step was closed."""
         self._sizes: dict[int, int] = {}
-        """By step: how many tickets its batch was cut into."""
+        """By step: the number of tickets of its batch."""
 
     def take(self, limit: int, *, again: bool = False) -> WorkTicket | None:
-        """The next ticket of a step before `limit`, for a worker that has done one of the open step `again` or not."""
+        """Return the next ticket of a step before `limit`; `again`: the worker has done one of the open step."""
         if not self._waiting or not self.may_take(self._waiting[0], again):
             self._cut(limit)
         if not self._waiting or not self.may_take(self._waiting[0], again):
@@ -63,25 +63,25 @@ class Agenda(ABC):
         return self.taken(ticket)
 
     def taken(self, ticket: WorkTicket) -> WorkTicket:
-        """What happens to a ticket that is handed out."""
+        """Return the ticket as it is handed out; subclasses may change its step."""
         return ticket
 
     @abstractmethod
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
-        """Whether a ticket may be worked on now, by a worker that has done one of the open step or not."""
+        """Return whether a ticket may be handed out now; `again`: the worker has already done one of the open step."""
 
     @abstractmethod
     def may_cut(self, step: int) -> bool:
-        """Whether the samples of a step may be made into tickets now."""
+        """Return whether the samples of a step may be split into tickets now."""
 
     def give_back(self, number: int) -> None:
-        """Takes a ticket back without a gradient."""
+        """Return a ticket without a gradient; it is handed out again."""
         ticket = self.out.pop(number, None)
         if ticket is not None:
             heapq.heappush(self._waiting, ticket)
 
     def deliver(self, number: int) -> WorkTicket | None:
-        """Takes a ticket back whose gradient the servers have; None where nobody has it, or it comes too late."""
+        """Record a ticket whose gradient the servers have; None if it is unknown or too late."""
         ticket = self.out.pop(number, None)
         if ticket is None:
             return None
@@ -92,17 +92,17 @@ class Agenda(ABC):
         return ticket
 
     def _put_back(self, ticket: WorkTicket) -> None:
-        """A gradient that came too late: its samples are handed out again."""
+        """Queue a ticket again whose gradient came too late."""
         self.late += 1
         heapq.heappush(self._waiting, ticket)
 
     @abstractmethod
     def complete(self) -> list[WorkTicket] | None:
-        """The tickets of the open step if it is complete; then the next one opens."""
+        """Return the tickets of the open step if it is complete, and open the next one."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is at work on anything, nor anything waits for its step to be complete."""
+        """Whether no ticket is in flight and none waits for its step to be complete."""
         return not self.out and not any(self._in.values())
 
     def _cut(self, limit: int) -> None:
@@ -129,7 +129,7 @@ class Agenda(ABC):
 
 
 class InOrder(Agenda):
-    """Every step is exactly its own batch; workers may be `ahead` steps ahead of the one that is open."""
+    """Every step is exactly its own batch; workers may be up to `ahead` steps ahead of the open one."""
 
     def __init__(
         self, windows: Iterator[Ids], step: int, number: int, parts: int, ahead: int, accumulate: int = 1
@@ -148,7 +148,7 @@ class InOrder(Agenda):
 
 
 class FirstCome(Agenda):
-    """A step takes as many tickets as a batch has parts, whichever come first; late ones are handed out again."""
+    """A step takes the first tickets that arrive, as many as a batch has parts; late ones are handed out again."""
 
     def __init__(
         self, windows: Iterator[Ids], step: int, number: int, parts: int, backup: int, accumulate: int = 1
@@ -159,11 +159,11 @@ class FirstCome(Agenda):
         """Tickets that were handed out for the open step."""
 
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
-        # Whoever is done early must be free when the next step opens, not busy with what will come too late.
+        # A fast worker must be free when the next step opens, not busy with a gradient that will come too late.
         return self._begun < self._needed + (0 if again else self._backup)
 
     def may_cut(self, step: int) -> bool:
-        # One batch ahead, so that backup workers have something to do.
+        # One batch ahead, so that backup workers have work.
         return step <= self.step + 1
 
     def taken(self, ticket: WorkTicket) -> WorkTicket:
@@ -192,7 +192,7 @@ class FirstCome(Agenda):
 
 
 class Free(Agenda):
-    """Every ticket is a batch, and a step by itself, in whatever order they come."""
+    """Asynchronous: every ticket is a whole batch and a step by itself, in order of arrival."""
 
     def may_take(self, ticket: WorkTicket, again: bool) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Where a run's events go besides its own log: files and the tools that people watch runs with."""
+"""Destinations of a run's events in addition to its own log: files and experiment trackers."""
 
 from .dispatcher import DROPPED, SinkDispatcher
 from .registry import SINKS, LogTo, make_sinks

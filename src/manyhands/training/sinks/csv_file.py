@@ -1,4 +1,4 @@
-"""The csv sink: `metrics.csv` in the run's folder, a line per number, so that nothing is ever rewritten."""
+"""The csv sink: `metrics.csv` in the run's folder, one line per number, append-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("time", "step", "name", "value")
 
 
 class CsvSink(NumberSink):
-    """Long rather than wide: a metric that comes later needs no new column, and a resumed run is appended to."""
+    """Writes a CSV file in long format: new metrics need no new column, and a resumed run is appended."""
 
     name = "csv"
 

@@ -1,4 +1,4 @@
-"""A queue and a thread for every sink, so that none of them can hold training up."""
+"""A queue and a thread for every sink, so that no sink can block training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...core import Event
 from .sink import FAILED, FINISHED, STOPPED, About, Sink
 
 MAX_WAITING = 1000
-"""Events that may wait for a sink; they come a few times a second, so it hangs for minutes before it is dropped."""
+"""Events queued for a sink before it is dropped: at a few events per second, it has then been stuck for minutes."""
 CLOSE_SECONDS = 30.0
-"""What all sinks together get to write their last at the end of a run."""
+"""Seconds that all sinks together have to finish at the end of a run."""
 QUIET_SECONDS = 2.0
-"""How long the end of a run may take before the person hears what it waits for."""
+"""Seconds after which a notice names the sinks that the end of a run waits for."""
 
 DROPPED = "was dropped, the run does without it"
-"""In a notice: the part that a person should hear even where nothing else is shown."""
+"""The part of a notice that is printed even where progress is not shown."""
 
 
 class SinkDispatcher:
-    """Gives a run's events to its sinks and says, once each, which of them had to be dropped."""
+    """Passes a run's events to its sinks and reports each dropped sink once."""
 
     def __init__(self, sinks: Sequence[Sink], about: About) -> None:
         self._outlets = [_Outlet(sink, about) for sink in sinks]
@@ -31,7 +31,7 @@ class SinkDispatcher:
         self._closed = False
 
     def take(self, entry: Event) -> Iterator[str]:
-        """Passes an event on, and yields what has to be told about sinks; it never waits."""
+        """Queue an event for every sink and yield notices about sinks; never blocks."""
         if entry["kind"] == "end":
             self._status = STOPPED if entry["stopped"] else FINISHED
         for outlet in self._outlets:
@@ -40,7 +40,7 @@ class SinkDispatcher:
         return self._news()
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Lets the sinks write their last, within bounded time, and tells what became of those that could not."""
+        """Let the sinks finish within a deadline, and report those that could not."""
         if self._closed:
             return
         self._closed = True
@@ -68,7 +68,7 @@ class SinkDispatcher:
 
 
 class _Outlet:
-    """One sink, its queue and its thread, which begins with the first event."""
+    """A sink with its queue and its thread, which starts with the first event."""
 
     def __init__(self, sink: Sink, about: About) -> None:
         self.sink, self._about = sink, about
@@ -76,7 +76,7 @@ class _Outlet:
         self._thread: threading.Thread | None = None
         self._dropped = False
         self.news: collections.deque[str] = collections.deque()
-        """What the person should hear of it, left here by its thread."""
+        """Notices for the user, appended by the sink's thread."""
 
     @property
     def has_begun(self) -> bool:
@@ -90,7 +90,7 @@ class _Outlet:
         if self._dropped:
             return
         if self._thread is None:
-            # A daemon: a sink that hangs must not keep the program from ending.
+            # A daemon thread: a sink that hangs must not keep the program from exiting.
             self._thread = threading.Thread(target=self._run, name=f"log_to {self.sink}", daemon=True)
             self._thread.start()
         try:
@@ -99,7 +99,7 @@ class _Outlet:
             self.drop(f"it is too slow, {MAX_WAITING} events wait for it")
 
     def finish(self, status: str) -> None:
-        """Nothing comes any more; a sink that never began is left alone."""
+        """Queue the end of the run; a sink whose thread never started is skipped."""
         if self.has_begun:
             self.put(status)
 

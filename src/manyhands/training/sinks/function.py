@@ -1,4 +1,4 @@
-"""A person's own function as a sink."""
+"""A user-defined function as a sink."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mlflow sink: a run of MLflow; its own settings (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) hold."""
+"""The mlflow sink: a run of MLflow, configured by its own variables (MLFLOW_TRACKING_URI, ...)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .sink import FAILED, FINISHED, STOPPED, About, NumberSink
 
 _STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 _MAX_METRICS, _MAX_PARAMS, _MAX_TEXT = 1000, 100, 5000
-"""What one call and one value of MLflow's interface may hold."""
+"""Limits of MLflow's API per call and per value."""
 
 
 class MlflowSink(NumberSink):
-    """Numbers by step, the run's parameters, and notices as the run's description.
+    """Logs numbers by step, the run's parameters, and notices as the run's description.
 
-    A client of its own leaves the program's active MLflow run alone.
+    It has its own client, so the program's active MLflow run is not affected.
     """
 
     name = "mlflow"
@@ -55,7 +55,7 @@ class MlflowSink(NumberSink):
         self._client.set_terminated(self._run_id, _STATUS[status])
 
     def _experiment(self) -> str:
-        """The experiment that MLflow's own variables name, made where it is not there yet."""
+        """Return the experiment that MLflow's own variables name, creating it if needed."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"

@@ -1,4 +1,4 @@
-"""Names: what an event measured, under the names that the users of logging tools expect."""
+"""Names of an event's values, as users of logging tools expect them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = tuple[int, dict[str, float]]
 
 
 def numbers_of(entry: Event, last_step: int) -> Iterator[Numbers]:
-    """The numbers of an event by step; those that know no step belong to the last one.
+    """Yield the numbers of an event by step; numbers without a step belong to the last one.
 
     >>> list(numbers_of({"kind": "steps", "steps": [1, 2], "losses": {"loss": [3.0, 2.0]}, "epoch": 0}, 0))
     [(1, {'train/loss': 3.0}), (2, {'train/loss': 2.0, 'epoch': 0.0})]
@@ -36,7 +36,7 @@ def numbers_of(entry: Event, last_step: int) -> Iterator[Numbers]:
 
 
 def spread(points: list[Numbers], most: int) -> list[Numbers]:
-    """At most so many of them, evenly spread and with the last one; all where `most` is 0.
+    """Return at most `most` points, evenly spread and including the last one; all where `most` is 0.
 
     >>> [step for step, _ in spread([(step, {}) for step in range(1, 11)], 4)]
     [2, 5, 7, 10]
@@ -47,7 +47,7 @@ def spread(points: list[Numbers], most: int) -> list[Numbers]:
 
 
 def text_of(entry: Event) -> str:
-    """What an event says in words; empty when it has only numbers."""
+    """Return an event as text; empty when it has only numbers."""
     if entry["kind"] == "notice":
         return str(entry["text"])
     if entry["kind"] == "failed":
@@ -58,7 +58,7 @@ def text_of(entry: Event) -> str:
 
 
 def grouped(name: str) -> str:
-    """A metric's name as a path, so that tools put training and validation side by side.
+    """Return a metric's name as a path, so that tools group training and validation.
 
     >>> grouped("valid_top_5"), grouped("auc")
     ('valid/top_5', 'auc')
@@ -68,7 +68,7 @@ def grouped(name: str) -> str:
 
 
 def _steps(entry: Event) -> Iterator[Numbers]:
-    """Losses step by step; whatever else the event carries, by step where it is a list, else at its last step."""
+    """Yield losses by step; other values by step where they are lists, else at the event's last step."""
     steps = entry["steps"]
     beside = {name: value for name, value in entry.items() if name not in _STEPS_ALONE}
     columns = dict(_leaves({**entry["losses"], **beside}))
@@ -95,14 +95,14 @@ def _at(value: Any, place: int, count: int, is_last: bool) -> Any:
 
 
 def _shares(entry: Event) -> dict[str, Any]:
-    """Which part of its time a replica spent on what."""
+    """Return the share of a replica's time by activity."""
     seconds = entry["seconds"]
     total = seconds.get("total") or 1e-9
     return {f"time/rank{entry['rank']}/{name}": value / total for name, value in seconds.items() if name != "total"}
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values; tools refuse or hide the others."""
+    """Return the finite numbers among the values; tools reject or hide the others."""
     return {
         name: float(value)
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""The registry of sinks: what `log_to=` may name."""
+"""The registry of sinks: the names that `log_to=` accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LogTo = str | Sink | Callable[[Event], Any] | Sequence[str | Sink | Callable[[Ev
 
 
 def make_sinks(log_to: LogTo | None) -> list[Sink]:
-    """The sinks that a person asked for; what cannot work is refused here.
+    """Return the sinks that `log_to` names; raise for unknown, duplicate or unusable ones.
 
     >>> [str(sink) for sink in make_sinks("csv")]
     ['csv']

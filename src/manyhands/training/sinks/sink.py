@@ -1,4 +1,4 @@
-"""Sink: where a run's events go besides its own log. A new one is a file here and a line in the registry."""
+"""Sink: a destination of a run's events next to its own log. A new one is a file here and a line in the registry."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ...core import Event, SettingsError, StrategySpec, Task
 from .names import numbers_of, spread, text_of
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
-"""How a run may end."""
+"""The possible ends of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a sink should know of a run before its first event."""
+    """Description of a run that a sink gets before the first event."""
 
     name: str
     folder: Path
-    """The run's own folder: a sink that writes files writes them there."""
+    """The run's folder, in which a sink writes its files."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """The task function's own parameters."""
+    """The parameters of the task function."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Strategy, devices, epochs, batch size, seed, versions."""
+    """Strategy, devices, epochs, batch size, seed and versions."""
 
     @classmethod
     def of(cls, folder: Path, spec: StrategySpec, record: Mapping[str, Any], task: object) -> About:
-        """That of the run whose record is kept in a folder; parameters that nobody set count with their defaults."""
+        """Describe the run in a folder, given its record; task parameters that were not set have their defaults."""
         settings = {"strategy": str(spec), **{name: value for name, value in record.items() if name != "params"}}
         return cls(name=folder.name, folder=folder, params={**_defaults(task), **record["params"]}, settings=settings)
 
     def flat(self) -> dict[str, Any]:
-        """All of it in one table of plain values; the task's own parameters keep their names.
+        """Return everything as one flat table of plain values; task parameters keep their names.
 
         >>> About(name="a", folder=Path("runs/a"), params={"lr": 0.1}, settings={"spec": {"replicas": 2}}).flat()
         {'spec.replicas': 2, 'lr': 0.1}
@@ -45,9 +45,9 @@ class About:
 
 
 class Sink(ABC):
-    """Takes a run's events, on a thread of its own in the process that started the run.
+    """Receives a run's events, on its own thread in the process that started the run.
 
-    Whatever it raises is told once, and the sink is dropped; training goes on.
+    If it raises, the error is reported once and the sink is dropped; training continues.
 
     >>> class Lines(Sink):
     ...     def take(self, entry):
@@ -58,17 +58,17 @@ class Sink(ABC):
 
     name: ClassVar[str] = ""
     package: ClassVar[str] = ""
-    """What must be importable for it."""
+    """The package that must be importable."""
     extra: ClassVar[str] = ""
     """The extra of manyhands that installs the package."""
     link: str = ""
-    """Where the run can be watched, told to the person once the sink has started."""
+    """A URL of the run, reported once the sink has started."""
 
     def __str__(self) -> str:
         return self.name or type(self).__name__
 
     def require(self) -> None:
-        """Refuses what cannot work, before anything is started; imports the package, so that no thread has to."""
+        """Raise if the sink cannot work, before anything starts; imports the package, so that no thread has to."""
         if not self.package:
             return
         try:
@@ -81,22 +81,22 @@ class Sink(ABC):
             ) from None
 
     def start(self, about: About) -> None:  # noqa: B027 (nothing to do is a working default)
-        """The run begins."""
+        """Handle the start of the run."""
 
     @abstractmethod
     def take(self, entry: Event) -> None:
-        """Takes an event: a dict with its `kind`, its time `t` and its values."""
+        """Handle an event: a dict with its `kind`, its time `t` and its values."""
 
     def end(self, status: str) -> None:  # noqa: B027
-        """The run is over: finished, stopped or failed."""
+        """Handle the end of the run; `status` is finished, stopped or failed."""
 
 
 class NumberSink(Sink):
     """A sink for numbers by step and name, such as `train/loss`, and for lines of text."""
 
     most: ClassVar[int] = 0
-    """Steps that it takes of one event, evenly spread; 0 takes all. Events come about twice a second, and what a sink
-    computes in this process a run on one device cannot."""
+    """Steps that it takes of one event, evenly spread; 0 takes all. Events come about twice a second, and on one
+    device training shares the process with the sink and loses the time that it computes."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -115,16 +115,16 @@ class NumberSink(Sink):
 
     @abstractmethod
     def numbers(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Takes what was measured at a step; `at` is when, in seconds since the epoch."""
+        """Handle the values of a step; `at` is their time in seconds since the Unix epoch."""
 
     def text(self, step: int, text: str) -> None:
-        """Takes a notice."""
+        """Handle a notice."""
 
     def go_back(self, step: int) -> None:
-        """The run is resumed: what was taken after this step is going to be taken again."""
+        """Handle a resume from this step: values of later steps will come again."""
 
     def flush(self) -> None:
-        """An event was taken whole."""
+        """Write buffered values; called after every event."""
 
 
 def _defaults(task: object) -> dict[str, Any]:

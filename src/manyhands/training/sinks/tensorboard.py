@@ -11,7 +11,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardSink(NumberSink):
-    """Scalars by step, notices as text, the run's parameters for the HParams tab."""
+    """Writes scalars by step, notices as text, and the run's parameters for the HParams tab."""
 
     name = "tensorboard"
     package = "torch.utils.tensorboard"
@@ -45,7 +45,7 @@ class TensorBoardSink(NumberSink):
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> None:
-        """A file of its own; with `purge_step` TensorBoard forgets what older files say from that step on."""
+        """Open a new event file; with `purge_step` TensorBoard drops what older files have from that step on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(self._folder, purge_step=purge_step)

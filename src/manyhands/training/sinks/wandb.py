@@ -1,4 +1,4 @@
-"""The wandb sink: a run of Weights & Biases; its own settings (WANDB_PROJECT, WANDB_MODE, ...) hold."""
+"""The wandb sink: a run of Weights & Biases, configured by its own variables (WANDB_PROJECT, WANDB_MODE, ...)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...core import SettingsError
 from .sink import FAILED, About, NumberSink
 
 _STEP = "step"
-"""The axis of every curve: wandb's own counter must never go back, and a resumed run's steps do."""
+"""The x-axis of every curve: wandb's own counter cannot go back, and a resumed run's steps do."""
 
 
 class WandbSink(NumberSink):
-    """Numbers by step, the run's parameters as its config, notices in its summary."""
+    """Logs numbers by step, the run's parameters as its config, and notices in its summary."""
 
     name = "wandb"
     package = "wandb"
@@ -25,7 +25,7 @@ class WandbSink(NumberSink):
         super().require()
         import wandb
 
-        # Without a key wandb would ask for one at the terminal, in the middle of the run.
+        # Without a key wandb would prompt for one in the terminal in the middle of the run.
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
             raise SettingsError(
                 "log_to='wandb' needs an account's key",
