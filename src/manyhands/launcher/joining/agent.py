@@ -129,18 +129,14 @@ class Agent(Hearer, RunningJob):
             raise ProtocolError(f"{kind} from the host that conducts")
 
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
-        """Return rendezvous info for this host's ranks, with the network interface towards the first host and
-        the key.
-        """
+        """Return rendezvous info for this host's ranks, with their key and the interface towards the first host."""
         generation = int(summons["generation"])
         self._generation = max(self._generation, generation)
         key = self._token.rank_key(summons["salt"], generation)
         return {**summons, "interface": interface_of(address_towards(summons["address"])), "key": key}
 
     def _lose_conductor(self, why: str) -> None:
-        """Handle an unreachable coordinator: ranks leave their collectives and keep their state while the agent
-        rejoins.
-        """
+        """Tell ranks to leave their collectives and keep their state, then rejoin the coordinator when it returns."""
         self._selector.unregister(self._channel)
         self._channel.close()
         for slot in list(self._running):

@@ -219,9 +219,7 @@ class Channel:
             yield checked(body)
 
     def _proof(self, key: bytes, number: int, body: bytes) -> bytes:
-        """Return zeros before the keys are known, then an HMAC of the message and its number, which prevents
-        replays.
-        """
+        """Return zeros before the keys are known, then an HMAC of the message and its number against replays."""
         return bytes(_PROOF) if not key else hmac.new(key, struct.pack("!Q", number) + body, hashlib.sha256).digest()
 
     def _beat(self) -> None:

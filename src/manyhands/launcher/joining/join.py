@@ -50,9 +50,9 @@ class Join:
     """HOST:PORT of the first host, which runs the coordinator."""
     hosts: int
     token_file: str = ""
-    """A file that only its owner can read, the same on all hosts; `manyhands token FILE` creates one. Without a
-    file, the
-    token is read from MANYHANDS_TOKEN.
+    """A file that only its owner can read, the same on all hosts; `manyhands token FILE` creates one.
+
+    Without a file, the token is read from MANYHANDS_TOKEN.
     """
     tls: str = ""
     """A folder with tls.crt, tls.key and ca.crt: hosts join over TLS and verify each other's certificates."""

@@ -1,6 +1,4 @@
-"""TLS for joining: a folder with a certificate, its key and its CA. Both sides authenticate; the token still
-applies.
-"""
+"""TLS for joining: a folder with a certificate, its key and its CA. Both sides authenticate, with the token as well."""
 
 from __future__ import annotations
 
