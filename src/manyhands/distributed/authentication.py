@@ -164,9 +164,7 @@ class ObjectGather:
         return frame.ljust(FRAME_BYTES, b"\0")
 
     def _opened(self, source: int, number: int, frame: memoryview) -> tuple[int, memoryview]:
-        """Return the length of a rank's message, and the message or the code of one that follows in the second
-        round.
-        """
+        """Return a message's length, and its content or, if it follows in the second round, its code."""
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + TAG_BYTES
         content = frame[start : start + (length if length <= _ROOM else TAG_BYTES)]

@@ -177,9 +177,7 @@ class World(ABC):
         self.gather_objects(None)
 
     def require_current(self) -> None:
-        """Raise PeerLost if this world has ended: a rank that runs no collectives must also notice that others
-        joined.
-        """
+        """Raise PeerLost if this world has ended: a rank without collectives must also notice that others joined."""
         if self.line.has_lost(self.seat.generation):
             raise PeerLost("a step", caller_line(), self.line.lost)
 

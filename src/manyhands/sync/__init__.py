@@ -1,4 +1,4 @@
-"""How replicas agree: policies, and the buckets that carry gradients to them."""
+"""Gradient synchronization between replicas: policies, and the buckets that they reduce."""
 
 from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .bucket_exchange import BucketExchange, PolicyState, tell, with_own_feedback
