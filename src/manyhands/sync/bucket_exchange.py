@@ -55,9 +55,7 @@ class PolicyState:
         return PolicyState(kept, self.shared, self.num_steps)
 
     def share(self, world: World) -> PolicyState:
-        """Return this replica's part of stacked feedback; if the number of replicas changed, an equal share of
-        the sum.
-        """
+        """Return this replica's part of stacked feedback; if the number of replicas changed, 1/size of the sum."""
         if self.is_own:
             return self
 

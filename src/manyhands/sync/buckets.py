@@ -150,9 +150,7 @@ class Buckets:
             bucket.finish(self._settled)
 
     def _complete(self) -> None:
-        """Finish all buckets round by round, so that all of them are in flight at a time, in the same order
-        everywhere.
-        """
+        """Finish all buckets round by round, so that all are in flight at a time, in the same order everywhere."""
         under_way = [bucket.course for bucket in self._buckets]
         while under_way:
             under_way = [course for course in under_way if course.advance()]

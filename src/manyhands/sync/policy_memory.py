@@ -19,9 +19,7 @@ class PolicyMemory:
         self.sizes = [parameter.numel() for parameter in self._parameters.values()]
         first = next(iter(parameters.values()))
         self.feedback = torch.zeros(sum(self.sizes), dtype=wide(first.dtype), device=first.device)
-        """Error feedback: what this replica has not sent yet, added to its next gradient. Lossy policies must
-        set it.
-        """
+        """Error feedback: what this replica has not sent yet, added to its next gradient; lossy policies set it."""
         self.shared: dict[str, Tensor] = {}
         """Other state of a policy, by name; equal on all replicas."""
         self._rooms: dict[str, Tensor] = {}
@@ -29,9 +27,7 @@ class PolicyMemory:
         """Number of steps, including those of the warm-up."""
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a scratch tensor that is reused in every step: on a CPU, allocating memory costs more than
-        using it.
-        """
+        """Return a scratch tensor, reused in every step: on a CPU, allocating memory costs more than using it."""
         held = self._rooms.get(name)
         if held is None or held.shape != torch.Size(shape) or held.dtype != dtype:
             held = self._rooms[name] = torch.empty(shape, dtype=dtype, device=self.feedback.device)
@@ -72,9 +68,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def lay_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return a part of a flat buffer in the shape of a parameter, with channels_last strides if the parameter
-    has them.
-    """
+    """Return a part of a flat buffer in the shape of a parameter, with its strides if it is channels_last."""
     if parameter.is_contiguous(memory_format=torch.channels_last) and parameter.dim() == 4:
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view_as(parameter)
