@@ -153,9 +153,7 @@ class ValueWatch:
 
 
 def _look(name: str, value: Any, seen: set[int]) -> Facts:
-    """Yield values that are cheap to compare: scalars, lengths, tensor addresses, and those of an object's
-    attributes.
-    """
+    """Yield values that are cheap to compare: scalars, lengths, tensor addresses, and those of an object."""
     if isinstance(value, _SCALARS):
         yield name, value
     elif isinstance(value, Tensor):

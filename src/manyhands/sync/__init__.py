@@ -52,5 +52,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The policies: what a person writes. The rest is for other rooms."""
+    """List the policies, which users write; the other names are for other packages."""
     return ["Policy", *sorted(kind.__name__ for kind in POLICIES.values() if kind.__module__.startswith(__name__))]
