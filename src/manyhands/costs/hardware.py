@@ -51,9 +51,7 @@ class Chip:
         return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
 
     def computing(self, work: PassCost, samples: float, precision: str, cut: int = 1) -> float:
-        """Return the device's seconds for `samples` times the traced samples, with products split over `cut`
-        devices.
-        """
+        """Return the device's seconds for `samples` times the traced samples; products are split over `cut` devices."""
         flops = work.flops * samples / cut
         products = max(1.0, work.operations / 4) if flops else 0.0
         calculating = flops / self.rate(precision) + products * self.ramp
@@ -61,7 +59,7 @@ class Chip:
         return calculating + moved / (self.bandwidth * self.streaming)
 
     def starting(self, operations: float, *, recorded: bool = False) -> float:
-        """Return the seconds that the host needs to launch so many operations."""
+        """Return the seconds that the host needs to launch these operations."""
         return operations * (self.replayed if recorded else self.operation)
 
     def seconds(self, work: PassCost, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:

@@ -40,7 +40,7 @@ _ATTENTION = {
 
 
 class CannotTrace(TaskError):
-    """Raised when a network's costs cannot be found without computing; names the line."""
+    """Raised when a network's costs cannot be found without computing; the error names the line of user code."""
 
 
 def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Network:
@@ -149,7 +149,7 @@ def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
 
 
 def _stretched(batch: Any, rows: int) -> Any:
-    """Return a batch of fake tensors with so many rows."""
+    """Return a batch of fake tensors with `rows` rows."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
     there = tensors[0].shape[0] if tensors else 0
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Life:
-    """A storage that forward or backward allocated, from its first operation to its last."""
+    """A storage that forward or backward allocated, with the times at which it was allocated and freed."""
 
     name: str
     """The module in which it was allocated."""

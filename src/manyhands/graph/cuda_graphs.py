@@ -24,7 +24,7 @@ class Phase:
 
 
 class CannotRecord(Exception):
-    """Something in the step cannot be captured; the text says what and where."""
+    """Raised when something in the step cannot be captured; the message names it and its line."""
 
 
 class Recording:

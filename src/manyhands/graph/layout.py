@@ -20,7 +20,7 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last: bool) -> None:
-    """Convert the memory format of 4-D parameters and their optimizer state.
+    """Convert the memory format of 4-D parameters and their optimizer state, in place.
 
     >>> net = nn.Conv2d(3, 8, 3)
     >>> lay_out(net, [], channels_last=True)

@@ -13,7 +13,7 @@ FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 FUSED_ON_CPU = (optim.Adam, optim.AdamW, optim.Adagrad)
 """Optimizers that a fused update makes faster on a CPU.
 
-SGD gains little, and cannot be fused when only some of its parameters have momentum already.
+SGD gains little, and cannot be fused when only some of its parameters have been updated before.
 """
 CAPTURABLE = (*FUSED, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
 """Optimizers that read their learning rate and counters on the device.

@@ -76,9 +76,7 @@ class Works:
         return list(seen)
 
     def closure(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return these operations with the recomputed operations, parameters and inputs that they need, in graph
-        order.
-        """
+        """Return these operations with everything recomputed for them, parameters and inputs, in graph order."""
         found: set[fx.Node] = set()
         todo = list(nodes)
         while todo:

@@ -11,9 +11,12 @@ from ..distributed import DEFAULT_TIMEOUT, Device, World, resolve
 from .service import Make, Service
 
 AfterLoss = Literal["end", "regroup", "restart"]
-"""What happens when a rank fails. "end": the job ends with that failure. "regroup": failed ranks are replaced; `fn`
-handles a lost peer by calling `regroup` and continues from there. "restart": all ranks are killed, and `fn` is
-restarted in all of them; an exception that `fn` itself raises still ends the job.
+"""What happens when a rank fails.
+
+- "end": the job ends with that failure.
+- "regroup": failed ranks are replaced; `fn` handles a lost peer by calling `regroup` and continues from there.
+- "restart": all ranks are killed, and `fn` is restarted in all of them; an exception that `fn` itself raises still
+  ends the job.
 """
 OnEvent = Callable[[int, Event], None]
 """Called with a rank and an event that it reported."""

@@ -28,7 +28,7 @@ class Links:
     bandwidth: float
 
     def seconds(self, num_bytes: float, rounds: int = 1) -> float:
-        """Return the time to send so many bytes from each rank, in `rounds` consecutive collectives."""
+        """Return the time to send `num_bytes` from each rank in `rounds` consecutive collectives."""
         return rounds * self.latency + num_bytes / self.bandwidth
 
     def __str__(self) -> str:
@@ -36,7 +36,10 @@ class Links:
 
 
 def measure_links(world: World) -> Links:
-    """Measure the links by a few messages; all ranks get the same result. Takes some tenths of a second if slow."""
+    """Measure latency and bandwidth by a few messages; all ranks get the same result.
+
+    On a slow network this takes some tenths of a second.
+    """
     latency = median(_seconds(world, 8) for _ in range(5))
     size = SMALL
     while (taken := _seconds(world, size)) < LONG and size < LARGEST:

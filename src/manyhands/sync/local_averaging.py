@@ -18,7 +18,7 @@ from .policy_memory import key_of, wide
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 COUNT = 1
-"""The index in a row of numbers of the sample count that the replica trained on in that step."""
+"""The index in a row of numbers of the count that the replica trained on in that step (samples or tokens)."""
 
 
 class Agreement:

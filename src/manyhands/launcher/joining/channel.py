@@ -65,7 +65,7 @@ class ProtocolError(RunError):
 
 @dataclass(frozen=True)
 class JoinTimeouts:
-    """Time limits for another host: all are derived from a job's one time limit, and capped at a few seconds."""
+    """Time limits for another host: all are derived from a job's one time limit, and at most ten seconds."""
 
     timeout: float
 

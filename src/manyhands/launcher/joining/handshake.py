@@ -19,8 +19,10 @@ from .channel import Channel, Message
 from .token import JoinToken
 
 Refusal = Literal["token", "differs", "present", "full", "tls"]
-"""Why a host is refused: it has another token, it differs from the first host, its name is taken, all hosts have
-joined, or its connection does not use TLS.
+"""Why a host is refused.
+
+It has another token, it differs from the first host, its name is taken, all hosts have joined, or its connection does
+not use TLS.
 """
 MAX_SKEW = 60.0
 """Maximum difference of clocks in seconds: events of all hosts are written to one log."""

@@ -79,7 +79,7 @@ class JoinListener:
         self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
 
     def gather(self) -> None:
-        """Wait until all hosts have joined; print a message if that takes longer than a moment."""
+        """Wait until all hosts have joined; report the wait after `TELL_SECONDS`, and raise after the time limit."""
         began, told, seconds = time.monotonic(), False, self._limits.timeout
         while len(self.present) < self._num_hosts - 1:
             turn(self.selector, min(0.5, seconds))

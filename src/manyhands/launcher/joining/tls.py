@@ -119,7 +119,7 @@ class Tunnel(Bare):
 
     def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, speaks_first: bool) -> None:
         end = time.monotonic() + limits.answer
-        # A peer without TLS waits for our first message, so it must be refused before its own wait ends.
+        # A peer without TLS waits for this side's first message, so it must be refused before its own wait ends.
         patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
         has_heard = False
         while not self._is_done(sock):
