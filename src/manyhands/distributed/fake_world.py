@@ -25,7 +25,7 @@ class FakeWorld(World):
             raise UsageError(
                 "a process takes part in one world at a time", got="another that is open", remedy="close it first"
             )
-        # torch's own name for it; importing registers the backend.
+        # Importing this module registers torch's "fake" backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

@@ -119,7 +119,8 @@ class World(ABC):
         """Return a Python value of every rank, in rank order.
 
         Values are plain data: numbers, texts, lists, tuples, dicts, sets, tensors, arrays and classes that were
-        registered with `cluster.message`. Anything else is sent as a `cluster.Opaque`.
+        registered with
+        `distributed.messages.message`. Wrap any other object in `distributed.messages.Opaque`.
         """
 
     @abstractmethod

@@ -177,7 +177,8 @@ class _Table:
             if not _is_above(holder.pid):
                 os.close(file)
                 raise Busy(name, holder) from None
-            # The holder is an ancestor that may be waiting for us: a program started by a job uses that job's devices.
+            # The holder is an ancestor, perhaps waiting for this process: a program started by a job uses the job's
+            # devices.
         else:
             _write_holder(file, Holder.me(run))
         self._files[name] = file
