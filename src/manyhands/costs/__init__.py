@@ -1,4 +1,4 @@
-"""What a network costs, traced without computing; what devices and links deliver."""
+"""Cost model: the costs of a network, traced without computing, and the performance of devices and links."""
 
 from .exchanges import START, ExchangeGroup, Servers, all_gather, all_reduce, send
 from .hardware import Chip, Link, blend, chip, link, make_chip

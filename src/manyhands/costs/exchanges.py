@@ -1,6 +1,6 @@
-"""Exchanges: how long a sum, a gathering or a server's round takes over given links; formulas, with their sources.
+"""Communication costs: formulas for the time of collectives and parameter server rounds over given links.
 
-An `ExchangeGroup` says how ranks lie over hosts; rings run through the links inside a host first, then through its
+An `ExchangeGroup` describes how ranks are distributed over hosts; rings use the links inside a host first, then its
 network card.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from .hardware import Link
 
 START = 20e-6
-"""Seconds to start an exchange on an accelerator and to be sure that all others have."""
+"""Seconds to start a collective on an accelerator, until all ranks have started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeGroup:
-    """Ranks that exchange with each other.
+    """Ranks that communicate with each other.
 
     >>> Group(size=16, per_host=8, inside=Link(name="a", bandwidth=1e11)).hosts
     2
@@ -27,22 +27,22 @@ class ExchangeGroup:
     inside: Link
     network: Link | None = None
     sharing: int = 1
-    """Groups that use one host's network card at the same time."""
+    """Number of groups that use one host's network card at the same time."""
     start: float | None = None
-    """Seconds besides hops and bytes, where they were measured."""
+    """Seconds in addition to hops and bytes, if they were measured."""
 
     @property
     def beginning(self) -> float:
-        """Seconds until an exchange is under way."""
+        """Return the seconds until a collective has started."""
         return START if self.start is None else self.start
 
     @property
     def hosts(self) -> int:
-        """Hosts that it spans."""
+        """Return the number of hosts that the group spans."""
         return -(-self.size // self.per_host)
 
     def _way(self) -> tuple[float, float]:
-        """The slowest link's bytes per second and the seconds of a hop around the ring, on average."""
+        """Return the slowest link's bytes per second and the average seconds of a hop around the ring."""
         inner = self.inside.rate
         if self.hosts == 1 or self.network is None:
             return inner, self.inside.latency
@@ -52,7 +52,7 @@ class ExchangeGroup:
 
 
 def all_reduce(size: float, group: ExchangeGroup) -> float:
-    """Sums `size` bytes over a group: a ring, or a pipelined tree where there are many ranks and few bytes."""
+    """Return the seconds to all-reduce `size` bytes: a ring, or a pipelined tree for many ranks and few bytes."""
     if group.size == 1:
         return 0.0
     rate, hop = group._way()
@@ -63,7 +63,7 @@ def all_reduce(size: float, group: ExchangeGroup) -> float:
 
 
 def all_gather(size: float, group: ExchangeGroup) -> float:
-    """Gives all ranks the whole of `size` bytes of which each holds a part; a reduce-scatter takes as long."""
+    """Return the seconds to all-gather `size` bytes in total; a reduce-scatter takes as long."""
     if group.size == 1:
         return 0.0
     rate, hop = group._way()
@@ -71,28 +71,28 @@ def all_gather(size: float, group: ExchangeGroup) -> float:
 
 
 def send(size: float, way: Link) -> float:
-    """From one device to the next."""
+    """Return the seconds to send `size` bytes from one device to the next."""
     return START + way.latency + size / way.rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Parameter servers: `count` shards, of which the hottest holds the share `hottest`."""
+    """Parameter servers: `count` shards, of which the largest holds the fraction `hottest`."""
 
     count: int
     hottest: float
     way: Link
-    """Between a worker and a server."""
+    """The link between a worker and a server."""
     task_rate: float = 1.25e9
-    """Bytes per second that one server process serves at the most; published null steps imply about 1e9."""
+    """Maximum bytes per second of one server process; published null steps imply about 1e9."""
 
     start: float = START
-    """Seconds of a round besides its bytes."""
+    """Seconds of a round in addition to its bytes."""
     waits: bool = False
-    """Whether workers fetch all parameters before they begin, after all others have pushed, rather than as needed."""
+    """Whether workers fetch all parameters before a step, after all others have pushed, rather than as needed."""
 
     def rounds(self, size: float, pushers: int) -> tuple[float, float]:
-        """Seconds in which all pull their parameters and all push their gradients, each way by itself."""
+        """Return the seconds in which all workers pull their parameters and all push their gradients, separately."""
         served = pushers * max(self.hottest, 1 / self.count) * size / min(self.task_rate, self.way.rate)
         own = size / self.way.rate
         once = self.start + max(served, own) + self.way.latency

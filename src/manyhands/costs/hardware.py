@@ -1,4 +1,4 @@
-"""Hardware: what one device computes and what one link carries, with the catalogue of known ones."""
+"""Hardware: the performance of devices and links, with a catalogue of known ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..core import DeviceError
 from .network import PassCost
 
 TCP_FILLS = 1.25e9
-"""Bytes per second up to which TCP through the kernel fills a link."""
+"""Bytes per second up to which kernel TCP saturates a link."""
 SHARPNESS = 3.0
-"""How abruptly the slower of two things that run at once decides; fitted to published iterations."""
+"""How strongly the slower of two concurrent activities dominates; fitted to published iterations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +29,29 @@ class Chip:
 
     name: str
     flops: Mapping[str, float] = field(hash=False)
-    """Datasheet operations per second of dense products, by precision."""
+    """Datasheet operations per second of dense matrix products, by precision."""
     memory: float
     bandwidth: float
     inside: str = "PCIe 4"
     """The link to the other devices of its host."""
     reach: float = 0.6
-    """The share of `flops` that large products get."""
+    """The fraction of `flops` that large matrix products reach."""
     ramp: float = 8e-6
-    """Seconds of a product, however small it is."""
+    """Minimum seconds of a matrix product, however small."""
     streaming: float = 0.8
-    """The share of the memory's bandwidth that operations get."""
+    """The fraction of the memory bandwidth that operations reach."""
     operation: float = 40e-6
-    """Seconds that the host needs to start one operation."""
+    """Seconds that the host needs to launch one operation."""
     replayed: float = 2e-6
-    """Seconds for one operation of a recorded step."""
+    """Seconds per operation of a captured step."""
     source: str = ""
 
     def rate(self, precision: str) -> float:
-        """Operations per second that large products get."""
+        """Return the operations per second that large matrix products reach."""
         return self.reach * self.flops.get(precision, self.flops["fp32"] / 2)
 
     def computing(self, work: PassCost, samples: float, precision: str, cut: int = 1) -> float:
-        """Seconds of the device itself, for so many times the traced samples and products cut over so many devices."""
+        """Return the device's seconds for `samples` times the traced samples; products are split over `cut` devices."""
         flops = work.flops * samples / cut
         products = max(1.0, work.operations / 4) if flops else 0.0
         calculating = flops / self.rate(precision) + products * self.ramp
@@ -59,36 +59,36 @@ class Chip:
         return calculating + moved / (self.bandwidth * self.streaming)
 
     def starting(self, operations: float, *, recorded: bool = False) -> float:
-        """Seconds that the host needs to start so many operations."""
+        """Return the seconds that the host needs to launch these operations."""
         return operations * (self.replayed if recorded else self.operation)
 
     def seconds(self, work: PassCost, samples: float, precision: str, *, cut: int = 1, recorded: bool = False) -> float:
-        """The time of a forward or backward: the device's and the host's run side by side."""
+        """Return the time of a forward or backward: device and host work concurrently."""
         host = self.starting(work.operations, recorded=recorded)
         return blend(self.computing(work, samples, precision, cut), host)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices or hosts."""
+    """A link between devices or hosts."""
 
     name: str
     bandwidth: float
     """Bytes per second in one direction, at line rate."""
     share: float = 0.8
-    """The part of it that a large exchange gets."""
+    """The fraction of the bandwidth that a large transfer reaches."""
     latency: float = 5e-6
     """Seconds for one hop."""
     source: str = ""
 
     @property
     def rate(self) -> float:
-        """Bytes per second that an exchange gets."""
+        """Return the bytes per second that a transfer reaches."""
         return self.bandwidth * self.share
 
 
 def blend(*times: float) -> float:
-    """The time of things that run at once: the longest, a little more where two are near.
+    """Return the time of concurrent activities: the longest, a little more where two are close.
 
     >>> blend(0.0, 2.0), round(blend(1.0, 1.0), 2)
     (2.0, 1.26)
@@ -100,7 +100,7 @@ def blend(*times: float) -> float:
 
 
 def chip(name: str) -> Chip:
-    """A device of the catalogue by its name, or by that which its driver gives it.
+    """Return a device of the catalogue by its name there, or by its driver's name.
 
     >>> chip("NVIDIA H200").name, chip("V100-16GB").name
     ('H200', 'V100')
@@ -118,7 +118,7 @@ def chip(name: str) -> Chip:
 
 
 def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
-    """A device from the catalogue with figures of one's own, or one that is given completely."""
+    """Return a device from the catalogue with some values replaced, or one that is described completely."""
     known = _catalogue()["devices"]
     values: dict[str, Any] = {}
     entry: dict[str, Any] = {**known.get(name, {}), **given}
@@ -143,7 +143,7 @@ def make_chip(name: str, given: Mapping[str, Any]) -> Chip:
 
 
 def link(name: str, bandwidth: float | None = None) -> Link:
-    """A link of the catalogue; networks take the line rate that is given, in bytes per second.
+    """Return a link of the catalogue; networks take the given line rate, in bytes per second.
 
     >>> round(link("InfiniBand", 12.5e9).rate / 1e9, 1)
     10.0

@@ -1,4 +1,4 @@
-"""Network: what a network costs, piece by piece in the order of execution, as plain numbers."""
+"""Network: the costs of a network, piece by piece in the order of execution, as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
-    """One forward or one backward of a piece, for as many samples as the network was traced with."""
+    """The cost of one forward or backward of a piece, for the number of samples of the trace."""
 
     flops: float = 0.0
-    """Of matrix products, convolutions and attention."""
+    """FLOPs of matrix products, convolutions and attention."""
     moved: float = 0.0
-    """Bytes that operations read and write and that grow with the samples."""
+    """Bytes that operations read and write, as far as they grow with the samples."""
     uncut: float = 0.0
-    """Those of them that every device moves whole where products are cut: sums, norms and dropout of whole rows."""
+    """The part of `moved` that every device moves in full under tensor parallelism: sums, norms and dropout of rows."""
     fixed: float = 0.0
-    """Bytes of parameters and their gradients that are read and written, however many samples there are."""
+    """Bytes of parameters and gradients that are read and written, independent of the number of samples."""
     operations: int = 0
     peak: float = 0.0
-    """Bytes that are there at the most while it runs, beyond what was there before."""
+    """Peak bytes while it runs, beyond those allocated before."""
 
     def __add__(self, other: PassCost) -> PassCost:
         return PassCost(
@@ -36,44 +36,44 @@ class PassCost:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPart:
-    """A part of a network that runs as one: a block, a layer, or the lines around them."""
+    """A part of a network that runs as one: a block, a layer, or the code around them."""
 
     name: str
     forward: PassCost = PassCost()
     backward: PassCost = PassCost()
     params: int = 0
     param_bytes: int = 0
-    """Trainable ones and others, each counted where it is first used."""
+    """Bytes of all parameters, trainable or not, each counted where it is first used."""
     frozen_bytes: int = 0
-    """Those of them that are not trained: they have no gradient, and no state."""
+    """The part of `param_bytes` that is not trained: without gradients and optimizer state."""
     largest: int = 0
-    """Bytes of the largest parameter, which no server can share with another unless it is cut."""
+    """Bytes of the largest parameter, which occupies a single server unless it is sharded."""
     table_bytes: int = 0
-    """Those of tables of which parameter servers send and get single rows."""
+    """Bytes of embedding tables, of which parameter servers send and receive single rows."""
     touched: float = 0.0
-    """Bytes of the rows that the samples of the trace ask them for."""
+    """Bytes of the table rows that the samples of the trace use."""
     kept: float = 0.0
     """Bytes that backward needs, for the samples of the trace."""
     copies: int = 0
-    """Bytes of parameters in another precision that backward needs, however many samples there are."""
+    """Bytes of parameters in another precision that backward needs, independent of the number of samples."""
     output: float = 0.0
-    """Bytes that go on to the next piece."""
+    """Bytes that are passed to the next piece."""
     products: int = 0
-    """Inputs that are multiplied by parameters: pairs of them can be cut across devices, with one sum for each pair."""
+    """Number of inputs multiplied by parameters: pairs can be split across devices, with one all-reduce per pair."""
     is_repeated: bool = False
-    """Whether there are others of its kind: what `recompute="blocks"` computes again."""
+    """Whether there are others of its kind, so that `recompute="blocks"` recomputes it."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of its parameters."""
+        """Return the bytes of the gradients of its parameters."""
         return self.param_bytes - self.frozen_bytes
 
     def served(self, samples: float) -> float:
-        """Bytes that a worker pulls from parameter servers, and pushes, for so many times the samples of the trace."""
+        """Return the bytes that a worker pulls from, and pushes to, servers for `samples` times the traced samples."""
         return self.gradient_bytes - self.table_bytes + min(self.table_bytes, self.touched * samples)
 
     def share(self, cut: int) -> float:
-        """The part of its activations that each of so many devices holds where its products are cut over them."""
+        """Return the fraction of its activations on each device when its products are split over `cut` devices."""
         if cut == 1 or not self.products:
             return 1.0
         whole = self.forward.uncut / self.forward.moved if self.forward.moved else 0.0
@@ -82,7 +82,7 @@ class NetworkPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """All pieces, for one micro-batch of `rows` samples in one precision.
+    """All pieces of a network, for one micro-batch of `rows` samples in one precision.
 
     >>> Network(rows=2, pieces=(Piece(name="a", params=3, forward=Work(flops=8)),)).flops_per_sample
     4.0
@@ -92,48 +92,48 @@ class Network:
     pieces: tuple[NetworkPart, ...]
     precision: str = "fp32"
     state_bytes: int = 0
-    """What the optimizer keeps beside the parameters."""
+    """Bytes of the optimizer state."""
     input_bytes: float = 0.0
     """Bytes of a batch of `rows` samples."""
     buffer_bytes: int = 0
-    """What the network holds besides parameters."""
+    """Bytes of the network's buffers."""
 
     @property
     def params(self) -> int:
-        """How many numbers are trained or held."""
+        """Return the number of parameter elements, trainable or not."""
         return sum(piece.params for piece in self.pieces)
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Return the bytes of all parameters."""
         return sum(piece.param_bytes for piece in self.pieces)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients."""
+        """Return the bytes of all gradients."""
         return sum(piece.gradient_bytes for piece in self.pieces)
 
     @property
     def flops_per_sample(self) -> float:
-        """Forward and backward of one sample."""
+        """Return the FLOPs of forward and backward of one sample."""
         return sum(piece.forward.flops + piece.backward.flops for piece in self.pieces) / self.rows
 
     @property
     def kept_per_sample(self) -> float:
-        """Bytes that one sample's forward leaves for its backward."""
+        """Return the bytes that one sample's forward keeps for its backward."""
         return sum(piece.kept for piece in self.pieces) / self.rows
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest single parameter."""
+        """Return the bytes of the largest single parameter."""
         return max((piece.largest for piece in self.pieces), default=0)
 
     def named(self) -> Iterator[tuple[str, NetworkPart]]:
-        """Pieces by name, in order."""
+        """Return the pieces with their names, in order."""
         return ((piece.name, piece) for piece in self.pieces)
 
     def of_worker(self) -> Network:
-        """What is left of it for a worker of parameter servers, who hold the tables and what the optimizer keeps."""
+        """Return the network as a worker of parameter servers holds it: without tables and optimizer state."""
         pieces = [
             replace(
                 piece,
@@ -145,7 +145,7 @@ class Network:
         return replace(self, pieces=tuple(pieces), state_bytes=0)
 
     def grouped(self, most: int) -> Network:
-        """The same with neighbours put together until there are at most so many pieces, the smallest first."""
+        """Return the network with neighbouring pieces merged, the smallest first, until there are at most `most`."""
         pieces = list(self.pieces)
         while len(pieces) > most:
             sizes = [a.forward.flops + b.forward.flops for a, b in pairwise(pieces)]

@@ -1,8 +1,8 @@
-"""Tracing: what a plain network costs, found without memory for it and without computing anything.
+"""Cost tracing: finds the costs of a network without allocating its memory or computing anything.
 
-The network and a batch are made of tensors that have a shape but no numbers. Every piece is run by itself, forward and
-backward, the first time that one of its kind is met; the others of that kind, and the lines around them, see only its
-result. So a network of a hundred equal blocks costs the tracing of one.
+The network and a batch consist of fake tensors. Every piece runs by itself, forward and backward, the first time that
+one of its kind occurs; other pieces of that kind, and the code around them, see only its result. So a network of a
+hundred equal blocks costs the tracing of one.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ..graph import Life, StorageWatch, culprit
 from .network import Network, NetworkPart, PassCost
 
 OWN_LINES = "(own lines and loss)"
-"""The piece of whatever runs outside of modules."""
+"""The name of the piece for code that runs outside of modules."""
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _ATEN = torch.ops.aten
 _ATTENTION = {
-    # The CPU's own attention has no count of its own; it computes what the others compute.
+    # The CPU's attention has no FLOP formula of its own; it computes the same as the others.
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
 
 
 class CannotTrace(TaskError):
-    """A network whose costs cannot be found without computing; names the line."""
+    """Raised when a network's costs cannot be found without computing; the error names the line of user code."""
 
 
 def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Network:
-    """What one micro-batch of so many rows costs, by pieces of the task's network.
+    """Return the costs of one micro-batch of `rows` rows, by pieces of the task's network.
 
-    `batch` is any batch of the task's data; its first dimension is stretched to `rows`.
+    `batch` is any batch of the task's data; its first dimension is extended to `rows`.
 
     >>> task = Task(
     ...     model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
@@ -75,7 +75,7 @@ def trace(task: Task, batch: Any, *, rows: int, precision: str = "fp32") -> Netw
 
 
 def pieces_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that run as one: what containers hold, and what stands beside them.
+    """Return the modules that run as one: the children of containers, and the modules beside them.
 
     >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> list(pieces_of(nn.ModuleDict({"stem": nn.Linear(2, 2), "blocks": nn.ModuleList([block(), block()])})))
@@ -98,13 +98,13 @@ def pieces_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_repeating(module: nn.Module) -> bool:
-    """Whether a container holds several of one class with parts of their own."""
+    """Return whether a container holds several modules of one class that have children."""
     kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
     return isinstance(module, _CONTAINERS) and len(kinds) > len(set(kinds))
 
 
 def _is_block(model: nn.Module, name: str) -> bool:
-    """Whether it is one of several of its class in a container: those that recomputing computes again."""
+    """Return whether a module is one of several of its class in a container: those that recomputation applies to."""
     container, block = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)
     kinds = [type(child) for child in container.children() if any(True for _ in child.children())]
     return isinstance(container, _CONTAINERS) and kinds.count(type(block)) > 1
@@ -116,9 +116,9 @@ def _has_blocks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Leaves the caller's random numbers as they were; networks draw their first weights.
+    """Preserve the caller's random state, which initializing networks would change.
 
-    What cannot be traced is said by our errors, not by torch's log beside them.
+    Also disables torch's log: errors of manyhands report what cannot be traced.
     """
     state, said = torch.get_rng_state(), _LOG.disabled
     try:
@@ -131,7 +131,7 @@ def alone() -> Iterator[None]:
 
 
 def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """The network without memory for its weights; made in earnest where its making looks at numbers."""
+    """Return the network with fake tensors; it is built with real ones if its constructor reads values."""
     try:
         return make()
     except Exception:
@@ -149,7 +149,7 @@ def weightless(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
 
 
 def _stretched(batch: Any, rows: int) -> Any:
-    """A batch of so many rows, without numbers."""
+    """Return a batch of fake tensors with `rows` rows."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim]
     there = tensors[0].shape[0] if tensors else 0
 
@@ -164,18 +164,18 @@ def _stretched(batch: Any, rows: int) -> Any:
 
 
 class _Counter(StorageWatch):
-    """Counts operations, their FLOPs and bytes, and follows what they hold."""
+    """Counts operations, their FLOPs and bytes, and tracks the memory that they hold."""
 
     def __init__(self, parameters: set[int], whole: tuple[int, ...] = ()) -> None:
         super().__init__({})
         self._whole = whole
-        """The shape of whole rows, which devices that share a block's products all have."""
+        """The shape of whole rows, which every device has under tensor parallelism."""
         self._parameters = parameters
         self._is_paused = False
         self.works = [PassCost(), PassCost()]
         self.multiplied: set[int] = set()
         self._copies: dict[int, Tensor] = {}
-        """Parameters in another precision, as autocast makes them; held, so that no other storage gets their place."""
+        """Parameters in another precision, as autocast creates them; kept alive, so that their keys stay unique."""
         self.saved: dict[int, StorageWeakRef] = {}
 
     @contextlib.contextmanager
@@ -207,9 +207,9 @@ class _Counter(StorageWatch):
         touched = sum(map(size_of, [*inputs, *outputs]))
         fixed = sum(map(size_of, mine))
         if func._overloadpacket is _ATEN.embedding:
-            touched, fixed = 2 * size_of(outputs[0]), 0  # of a table only the rows that are asked for are read
+            touched, fixed = 2 * size_of(outputs[0]), 0  # only the used rows of a table are read
         if func._overloadpacket is _ATEN.embedding_dense_backward:
-            touched, fixed = 2 * size_of(inputs[0]), 0  # the table's gradient is counted with those of all parameters
+            touched, fixed = 2 * size_of(inputs[0]), 0  # counted with the gradients of all parameters
         if func._overloadpacket is _ATEN._to_copy and mine:
             self._copies[key_of(outputs[0])] = outputs[0]
             touched = fixed = fixed + size_of(outputs[0])
@@ -221,18 +221,18 @@ class _Counter(StorageWatch):
         self.works[self._in_backward] = self.works[self._in_backward] + work
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Notes what autograd keeps."""
+        """Record a tensor that autograd saves."""
         if not self._is_paused:
             self.saved |= _known([tensor])
         return tensor
 
     def drop_copies(self) -> int:
-        """Takes copies of parameters out of the account; returns the bytes of those that backward needs."""
+        """Exclude copies of parameters from the memory count; return the bytes of those that backward needs."""
         self.forget(list(self._copies.values()))
         return sum(size_of(copy) for key, copy in self._copies.items() if key in self.saved)
 
     def forget(self, tensors: Sequence[Any]) -> None:
-        """Takes storages out of the account that are counted elsewhere."""
+        """Exclude storages that are counted elsewhere."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and key_of(tensor) in self._made:
                 self._made[key_of(tensor)][1].size = 0
@@ -240,7 +240,7 @@ class _Counter(StorageWatch):
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of all pieces of one kind."""
+    """The costs and outputs of all pieces of one kind."""
 
     piece: NetworkPart
     outputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
@@ -266,7 +266,7 @@ class _Tracer:
         self._alive: list[Tensor] = []
 
     def network(self, task: Task, batch: Any, rows: int) -> Network:
-        """Runs the loss and its backward once."""
+        """Run the loss and its backward once, and return the network's costs."""
         self._model.train()
         for name, module in self._parts.items():
             module.forward = self._instead(name, module.forward, module)
@@ -319,7 +319,7 @@ class _Tracer:
         leaves, layout = tree_flatten((args, kwargs))
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         counter = _Counter(self._parameters, shapes[0] if shapes else ())
-        # Copies, since a piece may change its inputs in place, which no leaf allows.
+        # Copies, since a piece may change its inputs in place, which leaf tensors do not allow.
         starts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [start.clone() for start in starts]
         copies_left = iter(tensors)
@@ -389,7 +389,7 @@ class _Tracer:
 
 
 class _Stub(torch.autograd.Function):
-    """Stands for a piece whose kind is known: its result and its gradients have the right shapes."""
+    """Replaces a piece whose kind is known: its result and its gradients have the right shapes."""
 
     @staticmethod
     def forward(ctx: Any, counter: _Counter, outputs: Any, anchor: Tensor, *inputs: Tensor) -> Any:
@@ -411,7 +411,7 @@ def _saving(counter: _Counter) -> Any:
 
 
 def _peaks(lives: Sequence[Life], kept: float) -> tuple[float, float]:
-    """What is held at the most beyond the start, in forward, and beyond what forward left, in backward."""
+    """Return the peak memory of forward beyond the start, and of backward beyond what forward kept."""
     changes: dict[int, float] = {}
     turn = min((2 * life.born for life in lives if life.in_backward), default=math.inf)
     for life in lives:
@@ -430,7 +430,7 @@ def _tables_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _owned(parameters: Iterator[nn.Parameter], seen: set[int], tables: set[int]) -> dict[str, Any]:
-    """Parameters that no piece before had; tied ones are counted once."""
+    """Return the counts of parameters that no earlier piece had; tied ones are counted once."""
     own = [p for p in parameters if key_of(p) not in seen]
     seen |= {key_of(p) for p in own}
     return {
@@ -443,7 +443,7 @@ def _owned(parameters: Iterator[nn.Parameter], seen: set[int], tables: set[int])
 
 
 def state_bytes(task: Task, model: nn.Module) -> int:
-    """What the optimizer will keep: its first step is taken on tensors without numbers."""
+    """Return the bytes of optimizer state, found by a first step on fake tensors."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         made: Any = task.make_optimizer(model)
@@ -455,12 +455,12 @@ def state_bytes(task: Task, model: nn.Module) -> int:
         states = [value for optimizer in optimizers for value in tree_leaves(dict(optimizer.state))]
         return sum(size_of(value) for value in states if isinstance(value, Tensor))
     except Exception:
-        # An optimizer that looks at numbers; most such keep two per parameter.
+        # The optimizer reads values; most of this kind keep two tensors per parameter.
         return 2 * sum(map(size_of, parameters))
 
 
 def _known(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    """Storages by their key; while somebody has a weak reference to one that is gone, no other gets its key."""
+    """Return weak references to storages by key; while one exists, its key is not reused for another storage."""
     return {key_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if t.layout is torch.strided}
 
 
@@ -473,10 +473,10 @@ def _shape(leaf: Any) -> Any:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Its bytes."""
+    """Return the bytes of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells storages apart; 0 for a sparse tensor, which has none of its own."""
+    """Return an identifier of the tensor's storage; 0 for a sparse tensor, which has none."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

@@ -1,4 +1,4 @@
-"""Whole networks: their fingerprint, and their costs as one piece where they cannot be traced."""
+"""Costs of whole networks: their fingerprint, and their costs as one piece where they cannot be traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .trace import alone, size_of, state_bytes, weightless
 
 
 def fingerprint(task: Task) -> str:
-    """A network's parameters by number and by names and shapes, to tell whether a plan was made for it.
+    """Return the number of parameters and a hash of their names and shapes, to match a plan with its network.
 
     >>> from torch import nn, optim
     >>> make = lambda model: optim.SGD(model.parameters())
@@ -29,7 +29,7 @@ def fingerprint(task: Task) -> str:
 
 
 def one_piece(task: Task, *, rows: int, each: float, start: float, chip: Chip) -> Network:
-    """A network whose step was measured on a chip: so many seconds for each sample, and so many besides."""
+    """Return a network whose step was measured on a chip: `each` seconds per sample plus `start` seconds."""
     with alone(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = weightless(task.model, mode)
         sizes = list(map(size_of, model.parameters()))

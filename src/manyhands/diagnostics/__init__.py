@@ -1,4 +1,4 @@
-"""Whether a machine is well: everything that could keep manyhands from working on it, or make it slow."""
+"""Diagnostics: checks for everything that could keep manyhands from working on a machine, or make it slow."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     software.compiler,
     software.extras,
 )
-"""A new look at the machine is one function that needs no arguments, and one line here."""
+"""All checks; a new check is one function without required arguments, and one line here."""
 
 
 def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] | None = None) -> list[Finding]:
-    """Looks at everything that could keep manyhands from working here or make it slow; `folder` is where runs go.
+    """Run all checks of this machine; `folder` is where runs are written.
 
     >>> doctor(checks=[software.system])[0].verdict
     'ok'
@@ -54,7 +54,7 @@ def doctor(folder: str | Path = "runs", checks: Sequence[Callable[[], Finding]] 
 
 
 def _look(check: Callable[[], Finding]) -> Finding:
-    """A look that fails says so; it is no verdict on the machine."""
+    """Run a check; if the check itself fails, report that without a verdict on the machine."""
     try:
         return check()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Looks at where runs are written: may we, is there room, and how fast is it."""
+"""Checks of the run folder: write permission, free space, and write speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def run_folder(folder: str | Path = "runs", free: int | None = None, speed: float | None = None) -> Finding:
-    """The folder of runs; `speed` is in bytes per second, to the disk itself."""
+    """Check the folder of runs; `speed` is in bytes per second, to the disk itself."""
     name, place = "run folder", _nearest(Path(folder).absolute())
     if not os.access(place, os.W_OK | os.X_OK):
         cure = "choose another folder= (--folder), or ask for the right to write"
@@ -37,7 +37,7 @@ def run_folder(folder: str | Path = "runs", free: int | None = None, speed: floa
 
 
 def measure_speed(folder: Path, num_bytes: int = TRIAL_BYTES) -> float:
-    """Bytes per second that reach the disk, with one file that is removed again."""
+    """Return the bytes per second that reach the disk, measured with one temporary file."""
     data = os.urandom(2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".manyhands-trial-") as file:
         start = time.perf_counter()
@@ -49,5 +49,5 @@ def measure_speed(folder: Path, num_bytes: int = TRIAL_BYTES) -> float:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder itself, or the closest one above it that is there."""
+    """Return the folder, or its closest parent that exists."""
     return next(parent for parent in (path, *path.parents) if parent.is_dir())

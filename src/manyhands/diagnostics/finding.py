@@ -1,16 +1,16 @@
-"""Finding: what one look at the machine came to."""
+"""Finding: the result of one check of the machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 OK, SLOW, BROKEN = "ok", "slow", "broken"
-"""Fine; works, but slower than it could or not always; does not work."""
+"""Works; works, but slowly or unreliably; does not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, and where it is not fine why that matters and what helps.
+    """The result of a check: its name, what was found, and for a problem why it matters and how to fix it.
 
     >>> Finding("swap", "none in use").verdict
     'ok'
@@ -24,10 +24,10 @@ class Finding:
 
 
 def slow(name: str, found: str, why: str, cure: str) -> Finding:
-    """Something that costs time, or fails under load."""
+    """Return a finding that costs time, or fails under load."""
     return Finding(name, found, SLOW, why, cure)
 
 
 def broken(name: str, found: str, why: str, cure: str) -> Finding:
-    """Something that keeps manyhands, or a device, from working."""
+    """Return a finding that keeps manyhands, or a device, from working."""
     return Finding(name, found, BROKEN, why, cure)

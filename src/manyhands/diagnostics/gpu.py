@@ -1,4 +1,4 @@
-"""Looks at GPUs: the driver against torch's build, who else uses them, and what slows them down."""
+"""Checks of GPUs: the driver against torch's build, other processes that use them, and causes of slowdowns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .finding import Finding, broken, slow
 from .nvidia import Gpu, NvidiaDriver, count_on_bus, read_driver
 
 MOSTLY = 0.1
-"""The part of a GPU's memory that others may hold before it matters."""
+"""The fraction of a GPU's memory that other processes may hold before it is reported."""
 
 
 def driver(found: NvidiaDriver | None = None, num_on_bus: int | None = None, cuda: str | None = None) -> Finding:
-    """The NVIDIA driver: is it there, and new enough for the CUDA that torch was built with?"""
+    """Check that the NVIDIA driver exists and is new enough for the CUDA version of torch."""
     found, cuda = found or read_driver(), cuda or torch.version.cuda
     num_on_bus = count_on_bus() if num_on_bus is None else num_on_bus
     if found is None and num_on_bus:
@@ -41,7 +41,7 @@ def driver(found: NvidiaDriver | None = None, num_on_bus: int | None = None, cud
 
 
 def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_available: bool | None = None) -> Finding:
-    """Torch: was it built for the GPUs that are there, and can it see them?"""
+    """Check that torch was built for the GPUs of this machine and can see them."""
     if num_gpus is None:
         num_gpus = len(_gpus(None))
         cuda, is_available = torch.version.cuda or torch.version.hip, torch.cuda.is_available()
@@ -72,7 +72,7 @@ def torch_build(num_gpus: int | None = None, cuda: str | None = None, is_availab
 
 
 def gpu_architecture(found: list[Device] | None = None) -> Finding:
-    """Whether torch has code for these GPUs."""
+    """Check that torch was compiled for the architecture of these GPUs."""
     found = [device for device in (devices() if found is None else found) if device.kind != "cpu"]
     for device in found:
         if device.cure:
@@ -81,7 +81,7 @@ def gpu_architecture(found: list[Device] | None = None) -> Finding:
 
 
 def gpu_mode(found: NvidiaDriver | None = None) -> Finding:
-    """Compute modes that keep processes off a GPU."""
+    """Check for compute modes that keep processes off a GPU."""
     odd = [gpu for gpu in _gpus(found) if gpu.mode != "Default"]
     if not odd:
         return Finding("GPU mode", "shared by processes" if _gpus(found) else "no NVIDIA GPU")
@@ -93,7 +93,7 @@ def gpu_mode(found: NvidiaDriver | None = None) -> Finding:
 
 
 def gpu_memory(found: NvidiaDriver | None = None) -> Finding:
-    """Memory that other processes hold."""
+    """Check for memory that other processes hold."""
     taken = [gpu for gpu in _gpus(found) if gpu.total and gpu.used > MOSTLY * gpu.total]
     if not taken:
         return Finding("GPU memory", "free" if _gpus(found) else "no NVIDIA GPU")
@@ -107,7 +107,7 @@ def gpu_memory(found: NvidiaDriver | None = None) -> Finding:
 
 
 def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
-    """Devices that other programs of manyhands hold, for which a run would wait."""
+    """Check for devices that other manyhands programs hold, for which a run would wait."""
     found = holders() if found is None else found
     if not found:
         return Finding("leases", "no device is held by another manyhands program")
@@ -120,7 +120,7 @@ def leased_devices(found: Mapping[str, Holder] | None = None) -> Finding:
 
 
 def gpu_clocks(found: NvidiaDriver | None = None) -> Finding:
-    """Clocks held down by heat or power, and a driver that goes to sleep between programs."""
+    """Check for clocks throttled by heat or power, and for persistence mode that is off."""
     hot = [gpu for gpu in _gpus(found) if gpu.slowdowns]
     if hot:
         return slow(

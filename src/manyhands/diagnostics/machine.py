@@ -1,4 +1,4 @@
-"""Looks at what the system allows: shared memory, limits, threads, memory, and the clock."""
+"""Checks of system limits: shared memory, open files, processes, threads, memory, and the clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEANINGFUL_JUMP = 0.02
 
 
 def shared_memory(total: int | None = None, free: int | None = None) -> Finding:
-    """/dev/shm, through which workers hand batches over; containers get 64 MB of it."""
+    """Check /dev/shm, through which workers pass batches; containers get 64 MB of it by default."""
     if total is None or free is None:
         try:
             total, _, free = shutil.disk_usage("/dev/shm")
@@ -38,14 +38,14 @@ def shared_memory(total: int | None = None, free: int | None = None) -> Finding:
 
 
 def open_files(limit: int | None = None) -> Finding:
-    """How many files and sockets a process may have open."""
+    """Check how many files and sockets a process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     why = "every rank, worker and shared tensor takes some; then 'too many open files' ends the run"
     return _limit("open files", limit, 512, 4096, why, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
 
 
 def processes(limit: int | None = None, group: int | None = None) -> Finding:
-    """How many processes and threads this user, or this container, may have."""
+    """Check how many processes and threads this user, or this container, may have."""
     if limit is None:
         limit, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], _number(_CGROUP / "pids.max")
     known = [value for value in (limit, group) if value is not None and value != resource.RLIM_INFINITY]
@@ -55,7 +55,7 @@ def processes(limit: int | None = None, group: int | None = None) -> Finding:
 
 
 def locked_memory(limit: int | None = None, has_infiniband: bool | None = None) -> Finding:
-    """Memory that may be locked, which InfiniBand needs."""
+    """Check how much memory may be locked, which InfiniBand needs."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     folder = Path("/sys/class/infiniband")
     has_infiniband = (folder.is_dir() and any(folder.iterdir())) if has_infiniband is None else has_infiniband
@@ -67,7 +67,7 @@ def locked_memory(limit: int | None = None, has_infiniband: bool | None = None) 
 
 
 def threads(setting: str | None = None, cores: int | None = None) -> Finding:
-    """OMP_NUM_THREADS against the cores there are."""
+    """Check OMP_NUM_THREADS against the number of cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "") if setting is None else setting
     cores = num_cores() if cores is None else cores
     if not setting.isdigit():
@@ -82,7 +82,7 @@ def threads(setting: str | None = None, cores: int | None = None) -> Finding:
 
 
 def cpu_quota(quota: float | None = None, cores: int | None = None) -> Finding:
-    """A container's share of the CPU against the cores that it sees."""
+    """Check a container's CPU quota against the cores that it sees."""
     quota, cores = read_quota() if quota is None else quota, num_cores() if cores is None else cores
     if quota is None or quota >= cores:
         return Finding("CPU quota", f"none below the {cores} cores")
@@ -96,7 +96,7 @@ def cpu_quota(quota: float | None = None, cores: int | None = None) -> Finding:
 
 
 def read_quota(folder: Path = _CGROUP) -> float | None:
-    """Cores that this process's group may use; None where nothing limits it."""
+    """Return the number of cores that this process's cgroup may use; None if it is not limited."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)
@@ -107,7 +107,7 @@ def read_quota(folder: Path = _CGROUP) -> float | None:
 
 
 def numa(nodes: int | None = None, touched: int | None = None) -> Finding:
-    """Nodes of memory: a process whose cores are spread over several waits for the far one."""
+    """Check whether this process's cores span several NUMA nodes, so that it waits for remote memory."""
     if nodes is None or touched is None:
         nodes, touched = _nodes()
     if nodes <= 1 or touched <= 1:
@@ -121,7 +121,7 @@ def numa(nodes: int | None = None, touched: int | None = None) -> Finding:
 
 
 def memory(available: int | None = None, total: int | None = None, swapped: int | None = None) -> Finding:
-    """Memory that is left, and whether the system has begun to swap."""
+    """Check the available memory, and whether the system swaps."""
     if available is None or total is None or swapped is None:
         now = psutil.virtual_memory()
         available, total, swapped = now.available, now.total, psutil.swap_memory().used
@@ -135,7 +135,7 @@ def memory(available: int | None = None, total: int | None = None, swapped: int 
 
 
 def clock(source: str | None = None, is_set: bool | None = None, jump: float | None = None) -> Finding:
-    """The clock: quick to read, set by a time server, and not jumping."""
+    """Check that the clock is fast to read, synchronized by a time server, and does not jump."""
     source = (_CLOCK.read_text().strip() if _CLOCK.exists() else "") if source is None else source
     jump = measure_jump() if jump is None else jump
     is_set = _is_synchronised() if is_set is None else is_set
@@ -155,16 +155,16 @@ def clock(source: str | None = None, is_set: bool | None = None, jump: float | N
 
 
 def measure_jump(seconds: float = 0.05) -> float:
-    """How far the wall clock moves away from the steady one in a short time."""
+    """Return how far the wall clock deviates from the monotonic clock within a short time."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(seconds)
     return (time.time() - wall) - (time.monotonic() - steady)
 
 
 def _is_synchronised() -> bool | None:
-    """What the kernel says about a time server; None where it cannot be asked."""
+    """Return whether the kernel's clock is synchronized; None if that cannot be determined."""
     try:
-        buffer = ctypes.create_string_buffer(512)  # a struct timex of zeros asks and changes nothing
+        buffer = ctypes.create_string_buffer(512)  # a zeroed struct timex only queries
         state = ctypes.CDLL(None).adjtimex(buffer)
     except (OSError, AttributeError):
         return None
@@ -172,7 +172,7 @@ def _is_synchronised() -> bool | None:
 
 
 def _nodes() -> tuple[int, int]:
-    """Memory nodes of the machine, and those on which this process may run."""
+    """Return the number of NUMA nodes of the machine, and of those on which this process may run."""
     mine, touched = os.sched_getaffinity(0), 0
     folders = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     for folder in folders:

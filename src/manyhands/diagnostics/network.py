@@ -1,4 +1,4 @@
-"""Looks at how ranks reach each other: loopback, the host's name, and a real all-reduce of two processes."""
+"""Checks of communication between ranks: loopback, the host name, and an all-reduce of two processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 60.0
 
 
 def loopback(address: str = "127.0.0.1") -> Finding:
-    """Whether a process reaches another one of this machine."""
+    """Check that one process can connect to another on this machine."""
     try:
         with socket.socket() as listener:
             listener.bind((address, 0))
@@ -41,7 +41,7 @@ def loopback(address: str = "127.0.0.1") -> Finding:
 
 
 def host_name(name: str | None = None, resolved: str | None = None, ours: frozenset[str] | None = None) -> Finding:
-    """Whether the host's name leads back to this machine: torch's gloo picks its interface by it."""
+    """Check that the host name resolves to this machine: gloo selects its interface by it."""
     name = this_host() if name is None else name
     resolved = _address(name) if resolved is None else resolved
     ours = _our_addresses() if ours is None else ours
@@ -55,7 +55,7 @@ def host_name(name: str | None = None, resolved: str | None = None, ours: frozen
 
 
 def all_reduce(seconds: float | None = None, start: Callable[[], LocalEngine] = LocalEngine) -> Finding:
-    """Two ranks, started as a run's are, that sum a number again and again."""
+    """Check the latency of an all-reduce between two ranks, started like those of a run."""
     try:
         seconds = _measure(start()) if seconds is None else seconds
     except Exception as error:
@@ -79,7 +79,7 @@ def _measure(engine: LocalEngine) -> float:
 
 
 def _time_reduces(world: World) -> float:
-    """The median time of a small all-reduce, after a few to warm up."""
+    """Return the median time of a small all-reduce, after a warm-up."""
     tensor, times = torch.zeros(1), []
     for _ in range(NUM_REDUCES):
         start = time.perf_counter()

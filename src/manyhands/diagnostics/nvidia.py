@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says, through NVML where nvidia-ml-py is installed, else through nvidia-smi."""
+"""Information from the NVIDIA driver, through NVML if nvidia-ml-py is installed, else through nvidia-smi."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
-"""Bits of the reasons for lower clocks; an idle GPU and a power limit that is reached under load are no trouble."""
+"""Bits of the throttle reasons; an idle GPU and a power limit reached under load are not reported."""
 _QUERY = (
     "index,name,compute_mode,persistence_mode,memory.used,memory.total,clocks_throttle_reasons.active,driver_version"
 )
@@ -33,7 +33,7 @@ class Gpu:
     mode: str = "Default"
     is_persistent: bool = True
     used: int = 0
-    """Bytes that are taken."""
+    """Bytes in use."""
     total: int = 0
     holders: tuple[str, ...] = ()
     """Other processes that compute on it."""
@@ -46,13 +46,13 @@ class NvidiaDriver:
 
     version: str = ""
     cuda: tuple[int, int] | None = None
-    """The newest CUDA that it runs."""
+    """The newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
 
 
 @functools.cache
 def read_driver() -> NvidiaDriver | None:
-    """What the driver says; None where there is none that answers."""
+    """Return the driver's information; None if no driver answers."""
     with contextlib.suppress(Exception):
         return _from_nvml()
     with contextlib.suppress(Exception):
@@ -61,7 +61,7 @@ def read_driver() -> NvidiaDriver | None:
 
 
 def count_on_bus(folder: Path = _PCI) -> int:
-    """NVIDIA GPUs that are plugged in, driver or not."""
+    """Return the number of NVIDIA GPUs on the PCI bus, with or without a driver."""
     return sum(
         _word(device / "vendor") == _NVIDIA and _word(device / "class").startswith(_DISPLAY)
         for device in (folder.iterdir() if folder.is_dir() else ())
@@ -94,7 +94,7 @@ def _nvml_gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     values: dict[str, Any] = {}
-    # A GPU that is cut into parts, or a virtual one, does not answer every question.
+    # A GPU partitioned by MIG, or a virtual one, does not support every query.
     with contextlib.suppress(nvml.NVMLError):
         values["mode"] = _MODES.get(nvml.nvmlDeviceGetComputeMode(handle), "Default")
     with contextlib.suppress(nvml.NVMLError):
@@ -123,7 +123,7 @@ def _from_smi() -> NvidiaDriver:
 
 
 def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:
-    """A GPU from a line of nvidia-smi's table.
+    """Return a GPU from a line of nvidia-smi's table.
 
     >>> parse_smi(["0", "NVIDIA H200", "Default", "Enabled", "4", "143771", "0x0000000000000020", "570.86"]).slowdowns
     ('too hot',)
@@ -137,7 +137,7 @@ def parse_smi(row: Sequence[str], holders: tuple[str, ...] = ()) -> Gpu:
 
 
 def slowdowns(reasons: int) -> tuple[str, ...]:
-    """Why the clocks are lower than they could be, where something is amiss."""
+    """Return the reasons for throttled clocks that indicate a problem."""
     return tuple(dict.fromkeys(text for bit, text in _SLOWDOWNS.items() if reasons & bit))
 
 

@@ -1,4 +1,4 @@
-"""Looks at what is installed: Python and torch against the range that is supported, a compiler, extras."""
+"""Checks of installed software: supported versions of Python and torch, a compiler, and optional packages."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _EXTRAS = {
     "ray": "ray",
     "opentelemetry": "traces",
 }
-"""Packages that are used where they are there, and the extra that installs each."""
+"""Optional packages, and the extra that installs each."""
 
 
 def system(platform: str = sys.platform) -> Finding:
-    """Several processes need Linux."""
+    """Check the operating system: several processes need Linux."""
     if platform == "linux":
         return Finding("system", "Linux")
     return slow("system", platform, "several processes need Linux: one device only", "use Linux, or WSL on Windows")
 
 
 def python(version: tuple[int, ...] | None = None, wanted: str | None = None) -> Finding:
-    """Python's version against the package's range."""
+    """Check Python's version against the supported range."""
     text = ".".join(map(str, (version or sys.version_info)[:3]))
     wanted = wanted or importlib.metadata.metadata("manyhands")["Requires-Python"]
     return _version("Python", text, wanted, f"install a Python {wanted} and make a new environment with it")
 
 
 def torch_version(version: str | None = None, wanted: str | None = None) -> Finding:
-    """Torch's version against the package's range."""
+    """Check torch's version against the supported range."""
     version = version or importlib.metadata.version("torch")
     needs = (need for need in importlib.metadata.requires("manyhands") or () if need.startswith("torch"))
     wanted = wanted or next(needs, "torch").removeprefix("torch")
@@ -52,7 +52,7 @@ def torch_version(version: str | None = None, wanted: str | None = None) -> Find
 
 
 def compiler(found: str | None = None, has_headers: bool | None = None) -> Finding:
-    """A C++ compiler and Python's headers, for torch.compile."""
+    """Check for a C++ compiler and Python's headers, which torch.compile needs."""
     if found is None:
         names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
         found = next((path for name in names if name and (path := shutil.which(name))), "")
@@ -67,7 +67,7 @@ def compiler(found: str | None = None, has_headers: bool | None = None) -> Findi
 
 
 def extras(installed: frozenset[str] | None = None) -> Finding:
-    """Optional packages; none of them is needed."""
+    """List the optional packages that are installed; none of them is required."""
     if installed is None:
         installed = frozenset(name for name in _EXTRAS if importlib.util.find_spec(name) is not None)
     have = ", ".join(name for name in _EXTRAS if name in installed) or "none"
@@ -77,7 +77,7 @@ def extras(installed: frozenset[str] | None = None) -> Finding:
 
 
 def inside(version: str, wanted: str) -> bool:
-    """Whether a version lies in a range of `>=`, `>`, `<=` and `<`.
+    """Return whether a version lies in a range of `>=`, `>`, `<=` and `<`.
 
     >>> inside("2.13.0+cpu", ">=2.11,<2.14"), inside("2.14.0", ">=2.11,<2.14")
     (True, False)

@@ -1,8 +1,8 @@
-"""Authentication between ranks: torch's store and gloo have none, so what is read from them is checked here.
+"""Authentication between ranks: torch's store and gloo have none, so data read from them is verified here.
 
 The ranks of a generation share a key. Values in the store are signed with it (`SignedStore`), every connection of a new
-group is confirmed with it (`confirm`), and every message of objects carries a code over its group, its source, its
-number and its content (`ObjectGather`), which is checked before anything is decoded. Tensors are not covered.
+group is confirmed with it (`confirm`), and every message of objects carries an HMAC over its group, source, number and
+content (`ObjectGather`), which is checked before anything is decoded. Tensors are not covered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .messages import InvalidMessage, decode, encode
 
 TAG_BYTES = hashlib.sha256().digest_size
 FRAME_BYTES = 1024
-"""What every rank sends in the first round of an exchange; a longer message follows in a second one."""
+"""Bytes that every rank sends in the first round of an exchange; a longer message follows in a second round."""
 MAX_BYTES = 1 << 32
-"""Bytes of one rank's message."""
+"""Maximum bytes of one rank's message."""
 POLL_SECONDS = 0.05
 _LENGTH = struct.Struct("<Q")
 _ROOM = FRAME_BYTES - _LENGTH.size - TAG_BYTES
@@ -37,11 +37,11 @@ Context = str | int | bytes
 
 
 class NotAuthentic(RunError):
-    """Something that a rank read was not written by a rank of its job."""
+    """Raised when data that a rank read was not written by a rank of its job."""
 
 
 class RankKey:
-    """The secret of the ranks of one generation; without a secret codes find damaged messages only, not forged ones."""
+    """The key of the ranks of one generation; without a secret, codes detect corrupt messages but not forged ones."""
 
     def __init__(self, secret: bytes) -> None:
         self.is_secret = bool(secret)
@@ -60,21 +60,22 @@ class RankKey:
     def tag(self, *context: Context, payload: bytes | memoryview = b"") -> bytes:
         """Return the authentication code (HMAC-SHA256) of a payload in its context."""
         mac = self._mac.copy()
-        # A MessagePack array says where it ends, so no other split of context and payload has the same code.
+        # A MessagePack array is self-delimiting, so no other split of context and payload has the same code.
         mac.update(msgspec.msgpack.encode(context))
         mac.update(payload)
         return mac.digest()
 
     def accepts(self, tag: bytes | memoryview, *context: Context, payload: bytes | memoryview = b"") -> bool:
-        """Whether a code is right, in a time that does not depend on how much of it is."""
+        """Return whether a code is correct; compares in constant time."""
         return hmac.compare_digest(tag, self.tag(*context, payload=payload))
 
 
 class SignedStore(dist.Store):
     """A store whose values are signed. Gloo and NCCL read their peers' addresses through it.
 
-    A value without the right signature is not returned. It may be replaced by the true one, when its writer comes after
-    a process that only guessed the name, so it is read again for a while.
+    A value without a valid signature is not returned. It is read again for a while, because the authentic value may
+    still
+    replace one that a foreign process wrote under a guessed name.
     """
 
     def __init__(self, store: dist.Store, key: RankKey, patience: float) -> None:
@@ -118,32 +119,32 @@ class SignedStore(dist.Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> dist.Store:
-        """Return the store as it is, for threads of NCCL that watch it: they must not wait for Python."""
+        """Return the unsigned store, for NCCL's monitoring threads: they must not wait for Python."""
         return self._store.clone()  # type: ignore[attr-defined,no-any-return]
 
 
 class ObjectGather:
-    """Exchanges Python values within one group. All ranks call it in the same order, so they count alike."""
+    """Exchanges Python values within one group. All ranks call it in the same order, so their message numbers match."""
 
     def __init__(self, key: RankKey, group: str, rank: int) -> None:
         self._key, self._group, self._rank = key, group, rank
         self._number = 0
 
     def __call__(self, value: Any, all_gather: Callable[[Tensor], Tensor]) -> list[Any]:
-        """Return the values of all ranks, in their order.
+        """Return the values of all ranks, in rank order.
 
         Args:
-            value: This rank's; plain data, see `messages`.
-            all_gather: Stacks the byte tensors of all ranks, which have one length.
+            value: This rank's value; plain data, see `messages`.
+            all_gather: Stacks the byte tensors of all ranks, which have the same length.
 
         Raises:
-            NotAuthentic: A message is not from the rank that it should be from, or is not the one that comes next.
+            NotAuthentic: A message is not from the expected rank, or is not the next one.
         """
         payload = encode(value)
         if len(payload) > MAX_BYTES:
             raise RunError(f"a message between ranks has {len(payload)} bytes; {MAX_BYTES} are allowed")
         number, self._number = self._number, self._number + 1
-        # What does not fit is announced by its own code, so no length is believed before it is authentic.
+        # A longer message is announced by its own code, so no length is trusted before it is authenticated.
         first = payload if len(payload) <= _ROOM else self._tag(self._rank, number, 1, payload)
         frames = _rows(all_gather(_tensor(self._framed(number, len(payload), first))))
         heads = [self._opened(source, number, frame) for source, frame in enumerate(frames)]
@@ -163,7 +164,7 @@ class ObjectGather:
         return frame.ljust(FRAME_BYTES, b"\0")
 
     def _opened(self, source: int, number: int, frame: memoryview) -> tuple[int, memoryview]:
-        """The length of a rank's message, and the message itself, or the code of one that comes in the second round."""
+        """Return a message's length, and its content or, if it follows in the second round, its code."""
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + TAG_BYTES
         content = frame[start : start + (length if length <= _ROOM else TAG_BYTES)]
@@ -191,16 +192,17 @@ class ObjectGather:
 
 
 def confirm(key: RankKey, group: dist.ProcessGroup, name: str, nonces: Mapping[int, bytes], timeout: float) -> None:
-    """Make sure that every connection of a new gloo group leads to a rank of this job.
+    """Verify that every connection of a new gloo group leads to a rank of this job.
 
-    Gloo's listeners take whoever connects first and says the number of a pair. So each two ranks exchange codes over
-    their connection, made from the key and from fresh numbers of all ranks.
+    Gloo's listeners accept the first peer that connects and sends the number of a pair. So each two ranks exchange
+    codes
+    over their connection, computed from the key and from fresh random numbers of all ranks.
 
     Args:
-        key: That of this generation.
+        key: The key of this generation.
         group: The new group.
-        name: What all its ranks call it.
-        nonces: By rank of the whole world a random number that it has just made, from the signed store.
+        name: The name that all its ranks use for it.
+        nonces: A fresh random number of each rank of the whole world, from the signed store.
         timeout: Seconds that a peer may take.
     """
     ranks = dist.get_process_group_ranks(group)

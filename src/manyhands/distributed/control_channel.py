@@ -1,4 +1,4 @@
-"""The line between a rank and whoever started it: events go up, news comes down."""
+"""The control channel between a rank and its coordinator: the rank sends events, the coordinator sends messages."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..core import Event
 
 _HEAD = struct.Struct("!cI")
 EVENT, CONTROL, RESULT, FAILURE, MESSAGE, CALL, ANSWER = b"E", b"C", b"R", b"F", b"M", b"Q", b"A"
-"""Kinds of frames; a result, a failure, a call and an answer come with a parcel."""
+"""Kinds of frames; a result, a failure, a call and an answer carry a pickle in a file descriptor."""
 MAX_FRAME = 64 * 1024 * 1024
 
 
 class ControlChannel(ABC):
-    """What a rank says to its controller and hears from it."""
+    """The messages between a rank and its coordinator."""
 
     recovers = False
-    """Whether ranks that lost each other are called together again."""
+    """Whether ranks that lost each other get a new rendezvous."""
 
     is_watched = False
-    """Whether somebody hears it who can ask all ranks where they are."""
+    """Whether a coordinator is connected that can ask all ranks for their stacks."""
 
     def __init__(self) -> None:
         self.asked: Callable[[], Event] | None = None
-        """Says where this rank is, on another thread."""
+        """Returns the stack and the current operation of this rank; called on another thread."""
         self.listens = False
-        """Whether the loop here looks if it should stop, as ours do after every step."""
+        """Whether the training loop checks the stop flag, as the loops of manyhands do after every step."""
         self._stopping = False
         self.lost = ""
-        """Who was lost, in words, once the controller knows."""
+        """A description of the failed peer, once the coordinator has sent it."""
         self.taps: list[Callable[[Event], None]] = []
-        """Called in this process with every event before it goes up."""
+        """Called in this process with every event before it is sent."""
         self._lost_generation = -1
         self._summons: dict[str, Any] = {}
         self._is_closed = False
@@ -46,7 +46,7 @@ class ControlChannel(ABC):
 
     @property
     def stopping(self) -> bool:
-        """Whether a person asked to stop; the loop ends at the next step that all replicas agree on."""
+        """Return whether the user asked to stop; the loop then ends at the next step that all replicas agree on."""
         self.listens = True
         return self._stopping
 
@@ -55,44 +55,44 @@ class ControlChannel(ABC):
         self._stopping = stopping
 
     def report(self, entry: Event) -> None:
-        """Sends an event up."""
+        """Send an event to the coordinator, after passing it to `taps`."""
         for tap in self.taps:
             tap(entry)
         self.send_up(entry)
 
     @abstractmethod
     def send_up(self, entry: Event) -> None:
-        """Takes an event to the controller."""
+        """Send an event to the coordinator."""
 
     def confess(self, generation: int, reason: str, step: int) -> None:
-        """Tells the controller that this rank has lost the others, whose processes may all be alive."""
+        """Report to the coordinator that this rank has lost its peers, whose processes may all be alive."""
         raise NotImplementedError("nobody is there to call ranks together again")
 
     def on_lost(self, generation: int, act: Callable[[], None]) -> None:
-        """Calls `act` (on another thread) as soon as a peer of this generation is known to be lost."""
+        """Call `act` (on another thread) as soon as a peer of this generation is known to have failed."""
         with self._news:
             self._on_lost = generation, act
         if self.has_lost(generation):
             act()
 
     def has_lost(self, generation: int) -> bool:
-        """Whether the world of this generation is over."""
+        """Return whether the world of this generation has ended."""
         return self._lost_generation >= generation
 
     def wait_for_news(self, generation: int, seconds: float) -> str:
-        """Who was lost; waits a little, because a broken connection is noticed before its reason."""
+        """Wait for the description of the failed peer: a broken connection is noticed before its cause is known."""
         with self._news:
             heard = self._news.wait_for(lambda: self.has_lost(generation) or self._is_closed, seconds)
         return self.lost if heard else ""
 
     def wait_for_summons(self, generation: int) -> dict[str, Any] | None:
-        """Where the ranks meet after this generation; None when nobody calls them any more."""
+        """Wait for the rendezvous info of the next generation; return None when there will be none."""
         with self._news:
             self._news.wait_for(lambda: self._summons.get("generation", -1) > generation or self._is_closed)
             return None if self._is_closed else self._summons
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Takes a message from the controller."""
+        """Handle a message from the coordinator."""
         if message.get("stop"):
             self.stopping = True
         if message.get("stacks") and self.asked is not None:
@@ -108,14 +108,14 @@ class ControlChannel(ABC):
             act()
 
     def hang_up(self) -> None:
-        """Nobody is at the other end any more."""
+        """Mark the channel as closed and wake all waiting threads."""
         with self._news:
             self._is_closed = True
             self._news.notify_all()
 
 
 class DirectChannel(ControlChannel):
-    """A rank that lives in the controller's own process."""
+    """The channel of a rank that runs in the coordinator's own process."""
 
     def __init__(self, handler: Callable[[Event], None] | None = None) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class DirectChannel(ControlChannel):
 
 
 class SocketChannel(ControlChannel):
-    """A rank in a process of its own, at the end of a socket pair that it inherited."""
+    """The channel of a rank in its own process, over a socket pair that it inherited."""
 
     is_watched = True
 
@@ -135,7 +135,7 @@ class SocketChannel(ControlChannel):
         super().__init__()
         self._socket = sock
         self.calls: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        """What a service is asked: the number of a call and its parcel; None when there will be no more."""
+        """Calls to a service: a call's number and the file descriptor of its pickle; None when there are no more."""
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="manyhands-line", daemon=True).start()
 
@@ -146,7 +146,7 @@ class SocketChannel(ControlChannel):
         self.send(CONTROL, json.dumps({"lost_world": generation, "reason": reason, "step": step}).encode())
 
     def send(self, kind: bytes, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Sends one frame, with file descriptors where it carries a parcel."""
+        """Send one frame, with file descriptors where it carries a pickle."""
         with self._sending:
             send_frame(self._socket, kind, body, fds)
 
@@ -172,7 +172,7 @@ class SocketChannel(ControlChannel):
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames.
+    """Splits a stream of bytes into frames.
 
     >>> list(Frames().feed(_HEAD.pack(b"E", 2) + b"{}"))
     [(b'E', b'{}')]
@@ -182,7 +182,7 @@ class FrameReader:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """The frames that this chunk completes."""
+        """Return the frames that this chunk completes."""
         self._rest += chunk
         frames = []
         while len(self._rest) >= _HEAD.size:
@@ -198,13 +198,13 @@ class FrameReader:
 
 
 def frame(message: dict[str, Any]) -> bytes:
-    """A message from the controller to a rank."""
+    """Return the encoded frame of a message from the coordinator to a rank."""
     body = json.dumps(message).encode()
     return _HEAD.pack(MESSAGE, len(body)) + body
 
 
 def send_frame(sock: socket.socket, kind: bytes, body: bytes, fds: Sequence[int] = ()) -> None:
-    """Sends one frame over a socket pair, with file descriptors where it carries a parcel."""
+    """Send one frame over a socket pair, with file descriptors where it carries a pickle."""
     whole = _HEAD.pack(kind, len(body)) + body
     sent = socket.send_fds(sock, [whole], list(fds)) if fds else 0
     sock.sendall(whole[sent:])

@@ -1,4 +1,4 @@
-"""Devices of this machine: what there is, what a person may call it, and virtual ones cut from real ones."""
+"""Devices of this machine: which exist, how users name them, and virtual devices that share a real one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART = re.compile(r"(?:(?P<host>[A-Za-z0-9_.-]+)/)?(?P<kind>[a-z]+)?(?::?(?P<in
 @message
 @dataclass(frozen=True)
 class Device:
-    """A device that a replica can live on, real or virtual.
+    """A device that a replica can run on, real or virtual.
 
     >>> str(Device("cuda", 1, host="host2"))
     'host2/cuda:1'
@@ -30,26 +30,26 @@ class Device:
     index: int = 0
     host: str = ""
     share: float = 1.0
-    """The part of the real device that this one may use; below 1 for virtual devices."""
+    """The fraction of the real device that this one may use; below 1 for virtual devices."""
     slot: int = 0
-    """Which of the virtual devices cut from the same real one."""
+    """The index among the virtual devices of the same real one."""
     model: str = field(default="", compare=False)
     memory: int = field(default=0, compare=False)
-    """Bytes in all, of the whole real device."""
+    """Total bytes of the real device."""
     free: int = field(default=0, compare=False)
     capability: str = field(default="", compare=False)
     links: str = field(default="", compare=False)
     cure: str = field(default="", compare=False)
-    """Why this torch build cannot use the device and what helps; empty when it can."""
+    """Why this torch build cannot use the device and how to fix that; empty if it can."""
 
     @property
     def torch(self) -> torch.device:
-        """As torch calls it."""
+        """Return the torch.device."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
 
     @property
     def name(self) -> str:
-        """Without the host: `cuda:0`, `cpu`, or `cpu#1` for the second virtual one."""
+        """Return the name without the host: `cuda:0`, `cpu`, or `cpu#1` for the second virtual one."""
         base = "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
         return base if self.share == 1.0 else f"{base}#{self.slot}"
 
@@ -58,17 +58,17 @@ class Device:
 
 
 def this_host() -> str:
-    """The name of this machine."""
+    """Return the name of this machine."""
     return socket.gethostname()
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices() -> list[Device]:
-    """All devices of this machine, accelerators first, with memory, links and what keeps one from being used.
+    """Return all devices of this machine, accelerators first, with memory, links and any reason not to use them.
 
     >>> devices()[-1].kind
     'cpu'
@@ -81,9 +81,9 @@ def resolve(
     num_wanted: int | None = None,
     arithmetic: str = "",
 ) -> tuple[list[Device], list[str]]:
-    """The devices that `on=` names, and notices about what was chosen for the person.
+    """Return the devices that `on=` names, and notices about choices made for the user.
 
-    `num_wanted` is how many the strategy needs, and `arithmetic` why; None takes all that are named.
+    `num_wanted` is the number that the strategy needs, and `arithmetic` explains it; None takes all named devices.
     """
     notices: list[str] = []
     if on is None or on == "gpu":
@@ -106,7 +106,7 @@ def resolve(
 
 
 def place_of(name: str, among: Sequence[Device]) -> int:
-    """Which of some devices a person means: by its name, by kind and number, or by its place in the list.
+    """Return the index of the device with this name, kind and number, or index in the list.
 
     >>> place_of("cpu:1", _cut(Device("cpu"), 2)), place_of("0", [Device("cuda", 3)])
     (1, 0)
@@ -137,7 +137,7 @@ def _listed(on: object) -> list[Device]:
 
 
 def _crowd(found: Sequence[Device]) -> list[str]:
-    """A notice when more processes than cores would compute on the CPU."""
+    """Return a notice if more processes than cores would compute on the CPU."""
     num_processes = sum(device.kind == "cpu" for device in found)
     if num_processes <= max(1, num_cores()):
         return []
@@ -212,7 +212,7 @@ def _cpu() -> Device:
 
 
 def _accelerators() -> list[Device]:
-    """Every accelerator that torch knows, by name alone: counting them leaves the devices untouched."""
+    """Return every accelerator that torch finds, without properties: counting does not initialize the devices."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator()
@@ -221,7 +221,7 @@ def _accelerators() -> list[Device]:
 
 
 def _described(device: Device) -> Device:
-    """The same with memory, links and capability, which takes a look at the device itself."""
+    """Return the device with memory, links and capability, which are queried from the device itself."""
     if device.kind != "cuda":
         return device
     index, count = device.index, torch.accelerator.device_count()
@@ -241,14 +241,14 @@ def _described(device: Device) -> Device:
 
 
 def require_usable(device: Device) -> None:
-    """Refuses a device that this torch was not built for, in the process that is about to use it."""
+    """Raise if this torch build does not support the device; called in the process that will use it."""
     described = _described(device)
     if described.cure:
         raise DeviceError(f"{device} cannot be used by this torch", got=described.model, remedy=described.cure)
 
 
 def _capability_cure(capability: tuple[int, int], built_for: list[str], cuda: str) -> str:
-    """Empty when a build for these architectures runs on a device of this capability.
+    """Return "" if a build for these architectures runs on a device of this capability, else the remedy.
 
     >>> _capability_cure((9, 0), ["sm_80", "sm_90"], "13.0")
     ''

@@ -1,4 +1,4 @@
-"""A world whose other ranks are not there: for looking at how a network would be split, in one process."""
+"""A world without other ranks: shows in one process how a network would be sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FakeWorld(World):
-    """The first of so many ranks. Its collectives send nothing, so it is good for shapes and layouts alone."""
+    """Rank 0 of a world of this size. Its collectives send nothing, so only shapes and layouts are meaningful."""
 
     def __init__(self, size: int) -> None:
         super().__init__(RankInfo(size=size), DirectChannel())
@@ -25,7 +25,7 @@ class FakeWorld(World):
             raise UsageError(
                 "a process takes part in one world at a time", got="another that is open", remedy="close it first"
             )
-        # torch's own name for it; importing registers the backend.
+        # Importing this module registers torch's "fake" backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

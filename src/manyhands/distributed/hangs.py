@@ -1,4 +1,4 @@
-"""Hangs: when a rank has waited too long, what every rank is doing, and who has not arrived, in one report."""
+"""Hang detection: when a rank waits too long, report what every rank is doing and which ranks have not arrived."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Any, Protocol
 from ..core import Event, event
 
 STALL = 0.25
-"""The part of the time limit after which an operation stands still."""
+"""The fraction of the time limit after which an operation counts as stalled."""
 ANSWER_SECONDS = 2.0
-"""How long a rank may take to say where it is; one that is frozen never does."""
+"""Seconds that a rank may take to report its stack; a frozen rank never does."""
 CROSSED_SECONDS = 2.0
-"""How long every rank must have stood where it is, for one of them has stood too long already."""
+"""Seconds that every rank must have been blocked; one of them has been blocked for too long already."""
 MAX_FRAMES = 12
 STEP = "a step"
 _ALONE = ("", STEP, "send", "receive")
-"""What a rank does that needs not all of the others."""
+"""Operations that do not involve all of the other ranks."""
 
 
 class CollectiveListener(Protocol):
-    """Who wants to know when a rank begins and ends to wait in a collective."""
+    """Is notified when a rank starts and stops waiting in a collective."""
 
     def begin(self, name: str) -> None:
-        """It begins."""
+        """Handle the start of a wait."""
 
     def leave(self) -> None:
-        """It has ended."""
+        """Handle the end of the wait."""
 
 
 class Diary:
-    """What a rank is doing: the operation, since when, and how many collectives it has begun."""
+    """The current operation of a rank, its start time, and the number of collectives that the rank has started."""
 
     def __init__(self) -> None:
         self.spans: CollectiveListener | None = None
-        """Where waiting is noted, while a step is timed."""
+        """Receives the waits of this rank while a step is timed."""
         self.operation, self.since, self.number = "", time.monotonic(), 0
         self.thread = threading.get_ident()
 
     def begin(self, operation: str) -> str:
-        """A collective begins; what `end` takes."""
+        """Record the start of a collective; return the previous operation, to be passed to `end`."""
         before = self.operation
         if self.spans is not None and threading.get_ident() == self.thread:
             self.spans.begin("communication")
@@ -53,14 +53,14 @@ class Diary:
         return before
 
     def end(self, before: str) -> None:
-        """It has ended, and the rank goes on with what it did before."""
+        """Record the end of a collective and restore the previous operation."""
         if self.spans is not None and threading.get_ident() == self.thread:
             self.spans.leave()
         self.operation, self.since = before, time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """It waits for another rank, in no collective."""
+        """Record that the rank waits for another rank outside of a collective."""
         before, self.operation, self.since = self.operation, operation, time.monotonic()
         try:
             yield
@@ -69,7 +69,7 @@ class Diary:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A step, with what computes and what waits in it."""
+        """Record a step, including its computation and its waits."""
         self.operation, self.since = STEP, time.monotonic()
         try:
             yield
@@ -77,7 +77,7 @@ class Diary:
             self.operation = ""
 
     def told(self) -> dict[str, Any]:
-        """All of it, with the stack of the thread that computes."""
+        """Return the current operation, its duration, its number, and the stack of the computing thread."""
         seconds = time.monotonic() - self.since if self.operation else 0.0
         frames = traceback.extract_stack(sys._current_frames().get(self.thread))
         stack = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
@@ -85,7 +85,7 @@ class Diary:
 
 
 class Watchman:
-    """A thread beside a rank that reports when an operation stands still, once for each."""
+    """A thread beside a rank that reports each operation that stalls, once."""
 
     def __init__(self, diary: Diary, seconds: float, report: Callable[[Event], None]) -> None:
         self._diary, self._seconds, self._report = diary, seconds, report
@@ -94,7 +94,7 @@ class Watchman:
         threading.Thread(target=self._watch, name="manyhands-watchman", daemon=True).start()
 
     def close(self) -> None:
-        """The rank has left; nobody waits any more."""
+        """Stop the thread."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -108,24 +108,24 @@ class Watchman:
 
 @dataclass
 class HangReport:
-    """What ranks answered when they were asked where they are."""
+    """The answers of ranks that were asked for their current operation and stack."""
 
     number: int
-    """Of the collective that stands still."""
+    """The number of the collective that hangs."""
     size: int
     began: float = field(default_factory=time.monotonic)
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_due(self) -> bool:
-        """Whether everybody has answered, or had the time to."""
+        """Return whether every rank has answered or the time to answer is over."""
         return len(self.answers) >= self.size or time.monotonic() > self.began + ANSWER_SECONDS
 
     @property
     def crossed(self) -> str:
-        """Who stands where, if no rank can ever go on because they are in collectives that do not fit; else nothing.
+        """Return which rank waits in which collective if they are deadlocked in collectives that do not match, else "".
 
-        Between two ranks sending and receiving do fit.
+        A send and a receive between two ranks do match.
         """
         every = sorted(self.answers.items())
         stand = all(told["operation"] not in _ALONE and told["seconds"] > CROSSED_SECONDS for _, told in every)
@@ -135,7 +135,7 @@ class HangReport:
         return ", ".join(f"rank {rank} in {told['operation']}" for rank, told in every)
 
     def text(self, hosts: Mapping[int, str]) -> str:
-        """The report: first who has not arrived, then who waits, each with its stack.
+        """Return the report: first the ranks that have not arrived, then those that wait, each with its stack.
 
         >>> waits = {"operation": "all_reduce", "seconds": 9.0, "number": 7, "stack": ["a.py:1 in f: f()"]}
         >>> works = {"operation": "", "seconds": 0.0, "number": 6, "stack": ["a.py:2 in g: sleep()"]}
@@ -177,10 +177,10 @@ class HangReport:
 
 
 def answer(diary: Diary) -> Event:
-    """What a rank says when it is asked where it is."""
+    """Return a rank's answer when the coordinator asks for its current operation and stack."""
     return event("stack", **diary.told())
 
 
 def _shortened(stack: list[str]) -> list[str]:
-    """The innermost frames: how a rank came to run the program is the same everywhere, and so is the plumbing."""
+    """Return the innermost frames, without contextlib's; the outer frames are the same on every rank."""
     return [frame for frame in stack if "/contextlib.py:" not in frame][-MAX_FRAMES:]

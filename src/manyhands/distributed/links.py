@@ -1,4 +1,4 @@
-"""Links: how hosts reach each other, by which interface and how fast, measured between them."""
+"""Links: which interface connects two hosts, and its measured latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from .world import World
 NUM_PINGS = 30
 NUM_BYTES, CHUNK = 16 * 2**20, 2**16
 SEND_SECONDS = 0.5
-"""Bytes are sent for so long at most; over a slow way that tells as much as all of them would."""
+"""Maximum seconds of sending; over a slow link that measures as well as sending all bytes."""
 PATIENCE = 5.0
 """Seconds to wait for a host that should answer at once."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Whether a host answers from here."""
+    """Whether a host is reachable from this one."""
 
     host: str
     address: str = ""
     interface: str = ""
     seconds: float | None = None
-    """The time of a round trip; None where nobody answered."""
+    """The round-trip time; None if there was no answer."""
     why: str = ""
 
 
 @message
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The way from a host to an address of the first one."""
+    """The link from a host to an address of the first host."""
 
     host: str
     interface: str
     address: str
     seconds: float
-    """Latency of a round trip."""
+    """The round-trip latency."""
     bytes_per_second: float
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class MeasuredLink:
 
 
 def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
-    """Knocks at a host: that its port is closed is an answer too.
+    """Try to connect to a host; a closed port counts as an answer too.
 
     >>> reach("localhost", 9).interface
     'lo'
@@ -79,7 +79,7 @@ def reach(host: str, port: int, patience: float = PATIENCE) -> Reach:
 
 
 def measure(world: World) -> list[MeasuredLink]:
-    """Every way from a host to the first one, the fastest of each host first; all ranks call it together."""
+    """Return every link from a host to the first one, the fastest of each host first; all ranks must call it."""
     hosts = world.gather_objects(world.seat.host)
     is_alone = len(set(hosts)) == 1
     with contextlib.ExitStack() as held:
@@ -95,12 +95,12 @@ def measure(world: World) -> list[MeasuredLink]:
 
 
 def best(links: list[MeasuredLink]) -> dict[str, MeasuredLink]:
-    """By host the fastest way."""
+    """Return the fastest link of each host."""
     return {link.host: link for link in reversed(links)}
 
 
 def measured(host: str, ways: Sequence[tuple[str, int]], token: bytes) -> list[MeasuredLink]:
-    """Those of the ways to the first host that lead there from this one, called `host`."""
+    """Return the links from this host, named `host`, to those addresses of the first host that answer."""
     return [link for way in ways if (link := _measured(host, way, token)) is not None]
 
 
@@ -110,7 +110,7 @@ def _addresses(is_alone: bool) -> list[str]:
 
 
 def _measured(host: str, way: tuple[str, int], token: bytes) -> MeasuredLink | None:
-    """None where the address does not answer: it may lie in a network that leads elsewhere."""
+    """Return a measured link, or None if the address does not answer: it may be in an unreachable network."""
     try:
         with socket.create_connection(way, timeout=PATIENCE) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,8 +123,8 @@ def _measured(host: str, way: tuple[str, int], token: bytes) -> MeasuredLink | N
 
 
 def _rate(link: socket.socket) -> float:
-    """Bytes a second, until the other end has all of them."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK)  # what waits here is not yet under way
+    """Return the bytes per second, until the other end has received all of them."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK)  # bytes in this buffer are not sent yet
     payload, sent, began = bytes(CHUNK), 0, time.perf_counter()
     while sent < NUM_BYTES and time.perf_counter() - began < SEND_SECONDS:
         link.sendall(payload)
@@ -146,7 +146,7 @@ def _pings(link: socket.socket) -> Iterator[float]:
 
 @contextlib.contextmanager
 def serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str, int]], bytes]]:
-    """Answers pings and takes bytes on each address, from whoever knows the token."""
+    """Answer pings and receive bytes on each address, from peers that know the token."""
     listeners = [listen(address) for address in addresses]
     threads = [threading.Thread(target=_answer_all, args=(item, token), name="links") for item in listeners]
     for thread in threads:
@@ -155,7 +155,7 @@ def serving(addresses: list[str], token: bytes) -> Iterator[tuple[list[tuple[str
         yield [item.getsockname() for item in listeners], token
     finally:
         for item in listeners:
-            # A plain close would leave the thread in accept.
+            # close() alone would leave the thread blocked in accept().
             with contextlib.suppress(OSError):
                 item.shutdown(socket.SHUT_RDWR)
             item.close()
@@ -172,7 +172,7 @@ def _answer_all(listener: socket.socket, token: bytes) -> None:
             unproved.close()
             return
         unproved.add(link, address)
-        # In a thread of its own, so that a stranger that says nothing holds nobody up.
+        # In its own thread, so that a silent peer blocks no other.
         threading.Thread(target=_answer, args=(link, token, unproved), name="link", daemon=True).start()
 
 

@@ -1,8 +1,8 @@
 """Messages between ranks: Python values as MessagePack. Decoding a message never runs code of its sender.
 
 Plain values keep their types: None, numbers, strings, bytes, lists, tuples, dicts, sets, paths, tensors, numpy arrays,
-dtypes, and classes that were registered with `message`. Any other object travels as `Opaque`, which is a pickle
-that the receiver opens by itself, and only where the job has a key that proves who sent it.
+dtypes, and classes that were registered with `message`. Any other object is sent as `Opaque`, a pickle that the
+receiver opens explicitly, and only if the job has a key that authenticates the sender.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _HEAD = struct.Struct("<Q")
 _ALIGNMENT = 16
 _AS_IS = frozenset({type(None), bool, float, str, bytes})
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
-"""The integers that MessagePack knows."""
+"""The range of integers that MessagePack supports."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?")
-"""Numpy's dtypes whose bytes are values; objects and records are not. Numpy itself would parse many other texts."""
+"""NumPy dtypes whose bytes are values, unlike objects and records. NumPy itself would parse many other texts."""
 _INTEGER, _TUPLE, _PAIRS, _SET, _FROZENSET, _COMPLEX, _PATH, _DTYPE, _SIZE = range(9)
 _TENSOR, _ARRAY, _SCALAR, _RECORD, _OPAQUE = range(9, 14)
 
 _records: dict[str, type[Any]] = {}
 _names: dict[type[Any], tuple[str, list[str]]] = {}
-"""By registered class its name, and those of its fields."""
+"""The name and the field names of each registered class."""
 
 
 class InvalidMessage(ValueError):
@@ -53,7 +53,7 @@ class InvalidMessage(ValueError):
 
 
 def message(kind: type[T]) -> type[T]:
-    """Register a dataclass or NamedTuple, so that its instances can be sent; ranks create it from its fields.
+    """Register a dataclass or NamedTuple, so that its instances can be sent; ranks recreate it from its fields.
 
     >>> @message
     ... @dataclass
@@ -70,7 +70,7 @@ def message(kind: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Opaque:
-    """An object of any type, pickled. Opening it runs code of its sender, so the sender must be known.
+    """An object of any type, pickled. Opening it runs code of its sender, so the sender must be authenticated.
 
     >>> Opaque.of(range(3)).open()
     range(0, 3)
@@ -78,18 +78,18 @@ class Opaque:
 
     data: bytes = field(repr=False)
     is_authentic: bool = True
-    """Whether the message that it came in was proved to be from a rank of this job."""
+    """Whether the message that contained it is authenticated as from a rank of this job."""
 
     @classmethod
     def of(cls, value: Any) -> Opaque:
-        """Pickle a value; a class that is known by value alone is sent with its code."""
+        """Pickle a value; a class that cannot be imported by the receiver is sent with its code."""
         return cls(cloudpickle.dumps(value))
 
     def open(self) -> Any:
         """Return the object.
 
         Raises:
-            SettingsError: The job has no key, so nothing proves that the pickle is from one of its ranks.
+            SettingsError: The job has no key, so the pickle may not be from one of its ranks.
         """
         if not self.is_authentic:
             raise SettingsError(
@@ -118,7 +118,7 @@ def encode(value: Any) -> bytes:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be sent without pickling it.
+    """Return whether a value can be sent without pickling it.
 
     >>> is_plain([1, "two"]), is_plain(print)
     (True, False)
@@ -134,8 +134,8 @@ def decode(data: bytes | memoryview, *, is_authentic: bool = True) -> Any:
     """Return the value of these bytes.
 
     Args:
-        data: What `encode` gave.
-        is_authentic: Whether it is proved that a rank of this job sent them; only then may an `Opaque` be opened.
+        data: The result of `encode`.
+        is_authentic: Whether they are authenticated as from a rank of this job; only then may an `Opaque` be opened.
 
     Raises:
         InvalidMessage: The bytes are not a message.
@@ -163,7 +163,7 @@ class _Encoder:
         self._size = 0
 
     def plain(self, value: Any) -> Any:
-        """Return a value as what MessagePack knows; tensors and arrays are put aside."""
+        """Convert a value to MessagePack types; tensors and arrays are stored in `buffers`."""
         kind = type(value)
         if kind in _AS_IS:
             return value
@@ -186,14 +186,14 @@ class _Encoder:
         )
 
     def _items(self, values: Any) -> list[Any]:
-        # Long lists of numbers and texts are common, and need no look at each element in Python.
+        # Long lists of numbers and texts are common, so their elements are not visited one by one in Python.
         kinds = set(map(type, values))
         if kinds <= _AS_IS or (kinds == {int} and min(values) >= _LEAST and max(values) <= _MOST):
             return list(values)
         return [self.plain(each) for each in values]
 
     def _aside(self, data: memoryview) -> int:
-        """Keep bytes outside of the MessagePack part, so that they are copied once; return where they begin."""
+        """Store bytes outside of the MessagePack part, so that they are copied once; return their offset."""
         start = self._size
         self.buffers += [data, bytes(-data.nbytes % _ALIGNMENT)]
         self._size += data.nbytes + -data.nbytes % _ALIGNMENT
@@ -285,4 +285,4 @@ _READERS: tuple[Callable[[_Decoder, Any], Any], ...] = (
     lambda decoder, content: decoder._record(*content),
     lambda decoder, content: decoder._opaque(*content),
 )
-"""How the values of each extension type are made, by its code."""
+"""Functions that create the values of each extension type, indexed by its code."""

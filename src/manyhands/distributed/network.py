@@ -1,4 +1,4 @@
-"""The network: which address and interface leads to a host, and listeners that are open there and nowhere else."""
+"""Network addresses and interfaces between hosts, and listeners that are bound to one address only."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..core import SettingsError
 
 LOOPBACK = "127.0.0.1"
 FIRST_SECONDS = 1.0
-"""How long a connection may say nothing before it is closed."""
+"""Seconds that a new connection may be silent before it is closed."""
 MAX_UNPROVED, MAX_UNPROVED_OF_ONE = 16, 8
-"""Connections at a time that have not proved anything: in all, and from one address."""
+"""Maximum number of unauthenticated connections at a time: in total, and from one address."""
 
 
 class PortTaken(SettingsError):
-    """Another program of this machine listens there."""
+    """Another program on this machine listens on the port."""
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port.
+    """Return the host and the port of HOST:PORT.
 
     >>> parse_endpoint("host1:7777")
     ('host1', 7777)
@@ -40,7 +40,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def resolve_host(name: str) -> str:
-    """The IPv4 address of a host."""
+    """Return the IPv4 address of a host."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
@@ -53,7 +53,7 @@ def resolve_host(name: str) -> str:
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another; the same address where it is one of ours."""
+    """Return this machine's address on the route to another; the same address if it is one of this machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -67,17 +67,17 @@ def address_towards(address: str) -> str:
 
 
 def is_ours(address: str) -> bool:
-    """Whether an address is one of this machine's."""
+    """Return whether an address is one of this machine's."""
     return is_loopback(address) or address in our_addresses()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads nowhere but to this machine itself."""
+    """Return whether an address is a loopback address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name or an address is this machine's.
+    """Return whether a name or an address is this machine's.
 
     >>> is_this_host("localhost")
     True
@@ -91,7 +91,7 @@ def is_this_host(name: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an address."""
+    """Return the name of the interface that has an address."""
     if is_loopback(address):
         return "lo"
     found = our_addresses().get(address)
@@ -102,12 +102,12 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A listener on one address only."""
+    """Return a listening socket on one address only."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
-        # Two that reuse an address may both bind; only one may listen.
+        # Two sockets with SO_REUSEADDR may both bind; only one may listen.
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -124,9 +124,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Unproved:
-    """Connections to a listener that have not authenticated themselves yet; where there are too many the oldest goes.
+    """Connections to a listener that are not authenticated yet; if there are too many, the oldest is closed.
 
-    New connections are never refused, so idle ones cannot keep a host with the right secret out.
+    New connections are never refused, so idle ones cannot block a host with the right secret.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Unproved:
         self._addresses: dict[socket.socket, str] = {}
 
     def add(self, connection: socket.socket, address: str) -> None:
-        """Take a new connection in, and close the oldest one where that is one too many."""
+        """Add a new connection, and close the oldest one if there are too many."""
         with self._guard:
             same = [one for one, theirs in self._addresses.items() if theirs == address]
             if len(same) >= MAX_UNPROVED_OF_ONE:
@@ -144,7 +144,7 @@ class Unproved:
             self._addresses[connection] = address
 
     def remove(self, connection: socket.socket) -> bool:
-        """Forget a connection that has proved itself or has ended; False where it was closed by `add` before."""
+        """Remove a connection that is authenticated or has ended; return False if `add` has closed it before."""
         with self._guard:
             return self._addresses.pop(connection, None) is not None
 
@@ -156,13 +156,13 @@ class Unproved:
 
     def _close(self, connection: socket.socket) -> None:
         del self._addresses[connection]
-        # Its own thread closes it, when it reads that nothing more will come.
+        # Its own thread closes the socket when it reads the end of the stream.
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:
-    """A store behind a listener of ours: given a host name, torch would listen on every interface."""
+    """Serve a store on an existing listener: given a host name, torch would listen on every interface."""
     address, port = listener.getsockname()
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
@@ -170,13 +170,13 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
 
 
 def reach_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """The store that another process serves."""
+    """Connect to the store that another process serves."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Let gloo listen on loopback for a group of one process; by itself it listens where the host's name leads."""
+    """Let gloo listen on loopback for a group of one process; by default it uses the host name's address."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     if "lo" in psutil.net_if_addrs():
@@ -190,7 +190,7 @@ def gloo_on_loopback() -> Iterator[None]:
 
 
 def our_addresses() -> dict[str, str]:
-    """This machine's IPv4 addresses and their interfaces."""
+    """Return this machine's IPv4 addresses and their interfaces."""
     return {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()

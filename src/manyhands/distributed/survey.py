@@ -1,4 +1,4 @@
-"""A survey: hosts that are about to train together compare what must be equal, and measure what lies between them."""
+"""A survey: hosts that will train together compare their software and data, and measure the links between them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .messages import message
 from .world import World
 
 MAX_SKEW = 2.0
-"""Seconds that clocks may differ: tokens expire and events are ordered by them."""
+"""Maximum difference of clocks in seconds: token expiry and the order of events depend on them."""
 
 
 @message
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says of itself."""
+    """What one rank reports about itself."""
 
     rank: int
     host: str
@@ -32,12 +32,12 @@ class RankFacts:
     python: str
     clock: float
     data: str = ""
-    """A digest of the task's data, where there is a task."""
+    """A digest of the task's data, if there is a task."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found: all ranks, the ways between hosts, and what would go wrong."""
+    """The result of a survey: all ranks, the links between hosts, and warnings."""
 
     ranks: tuple[RankFacts, ...]
     links: tuple[MeasuredLink, ...]
@@ -45,19 +45,19 @@ class Survey:
 
     @property
     def chosen(self) -> dict[str, MeasuredLink]:
-        """By host the way that carries the traffic."""
+        """Return the link of each host that carries the traffic."""
         return best(list(self.links))
 
 
 def survey(world: World, data: str = "") -> Survey:
-    """Compares the ranks of a world and measures the ways between hosts; all ranks call it together."""
+    """Compare the ranks of a world and measure the links between hosts; all ranks must call it."""
     ranks = facts(world, data)
     links = measure(world) if world.size > 1 else []
     return Survey(tuple(ranks), tuple(links), tuple(differences(ranks)))
 
 
 def require_alike(world: World) -> None:
-    """Refuses ranks whose versions of manyhands, torch or Python differ: they would fail later, and less clearly."""
+    """Raise if ranks have different versions of manyhands, torch or Python: they would fail later, and less clearly."""
     found = [text for text in differences(facts(world)) if " differs: " in text]
     if found:
         world.close()
@@ -65,7 +65,7 @@ def require_alike(world: World) -> None:
 
 
 def facts(world: World, data: str = "") -> list[RankFacts]:
-    """What every rank says of itself, in rank order."""
+    """Return the facts of every rank, in rank order."""
     world.barrier()
     mine = RankFacts(
         rank=world.rank,
@@ -82,7 +82,7 @@ def facts(world: World, data: str = "") -> list[RankFacts]:
 
 
 def differences(ranks: Sequence[RankFacts]) -> list[str]:
-    """What should be equal on all hosts and is not, with the host and the remedy.
+    """Return what differs between hosts but must be equal, with the hosts and the remedy.
 
     >>> one = Facts(0, "host1", "cpu", "0.1", "2.13", "3.11", clock=0.0)
     >>> differences([one, Facts(1, "host2", "cpu", "0.1", "2.12", "3.11", clock=0.5)])

@@ -1,4 +1,4 @@
-"""The world over torch.distributed: gloo, and nccl where every rank has a GPU of its own."""
+"""The world over torch.distributed: gloo, and also NCCL where every rank has its own GPU."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _OPS = {
 }
 
 _PAIR = struct.Struct("@n")
-"""The number of a pair, as gloo's listeners read it."""
+"""The number of a pair in the format that gloo's listeners read."""
 CONFIRM_SECONDS = 20.0
-"""How long a peer may take to prove over a new connection that it is a rank of this job."""
+"""Seconds that a peer may take to prove over a new connection that it is a rank of this job."""
 PART_BYTES, MAX_PARTS = 1 << 18, 8
-"""Sizes of the parts in which large messages are exchanged over gloo, and how many there are at the most."""
+"""Size of the chunks in which gloo exchanges large messages, and the maximum number of chunks."""
 
 
 def backend_for(devices: Sequence[Device]) -> str:
-    """Nccl beside gloo where each rank has its own GPU (nccl refuses two on one), else gloo alone."""
+    """Return NCCL with gloo where each rank has its own GPU (NCCL refuses two ranks on one), else gloo alone."""
     cuda = {(d.host, d.index) for d in devices if d.kind == "cuda"}
     return "cpu:gloo,cuda:nccl" if len(cuda) == len(devices) else "gloo"
 
 
 class _GroupWorld(World):
-    """Collectives within a group of torch's."""
+    """Collectives within a process group of torch.distributed."""
 
     _group: dist.ProcessGroup
     _aside: dist.ProcessGroup
-    """For what overlaps with backward: on gloo a layer's own collectives must not get between its sums."""
+    """For collectives that overlap with backward: on gloo, a layer's own collectives must not interleave with them."""
     _is_nccl = False
     _whole: World
-    """The world that owns the connections, and counts the time spent waiting."""
+    """The world that owns the connections and counts the time spent waiting."""
     _objects: ObjectGather
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
@@ -103,7 +103,7 @@ class _GroupWorld(World):
         return _Many(pending, lambda: torch._foreach_copy_([found[:, part] for part in parts], landed))
 
     def _parts_of(self, tensor: Tensor, count: int) -> Iterator[slice]:
-        """A few parts of a large message on gloo: what makes the next one ready stands in line behind the last."""
+        """Yield the slices of a large message on gloo, so that one part is in flight while the next is prepared."""
         num_parts = 1
         if not self._is_nccl:
             num_parts = max(1, min(MAX_PARTS, tensor.numel() * tensor.element_size() // PART_BYTES))
@@ -116,7 +116,7 @@ class _GroupWorld(World):
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        # Gloo sends from the host's memory and receives into it.
+        # Gloo sends from host memory and receives into it.
         here = tensor if self.is_recordable or tensor.device.type == "cpu" else tensor.cpu()
         with self._naming("send"):
             work = dist.isend(here, dist.get_global_rank(self._group, to), group=self._group, tag=tag)
@@ -139,7 +139,7 @@ class _GroupWorld(World):
 
     @contextlib.contextmanager
     def _naming(self, operation: str) -> Iterator[None]:
-        """Turns a broken connection into an error that says who was lost, in which operation, at which line."""
+        """Convert a broken connection into a PeerLost error with the lost peer, the operation and the caller's line."""
         start, before = time.perf_counter(), self._whole.diary.begin(operation)
         try:
             if self.line.has_lost(self.seat.generation):
@@ -160,9 +160,9 @@ class _GroupWorld(World):
 
 
 class TorchWorld(_GroupWorld):
-    """Ranks in processes of their own, joined through a store under their generation's own prefix.
+    """Ranks in separate processes, joined through a store under the prefix of their generation.
 
-    `key` is the secret of this generation; without one, what other processes write and send is not told apart.
+    `key` is the secret key of this generation; without one, messages of other processes are not detected as foreign.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class TorchWorld(_GroupWorld):
         super().__init__(seat, line)
         self._key = key or RankKey.none()
         self._objects = ObjectGather(self._key, "whole", seat.rank)
-        # A value that others wrote counts as none for as long as a rank may take to write the true one.
+        # A value written by another process is ignored for as long as a rank may take to write the authentic one.
         self._root = SignedStore(store, self._key, seat.timeout / 10)
         self._store = dist.PrefixStore(f"ports{seat.generation}", self._root)
         self._marks = dist.PrefixStore(f"marks{seat.generation}", self._root)
@@ -180,7 +180,7 @@ class TorchWorld(_GroupWorld):
         self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
         self._is_nccl = "nccl" in backend and self.device.type == "cuda"
         self._opening: set[int] | None = None
-        """While connections are made, the sockets that there were before."""
+        """The sockets that were open before, while connections are being made."""
         line.on_lost(seat.generation, self._abort)
         line.asked = functools.partial(answer, self.diary)
         self._watchman = Watchman(self.diary, STALL * seat.timeout, self._tell_stall)
@@ -214,7 +214,7 @@ class TorchWorld(_GroupWorld):
     def is_loss(self, error: BaseException) -> bool:
         if isinstance(error, PeerLost | NotAuthentic):
             return True
-        # What torch's own parts raise when their connections are shut is not wrapped by anybody.
+        # Errors that torch's own parallel modules raise when their connections are shut down are not wrapped.
         is_broken = isinstance(error, RuntimeError) and _is_connection_error(error)
         return is_broken and bool(self.line.wait_for_news(self.seat.generation, self.seat.patience))
 
@@ -258,10 +258,11 @@ class TorchWorld(_GroupWorld):
 
     @contextlib.contextmanager
     def _opening_groups(self) -> Iterator[dict[str, dist.ProcessGroup]]:
-        """Confirm the connections of new groups, which the caller puts into the dict by names that all ranks use.
+        """Confirm the connections of new groups, which the caller puts into the dict under names that all ranks use.
 
-        Adds the ports that gloo listens on, of all ranks: both ends of a connection are known by them. All ranks make
-        their groups in one order, so they meet under one number.
+        Also adds the ports that gloo listens on, of all ranks, by which `_abort` recognizes their connections. All
+        ranks
+        create their groups in the same order, so they use the same round number.
         """
         before, self._opening = set(_listening_ports()), _inodes()
         groups: dict[str, dist.ProcessGroup] = {}
@@ -275,7 +276,7 @@ class TorchWorld(_GroupWorld):
             self._opening = None
 
     def _tell_stall(self, entry: Event) -> None:
-        """Where somebody can ask the others too, they are asked; else this rank says by itself where it stands."""
+        """Report a stall to the coordinator, which asks the other ranks; without a coordinator, print it to stderr."""
         if self.line.is_watched:
             self.line.report(entry)
         else:
@@ -286,11 +287,11 @@ class TorchWorld(_GroupWorld):
         self._watchman.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # A group that failed while it was made has taken a number, by which ranks would miss each other the next time.
+        # A group that failed during creation has used up a number, so the ranks' group names would differ next time.
         dist.distributed_c10d._world.group_count = 0
 
     def _abort(self) -> None:
-        """Wakes whoever waits in a collective: gloo has no abort of its own, but its sockets can be shut."""
+        """Wake threads that are blocked in a collective: gloo has no abort, but its sockets can be shut down."""
         for sock in _sockets():
             with sock, contextlib.suppress(OSError):
                 ends = {sock.getsockname()[1], sock.getpeername()[1]}
@@ -299,7 +300,7 @@ class TorchWorld(_GroupWorld):
         if self._opening is not None:
             _break_off(self._opening, self.seat.size)
         if self.line.recovers:
-            # Now and then gloo goes on waiting to send, without a single connection, until its time limit.
+            # Gloo sometimes keeps waiting to send until its time limit, although all connections are gone.
             diary = self.diary
             late = threading.Timer(self.seat.patience, self._leave_gloo, [diary.number, diary.since, self._opening])
             late.daemon = True
@@ -310,7 +311,7 @@ class TorchWorld(_GroupWorld):
                 group.abort()
 
     def _leave_gloo(self, number: int, since: float, opening: set[int] | None) -> None:
-        """Ends the process if it still waits where it was left alone; another takes its place."""
+        """Exit the process if it is still blocked in the same operation; the coordinator replaces it."""
         diary = self.diary
         waits = diary.operation not in ("", STEP) and (diary.number, diary.since) == (number, since)
         if waits or (opening is not None and self._opening is opening):
@@ -320,7 +321,7 @@ class TorchWorld(_GroupWorld):
 
 
 class _Along(_GroupWorld):
-    """Some ranks of a world, which goes on to own the connections."""
+    """A subset of a world's ranks; the whole world still owns the connections."""
 
     def __init__(
         self, whole: TorchWorld, group: dist.ProcessGroup, aside: dist.ProcessGroup, objects: ObjectGather
@@ -344,11 +345,11 @@ class _Along(_GroupWorld):
         raise UsageError("a mesh is made of the whole world", got="some of its ranks", remedy="ask the whole world")
 
     def close(self) -> None:
-        """The whole world closes its groups."""
+        """Do nothing: the whole world closes its groups."""
 
 
 class _Many(Pending):
-    """Several collectives as one, and what to do when all are complete."""
+    """Several collectives as one, with a function to call when all are complete."""
 
     def __init__(self, pending: Sequence[Pending], then: Callable[[], object] = lambda: None) -> None:
         self._pending, self._then = pending, then
@@ -363,7 +364,7 @@ class _TorchPending(Pending):
     def __init__(
         self, world: _GroupWorld, work: Any, operation: str, landing: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """`landing` is where a tensor belongs, and where it is while it travels, which must stay until then."""
+        """Wrap a torch work handle; `landing` is a tensor's destination and its buffer, which must live until then."""
         self._world, self._work, self._operation, self._landing = world, work, operation, landing
 
     def wait(self) -> None:
@@ -376,7 +377,7 @@ class _TorchPending(Pending):
 
 
 def _brief(error: RuntimeError) -> str:
-    """What the transport said, without its source file and its advice.
+    """Return a transport error without its source file and its advice.
 
     >>> _brief(RuntimeError("[/gloo/pair.cc:537] Connection closed by peer. This is typically caused by a crash."))
     'Connection closed by peer'
@@ -390,7 +391,7 @@ def _is_connection_error(error: RuntimeError) -> bool:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Copies of this process's TCP sockets."""
+    """Yield duplicates of this process's TCP sockets."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -412,7 +413,7 @@ def _listening_ports() -> Iterator[int]:
 
 
 def _inodes() -> set[int]:
-    """What this process's TCP sockets are known by."""
+    """Return the inodes of this process's TCP sockets."""
     found = set()
     for sock in _sockets():
         with sock:
@@ -421,10 +422,10 @@ def _inodes() -> set[int]:
 
 
 def _break_off(before: set[int], size: int) -> None:
-    """Wakes whoever waits in gloo for a connection that nobody will make: it knows no way to give up before its time.
+    """Wake threads that wait in gloo for a connection that no peer will make: gloo itself only gives up at its timeout.
 
-    Who connects tells gloo's listener the number of the pair that it belongs to; here every pair gets a peer that
-    is gone at once. Connections on their way to somebody who does not answer are given up.
+    A connecting peer sends gloo's listener the number of its pair; this function connects to every pair and closes the
+    connection at once. Pending connections to peers that do not answer are shut down.
     """
     for sock in _sockets():
         with sock, contextlib.suppress(OSError):
@@ -439,14 +440,14 @@ def _break_off(before: set[int], size: int) -> None:
 
 
 class _Ports:
-    """The ports that gloo listens on, of all ranks, and the store's: one is at an end of every connection."""
+    """The ports that gloo listens on, of all ranks, and the store's: every connection has one of them at one end."""
 
     def __init__(self, known: set[int]) -> None:
         self.known = known
         self._num_rounds = 0
 
     def add(self, store: dist.Store, seat: RankInfo, ours: set[int]) -> dict[int, bytes]:
-        """Take in what every rank has opened since the last time; return a fresh random number of each rank."""
+        """Add the ports that every rank has opened since the last call; return a fresh random number of each rank."""
         prefix, self._num_rounds = str(self._num_rounds), self._num_rounds + 1
         store.set(f"{prefix}/{seat.rank}", f"{secrets.token_hex(16)} {','.join(map(str, ours)) or '0'}")
         texts = [store.get(f"{prefix}/{rank}").decode().split() for rank in range(seat.size)]

@@ -1,4 +1,4 @@
-"""World: the replicas that work together, and the collectives between them. Rank and size come from here alone."""
+"""World: the ranks of a job and the collectives between them. Rank and size are only defined here."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where one rank sits: plain data that an engine gives to a process."""
+    """The rank, device and host of a process: plain data that an engine passes to it."""
 
     rank: int = 0
     size: int = 1
     device: Device = field(default_factory=lambda: Device("cpu"))
     host: str = field(default_factory=this_host)
     address: str = LOOPBACK
-    """Where other hosts of the cluster reach this one."""
+    """The address at which other hosts of the cluster reach this one."""
     generation: int = 0
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a healthy operation may take; every other time limit derives from it."""
+    """Seconds that a healthy operation may take; every other time limit is derived from it."""
     heard: int = 0
-    """The last step whose loss was known outside of the ranks when they were called together."""
+    """The last step whose loss value the coordinator had received at the time of the rendezvous."""
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for something that should come at once."""
+        """Return the seconds to wait for something that should arrive at once."""
         return min(5.0, self.timeout / 10)
 
 
 class Pending:
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Returns when the result is there."""
+        """Wait until the result is available."""
 
 
 class World(ABC):
-    """The replicas that work together. Collectives act in place or return new tensors, as named."""
+    """The replicas that train together. Collectives work in place or return new tensors, as documented for each."""
 
     def __init__(self, seat: RankInfo, line: ControlChannel) -> None:
         require_usable(seat.device)
@@ -72,46 +72,46 @@ class World(ABC):
         self.device = seat.device.torch
         self.diary = Diary()
         self.waited = 0.0
-        """Seconds that this rank stood still in collectives, waiting for others or for the network."""
+        """Seconds that this rank was blocked in collectives, waiting for other ranks or for the network."""
 
     @property
     def is_recordable(self) -> bool:
-        """Whether its collectives on this device may stand in a CUDA graph."""
+        """Return whether collectives on this device can be captured in a CUDA graph."""
         return False
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """Return whether this is rank 0, which reports for all ranks."""
         return self.rank == 0
 
     @abstractmethod
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        """Begins to combine a tensor over the ranks, in place; op is sum, avg, max or min."""
+        """Start to reduce a tensor over the ranks, in place; `op` is sum, avg, max or min."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, stacked along a new first dimension."""
+        """Return the tensors of all ranks, stacked along a new first dimension."""
 
     def start_all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
-        """Begins to stack the tensors of all ranks in `into`, beside whatever else is under way."""
+        """Start to stack the tensors of all ranks in `into`, concurrently with other collectives."""
         into.copy_(self.all_gather(tensor))
         return Pending()
 
     def start_all_to_all(self, tensor: Tensor, into: Tensor) -> Pending:
-        """Begins to send row r of a tensor to rank r; row r of `into` comes from rank r."""
+        """Start to send row r of a tensor to rank r; row r of `into` comes from rank r."""
         into.copy_(self.all_gather(tensor)[:, self.rank])
         return Pending()
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copies a tensor from one rank to all, in place."""
+        """Copy a tensor from one rank to all, in place."""
 
     def start_send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        """Begins to send a tensor to one rank, under a tag that both know; meanwhile it must stay as it is."""
+        """Start to send a tensor to one rank, under a tag that both use; it must not change while in flight."""
         raise UsageError("this world has no other rank to send to", got=to, remedy="ask for more devices")
 
     def start_receive(self, into: Tensor, source: int, tag: int) -> Pending:
-        """Begins to receive a tensor of this shape and dtype from one rank."""
+        """Start to receive a tensor of this shape and dtype from one rank."""
         raise UsageError("this world has no other rank to receive from", got=source, remedy="ask for more devices")
 
     @abstractmethod
@@ -119,23 +119,24 @@ class World(ABC):
         """Return a Python value of every rank, in rank order.
 
         Values are plain data: numbers, texts, lists, tuples, dicts, sets, tensors, arrays and classes that were
-        registered with `cluster.message`. Anything else is sent as a `cluster.Opaque`.
+        registered with
+        `distributed.messages.message`. Wrap any other object in `distributed.messages.Opaque`.
         """
 
     @abstractmethod
     def mark(self, name: str) -> None:
-        """Says that something is done, once for each name, to ranks that wait for it now or later; waits for nobody."""
+        """Set a named flag for ranks that wait for it now or later, once for each name; does not block."""
 
     @abstractmethod
     def wait_for(self, *names: str) -> None:
-        """Returns when some rank has made one of these marks."""
+        """Wait until some rank has set one of these flags with `mark`."""
 
     @abstractmethod
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """A device mesh over all ranks, one dimension per axis, for torch's own parallel parts."""
+        """Return a device mesh over all ranks, one dimension per axis, for torch's own parallel modules."""
 
     def along(self, axes: Mapping[str, int], *names: str) -> World:
-        """The ranks that differ from this one along some axes of a mesh only, as a world of their own.
+        """Return the world of the ranks that differ from this one only along some axes of a mesh.
 
         >>> NullWorld().along({"replicas": 1, "tensor": 1}, "tensor").size
         1
@@ -143,7 +144,7 @@ class World(ABC):
         return self._of(groups_along(axes, *names))
 
     def by_hosts(self) -> tuple[World, World]:
-        """The ranks of this one's host, and those in its place on every host, as worlds of their own.
+        """Return the world of the ranks on this host, and that of the ranks with the same position on every host.
 
         >>> [world.size for world in NullWorld().by_hosts()]
         [1, 1]
@@ -159,39 +160,39 @@ class World(ABC):
         return self._of(inside), self._of([list(ranks) for ranks in zip(*inside, strict=True)])
 
     def _of(self, groups: Sequence[Sequence[int]]) -> World:
-        """This rank's one of some groups of equal size."""
+        """Return the world of this rank's group among some groups of equal size."""
         if len(groups[0]) == self.size:
             return self
         return NullWorld(self.seat.device, self.line) if len(groups[0]) == 1 else self._part(groups)
 
     def _part(self, groups: Sequence[Sequence[int]]) -> World:
-        """That of these groups of ranks which this one is in, as a world of its own."""
+        """Return the world of this rank's group; called for groups of more than one rank and less than all."""
         raise UsageError("this world has no parts", got=type(self).__name__, remedy="use processes of their own")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Combines a tensor over the ranks, in place."""
+        """Reduce a tensor over the ranks, in place."""
         self.start_all_reduce(tensor, op).wait()
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Wait until every rank has called this."""
         self.gather_objects(None)
 
     def require_current(self) -> None:
-        """Raises where this world is over: also a rank that needs no other one must hear that others have come."""
+        """Raise PeerLost if this world has ended: a rank without collectives must also notice that others joined."""
         if self.line.has_lost(self.seat.generation):
             raise PeerLost("a step", caller_line(), self.line.lost)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Whether an error says only that this world is over."""
+        """Return whether an error only means that this world has ended."""
         return isinstance(error, PeerLost)
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the world."""
+        """Leave the world."""
 
 
 def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
-    """The ranks of a mesh, the last axis innermost, in groups that differ along some axes only.
+    """Return the ranks of a mesh, the last axis innermost, in groups that differ only along some axes.
 
     >>> groups_along({"replicas": 2, "tensor": 2}, "replicas")
     [[0, 2], [1, 3]]
@@ -205,7 +206,7 @@ def groups_along(axes: Mapping[str, int], *names: str) -> list[list[int]]:
 
 
 class NullWorld(World):
-    """One replica alone: every collective is the identity."""
+    """A world of one replica: every collective is the identity."""
 
     def __init__(
         self, device: Device | None = None, line: ControlChannel | None = None, seat: RankInfo | None = None
@@ -236,7 +237,7 @@ class NullWorld(World):
         pass
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """A mesh of one rank needs a process group all the same; gloo listens for it, on loopback."""
+        """Return a mesh of one rank; it needs a process group all the same, for which gloo listens on loopback."""
         import torch.distributed as dist
 
         with gloo_on_loopback():
@@ -257,29 +258,29 @@ _current: list[World] = []
 
 
 def enter_world(world: World) -> None:
-    """Makes a world the one that this process takes part in."""
+    """Set the world that this process takes part in."""
     _current[:] = [world]
 
 
 def current_world() -> World | None:
-    """The world that this process was started in; None in a program that was started by hand."""
+    """Return the world that this process was started in; None in a program that no launcher started."""
     return _current[0] if _current else None
 
 
 def caller_line() -> str:
-    """The innermost line of the person's own code that led here; ours when there is none."""
+    """Return the innermost line of user code in the current stack; the innermost line of all if there is none."""
     last = innermost(traceback.extract_stack()[:-1])
     return f"{last.filename}:{last.lineno}"
 
 
 def caller_lines() -> list[str]:
-    """The lines of the person's own code that led here, the same on every host that runs it."""
+    """Return the lines of user code in the current stack, the same on every host that runs it."""
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THEIRS)]
     return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in reversed(theirs)]
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """The last frame of the person's own code, not torch's, Keras', Python's or ours; the last one if there is none."""
+    """Return the last frame of user code, not of torch, Keras, Python or manyhands; the last frame if there is none."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return (theirs or frames)[-1]

@@ -1,4 +1,4 @@
-"""How a step is executed: recorded as CUDA graphs where it can be; what it holds; a network traced and cut."""
+"""Step execution: CUDA graph capture, memory of activations, and tracing and partitioning of networks."""
 
 from .activations import Life, StorageWatch, kept_bytes, largest_sum, lives
 from .call import Call

@@ -1,4 +1,4 @@
-"""Activations: what a forward keeps for backward, by the module that made it, and what both hold at the most."""
+"""Activation memory: what forward keeps for backward, by module, and the peak of both."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Life:
-    """A storage that a forward or a backward made, from one operation to another."""
+    """A storage that forward or backward allocated, with the times at which it was allocated and freed."""
 
     name: str
-    """The module in which it was made."""
+    """The module in which it was allocated."""
     size: int
     born: int
     died: int | None = None
     is_kept: bool = False
-    """Whether it was there when forward had returned."""
+    """Whether it still existed when forward returned."""
     in_backward: bool = False
 
 
 def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
-    """Every storage that is made by `forward` and by the backward from what it returns, in order.
+    """Return every storage that `forward` and the backward of its result allocate, in order.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> inputs = torch.zeros(16, 2)
@@ -44,15 +44,15 @@ def lives(model: nn.Module, forward: Callable[[], Any]) -> list[Life]:
     with watch.modules(), watch:
         loss = forward()
         watch.begin_backward()
-        # The gradients are let go as if they had been added to those there are.
+        # The gradients are freed as if they had been added to existing ones.
         torch.autograd.grad(loss, parameters, allow_unused=True)
     return watch.lives
 
 
 def kept_bytes(found: list[Life]) -> dict[str, int]:
-    """Bytes that were there when forward had returned, by the name of the module in which they were made.
+    """Return the bytes that existed when forward returned, by the name of the module that allocated them.
 
-    What is computed outside of the model is under the empty name. The result itself is there too, since backward starts
+    Tensors computed outside of the model are under the empty name. The result itself is included, since backward starts
     from it.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -68,9 +68,9 @@ def kept_bytes(found: list[Life]) -> dict[str, int]:
 
 
 def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows: int) -> int:
-    """The most bytes that are there at a time for so many rows, from what was made for few and for many of them.
+    """Return the peak bytes for `rows` rows, extrapolated from the storages for `few` and for `many` rows.
 
-    What backward makes in a size that does not depend on the rows is a gradient of parameters, and not counted here.
+    Storages of backward whose size does not depend on the rows are gradients of parameters, and not counted here.
     """
     if [life.name for life in small] != [life.name for life in large]:
         few, small = 0, [replace(life, size=0) for life in large]
@@ -85,7 +85,7 @@ def largest_sum(few: int, small: list[Life], many: int, large: list[Life], rows:
 
 
 class StorageWatch(TorchDispatchMode):
-    """Notes every storage that an operation makes, and whose it is."""
+    """Records every storage that an operation allocates, and its module."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class StorageWatch(TorchDispatchMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Follows which module is running."""
+        """Track which module is running."""
 
         def enter(module: nn.Module, *_: Any) -> None:
             self._inside.append(self._names.get(module, self._inside[-1]))
@@ -132,13 +132,13 @@ class StorageWatch(TorchDispatchMode):
             self.lives.append(life)
 
     def _look(self) -> None:
-        """Notes what is gone since the last storage was made."""
+        """Record which storages were freed since the last one was allocated."""
         self._time += 1
         for key in [key for key, (reference, _) in self._made.items() if reference.expired()]:
             self._made.pop(key)[1].died = self._time
 
     def begin_backward(self) -> None:
-        """Forward has returned."""
+        """Record that forward has returned and backward begins."""
         self._look()
         for _, life in self._made.values():
             life.is_kept = True
@@ -146,7 +146,7 @@ class StorageWatch(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    """What tells storages apart; 0 for a sparse tensor, which has none of its own."""
+    """Return an identifier of the tensor's storage; 0 for a sparse tensor, which has none."""
     if tensor.layout is not torch.strided:
         return 0
     return int(tensor.untyped_storage()._cdata)

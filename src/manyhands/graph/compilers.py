@@ -1,8 +1,8 @@
-"""What compiling leaves behind."""
+"""Cleanup after torch.compile."""
 
 
 def stop_compilers() -> None:
-    """Ends the processes that torch keeps for compiling more."""
+    """Stop the worker processes that torch keeps for compilation."""
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()

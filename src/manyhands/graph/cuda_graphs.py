@@ -1,4 +1,4 @@
-"""A step as CUDA graphs that are replayed, with what cannot be recorded run in between."""
+"""A training step as CUDA graphs that are replayed; parts that cannot be captured run in between."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .user_lines import culprit
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step; one that is not recorded runs as it is, in its place."""
+    """A part of a step; one that is not captured runs as it is, in its place."""
 
     run: Callable[[], None]
     recorded: bool = True
 
 
 class CannotRecord(Exception):
-    """Something in the step cannot be recorded; the text says what and where."""
+    """Raised when something in the step cannot be captured; the message names it and its line."""
 
 
 class Recording:
-    """Phases of a step, recorded one after another. Making one runs nothing on the device.
+    """The phases of a step, captured one after another as CUDA graphs. Capturing runs nothing on the device.
 
-    Recordings of one `pool` share their memory, since only one of them is replayed at a time.
+    Captured steps with the same `pool` share their memory, since only one of them is replayed at a time.
     """
 
     def __init__(self, phases: Sequence[Phase], pool: Any) -> None:
@@ -46,14 +46,14 @@ class Recording:
                 self._parts.extend(phase.run for phase in group)
 
     def replay(self) -> None:
-        """Takes the step."""
+        """Run the step."""
         for part in self._parts:
             part()
 
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
-    """Runs a step plainly, but refuses what waits for the device: that could not be recorded."""
+    """Run a step without capture, but raise on operations that synchronize with the GPU: they cannot be captured."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_mode("error")
     try:
@@ -68,7 +68,7 @@ def rehearsing() -> Iterator[None]:
 
 def _set_sync_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls the mode a prototype, each time it is set
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype each time it is set
         torch.cuda.set_sync_debug_mode(mode)
 
 
@@ -76,7 +76,7 @@ def _record(graph: torch.cuda.CUDAGraph, runs: Sequence[Callable[[], None]], poo
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
-    # Other threads go on copying batches meanwhile, so only this one is held to what a recording allows.
+    # Other threads keep copying batches during capture, so only this thread is restricted.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         for run in runs:
@@ -94,7 +94,7 @@ def _record(graph: torch.cuda.CUDAGraph, runs: Sequence[Callable[[], None]], poo
 
 
 def _heal() -> None:
-    """A recording that failed leaves torch's generator waiting for one; an empty one that succeeds sets it right."""
+    """Capture an empty graph: after a failed capture, torch's generator would otherwise stay in capture state."""
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Layers: modules that a trace keeps as one operation each, so that whoever runs it may compute them in another way."""
+"""Layers: modules that a trace keeps as one operation each, so that they can be computed in another way."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.utils import _pytree as pytree
 from .call import Call
 
 MARK = "layer"
-"""Where a graph's node keeps the layer that it stands for."""
+"""The key under which a graph node's metadata stores its layer."""
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define("layer(Tensor[] tensors, int number) -> Tensor[]")
 _under_way: list[Layer] = []
-"""The layers of the trace that is being made, by their numbers in it."""
+"""The layers of the current trace, by their numbers in it."""
 
 
 @dataclass
 class Layer:
-    """A call of a module: it takes tensors, and then the module's own parameters and buffers, in a fixed order."""
+    """A call of a module; its inputs are tensors, followed by the module's parameters and buffers, in a fixed order."""
 
     path: str
     module: nn.Module
@@ -35,11 +35,11 @@ class Layer:
     answer: Callable[[Sequence[Tensor]], Any] = tuple
 
     def run(self, tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
-        """Computes it as it is written."""
+        """Run the module's own forward."""
         return self.by(lambda _, own, *args, **kwargs: own(*args, **kwargs))(tensors, number)
 
     def by(self, compute: Callable[..., Any]) -> Callable[[Sequence[Tensor], int], list[Tensor]]:
-        """Computes it in another way, by a function of the module, its own forward, and what it is called with."""
+        """Return a function that computes the layer by `compute(module, forward, *args, **kwargs)`."""
 
         def run(tensors: Sequence[Tensor], number: int = 0) -> list[Tensor]:
             count = len(self.call.tensors)
@@ -53,7 +53,7 @@ class Layer:
 
     @contextmanager
     def _holding(self, own: Sequence[Tensor]) -> Iterator[None]:
-        """The module with these tensors for its own."""
+        """Replace the module's parameters and buffers by these tensors within the context."""
         places = [_place(self.module, name) for name in (*self.parameters, *self.buffers)]
         before = [held[name] for held, name in places]
         try:
@@ -66,29 +66,29 @@ class Layer:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers, as attention with dropout does."""
+        """Return whether the layer draws random numbers, as attention with dropout does."""
         share = getattr(self.module, "dropout", 0.0)
         return self.module.training and isinstance(share, float) and share > 0
 
     @property
     def changes(self) -> bool:
-        """Whether it changes its buffers, as batch statistics do."""
+        """Return whether the layer changes its buffers, as batch statistics do."""
         return isinstance(self.module, _NormBase) and self.module.training and self.module.track_running_stats
 
 
 def layer_of(node: fx.Node) -> Layer | None:
-    """The layer that a node stands for."""
+    """Return the layer of a node, or None."""
     return node.meta.get(MARK)
 
 
 def changed_by(node: fx.Node, layer: Layer) -> list[fx.Node]:
-    """The buffers that a layer changes."""
+    """Return the nodes of the buffers that a layer changes."""
     return list(node.args[0])[len(layer.call.tensors) + len(layer.parameters) :] if layer.changes else []  # type: ignore[arg-type]
 
 
 @contextmanager
 def kept_whole(model: nn.Module, names: Sequence[str]) -> Iterator[list[Layer]]:
-    """Modules of these names are one operation each in a trace that is made inside; gives the list of their calls."""
+    """Trace modules of these names as one operation each within the context; yields the list of their calls."""
     found: list[Layer] = []
     modules = [model.get_submodule(name) for name in names]
     before = [module.__dict__.get("forward") for module in modules]
@@ -106,7 +106,7 @@ def kept_whole(model: nn.Module, names: Sequence[str]) -> Iterator[list[Layer]]:
 
 
 def mark(graph: fx.Graph, found: Sequence[Layer]) -> None:
-    """Tells the nodes of a graph which layers they stand for."""
+    """Store the layers in the metadata of their nodes."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.manyhands.layer.default:
             node.meta[MARK] = found[node.args[1]]
@@ -146,7 +146,7 @@ def _without_values(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         )
 
     layer.answer = answer
-    # Not the same memory as anything that went in.
+    # Outputs must not alias any input.
     return [torch.empty_like(tensor) for tensor in made]
 
 

@@ -1,4 +1,4 @@
-"""Layout: pictures with their channels last in memory, which convolutions often prefer. Values stay the same."""
+"""Memory layout: images in channels_last format, which convolutions often prefer. Values stay the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def has_convolutions(model: nn.Module) -> bool:
-    """Whether another layout of pictures may matter to a network: it has convolutions, all laid out as usual.
+    """Return whether channels_last may help a network: it has convolutions, and 4-D parameters are contiguous.
 
     >>> has_convolutions(nn.Conv2d(3, 8, 3)), has_convolutions(nn.Linear(3, 8))
     (True, False)
@@ -20,7 +20,7 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 def lay_out(model: nn.Module, optimizers: Iterable[Optimizer], *, channels_last: bool) -> None:
-    """Lays four-dimensional parameters and their optimizers' state out anew, in place.
+    """Convert the memory format of 4-D parameters and their optimizer state, in place.
 
     >>> net = nn.Conv2d(3, 8, 3)
     >>> lay_out(net, [], channels_last=True)

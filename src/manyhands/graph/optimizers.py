@@ -1,4 +1,4 @@
-"""Optimizers: one pass over each parameter where torch has it, and updates that can stand in a CUDA graph."""
+"""Optimizers: fused updates where torch has them, and updates that can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 FUSED = (optim.Adam, optim.AdamW, optim.SGD)
-"""Those with a fused update, which can also be masked on the device."""
+"""Optimizers with a fused update, which can also be skipped on the device."""
 FUSED_ON_CPU = (optim.Adam, optim.AdamW, optim.Adagrad)
-"""Those that gain by it. SGD gains little, and cannot where some of its parameters have moved before and others not."""
+"""Optimizers that a fused update makes faster on a CPU.
+
+SGD gains little, and cannot be fused when only some of its parameters have been updated before.
+"""
 CAPTURABLE = (*FUSED, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
-"""Those that read their learning rate and their counters on the device. The others of torch bake one of them in:
-ASGD and Rprop the learning rate, Adagrad its counter."""
+"""Optimizers that read their learning rate and counters on the device.
+
+The others of torch bake one of them into the graph: ASGD and Rprop the learning rate, Adagrad its counter.
+"""
 
 
 def make_capturable(optimizer: Optimizer) -> str:
-    """Makes an optimizer's update fit for a CUDA graph; returns why that cannot be, "" where it can.
+    """Prepare an optimizer's update for CUDA graph capture; return why that is impossible, or "".
 
     The mathematics stay the same: learning rates become tensors, counters move to the device, and the fused update
-    is used where a person did not choose another.
+    is used
+    unless the user chose another.
     """
     reason = _reason_against(optimizer)
     if reason:
@@ -40,14 +46,14 @@ def make_capturable(optimizer: Optimizer) -> str:
 
 
 def fuse_on_cpu(optimizer: Optimizer) -> None:
-    """Takes the update that reads and writes each parameter once, where a person chose none; elsewhere torch does."""
+    """Enable the fused CPU update, which reads and writes each parameter once, unless the user chose an update."""
     if type(optimizer) not in FUSED_ON_CPU:
         return
     groups = optimizer.param_groups
     if any(group["fused"] is not None or group["foreach"] is not None or group["differentiable"] for group in groups):
         return
     parameters = [p for group in groups for p in group["params"]]
-    # A part of a tensor that lies elsewhere is no plain parameter.
+    # A sharded tensor is not a plain parameter.
     if all(type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in parameters):
         for group in groups:
             group["fused"] = True
@@ -55,7 +61,7 @@ def fuse_on_cpu(optimizer: Optimizer) -> None:
 
 
 def lie_alike(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The fused update goes through memory and not through elements: gradient and state must lie as their parameter."""
+    """Give gradients and state their parameter's strides: the fused update iterates over memory, not over elements."""
     for group in optimizer.param_groups:
         if not group["fused"]:
             continue
@@ -74,7 +80,7 @@ def lie_alike(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, each once, in some order."""
+    """Return whether a tensor's elements are contiguous in memory in some order, without overlap."""
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in sizes:
@@ -85,7 +91,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether its update can be told on the device to change nothing."""
+    """Return whether the update can be skipped by a flag on the device."""
     return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -106,7 +112,7 @@ def _reason_against(optimizer: Optimizer) -> str:
 
 
 def _fuses(optimizer: Optimizer) -> bool:
-    """Whether the fused update may be used: a person chose it, or nothing else, and it knows these parameters."""
+    """Return whether the fused update may be used: the user chose no other, and it supports these parameters."""
     chosen = [group.get("fused") is not False and not group.get("foreach") for group in optimizer.param_groups]
     kinds = [p.is_floating_point() and not p.is_complex() for group in optimizer.param_groups for p in group["params"]]
     return all(chosen) and all(kinds)

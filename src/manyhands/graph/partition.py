@@ -1,7 +1,8 @@
-"""A traced network in pieces, each for one rank, and what must cross between them.
+"""Partitioning of a traced network into pieces, each for one rank, and the tensors that cross between them.
 
-Operations that need only the inputs, or only parameters, are done again wherever they are needed: nothing crosses for a
-mask or a transposed weight. What changes a tensor in place stays together with all that sees it, as one *unit*.
+Operations that need only the inputs, or only parameters, are recomputed on every rank that needs them: a mask or a
+transposed weight is never sent. An operation that changes a tensor in place stays together with all operations that
+see the change, as one *unit*.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from .tracing import TracedGraph
 
 @dataclass
 class Unit:
-    """Operations that are not cut apart: most often a single one."""
+    """Operations that are not separated: most often a single one."""
 
     nodes: list[fx.Node]
     path: str
-    """The module that it belongs to."""
+    """The path of the module that it belongs to."""
     takes: set[int] = field(default_factory=set)
-    """Units whose results it needs, by their place in the order."""
+    """Indices of the units whose results it needs."""
 
 
 @dataclass
 class GraphPiece:
-    """What one rank computes without waiting for another."""
+    """The operations that one rank runs without waiting for another."""
 
     index: int
-    """Its place in the one order that all ranks follow; backward follows it reversed."""
+    """The position in the one order that all ranks follow; backward follows it in reverse."""
     rank: int
     nodes: list[fx.Node]
     takes: list[str] = field(default_factory=list)
@@ -47,17 +48,17 @@ class GraphPiece:
 
 @dataclass
 class Works:
-    """The operations of a traced network that are worth placing, as units in an order that respects what each needs."""
+    """The operations of a traced network that are placed on ranks, as units in topological order."""
 
     traced: TracedGraph
     facts: GraphFacts
     units: list[Unit]
     unit_of: dict[str, int]
-    """The unit of every operation that is placed; the others are done again wherever they are needed."""
+    """The unit of every placed operation; the others are recomputed on every rank that needs them."""
 
     @cached_property
     def users(self) -> dict[str, list[int]]:
-        """The units that need each result, besides its own, in order."""
+        """Return the units that need each result, without its own unit, in order."""
         users: dict[str, list[int]] = defaultdict(list)
         for index, unit in enumerate(self.units):
             for name in self.needs(unit.nodes):
@@ -65,7 +66,7 @@ class Works:
         return users
 
     def needs(self, nodes: Iterable[fx.Node]) -> list[str]:
-        """Results of other units that these operations need, also through what is done again for them."""
+        """Return the results of other units that these operations need, also through recomputed operations."""
         own = {node.name for node in nodes}
         seen: dict[str, None] = {}
         for node in self.closure(nodes):
@@ -75,7 +76,7 @@ class Works:
         return list(seen)
 
     def closure(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """These operations and all that is done again for them, with parameters and inputs, in the graph's order."""
+        """Return these operations with everything recomputed for them, parameters and inputs, in graph order."""
         found: set[fx.Node] = set()
         todo = list(nodes)
         while todo:
@@ -88,19 +89,19 @@ class Works:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The results that the network returns."""
+        """Return the results that the network returns."""
         return [node.name for node in self.traced.outputs if isinstance(node, fx.Node)]
 
     @cached_property
     def output_needs(self) -> list[str]:
-        """Results of units that what is returned is made of."""
+        """Return the results of units from which the network's outputs are computed."""
         nodes = [node for node in self.traced.outputs if isinstance(node, fx.Node)]
         rest = self.needs([node for node in nodes if node.name not in self.unit_of])
         return list(dict.fromkeys([*(node.name for node in nodes if node.name in self.unit_of), *rest]))
 
 
 def works_of(traced: TracedGraph, facts: GraphFacts) -> Works:
-    """Sorts a network's operations: what must be placed, in units, and what is done again where it is needed."""
+    """Divide a network's operations into units that are placed and operations that are recomputed where needed."""
     nodes = [n for n in traced.graph.nodes if n.op == "call_function" and n.name not in facts.numbers]
     _require_inputs_kept(traced, facts, nodes)
     placed = _placed(traced, facts, nodes)
@@ -116,7 +117,7 @@ def works_of(traced: TracedGraph, facts: GraphFacts) -> Works:
 
 
 def _require_inputs_kept(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) -> None:
-    """Refuses a network that changes what it is given, which other ranks, and the loss, have too."""
+    """Raise if a network changes its inputs in place: other ranks, and the loss, use them too."""
     for node in nodes:
         for target in mutated(node):
             while (source := aliased(target)) is not None and _dtype(facts, source) == _dtype(facts, target):
@@ -139,7 +140,7 @@ def _places(units: Sequence[Unit]) -> dict[str, int]:
 
 
 def _needed(works: Works) -> Works:
-    """Without units that lead to nothing: neither to what is returned nor to a buffer."""
+    """Remove units that contribute neither to an output nor to a buffer."""
     kept: set[int] = set()
     todo = [works.unit_of[name] for name in works.output_needs]
     for index, unit in enumerate(works.units):
@@ -155,7 +156,7 @@ def _needed(works: Works) -> Works:
 
 
 def _placed(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Operations that depend on both inputs and parameters, that draw, or that change something."""
+    """Return the operations that depend on both inputs and parameters, draw random numbers, or change a tensor."""
     changed = {n for node in nodes for n in mutated(node)}
     kinds: dict[str, set[str]] = {name: {"held"} for name in (*traced.parameters, *traced.buffers)}
     kinds.update({name: {"given"} for name in traced.inputs})
@@ -176,7 +177,7 @@ def _placed(traced: TracedGraph, facts: GraphFacts, nodes: Sequence[fx.Node]) ->
 
 
 class _Together:
-    """Operations that belong to one unit (union and find)."""
+    """Operations that belong to one unit (union-find)."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._above = {node: node for node in nodes}
@@ -222,9 +223,9 @@ def _together(traced: TracedGraph, nodes: Sequence[fx.Node], placed: set[fx.Node
 
 
 def _sorted(works: Works, order: Mapping[fx.Node, int]) -> Works:
-    """Units in an order in which each comes after what it needs, as near to the program's as that allows.
+    """Sort the units topologically, as close to the program's order as possible.
 
-    Units that need each other, as a buffer's old and its new value do, become one.
+    Units that need each other, such as a buffer's old and new value, are merged.
     """
     takes = {i: {works.unit_of[name] for name in works.needs(u.nodes)} for i, u in enumerate(works.units)}
     users: dict[int, list[int]] = defaultdict(list)
@@ -254,7 +255,7 @@ def _sorted(works: Works, order: Mapping[fx.Node, int]) -> Works:
 
 
 def _ring(takes: Mapping[int, set[int]], stuck: set[int]) -> list[int]:
-    """Units each of which needs the next, and the last the first; each of those that are stuck needs another."""
+    """Return a cycle of units, each of which needs the next; every unit in `stuck` needs another one in it."""
     way = [min(stuck)]
     while (following := min(takes[way[-1]] & stuck)) not in way:
         way.append(following)
@@ -272,7 +273,7 @@ def _merged(works: Works, ring: Sequence[int], order: Mapping[fx.Node, int]) -> 
 
 
 def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted: Iterable[str]) -> list[GraphPiece]:
-    """One piece per stage, from each unit's stage, and an end on the last stage's rank that takes what is wanted."""
+    """Return one piece per stage, and an end piece on the last stage's rank that takes the wanted results."""
     members: dict[int, list[fx.Node]] = {stage: [] for stage in range(len(ranks))}
     for unit, stage in zip(works.units, stages, strict=True):
         members[stage] += unit.nodes
@@ -281,10 +282,11 @@ def in_stages(works: Works, stages: Sequence[int], ranks: Sequence[int], wanted:
 
 
 def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
-    """Pieces from each unit's rank: as few as let ranks work at the same time and hand results on early.
+    """Return pieces from each unit's rank: as few as allow ranks to run concurrently and send results early.
 
-    A unit's level is the largest number of crossings on a way to it. Within a level, what other ranks wait for comes
-    first.
+    A unit's level is the largest number of crossings on a path to it. Within a level, units whose results other
+    ranks wait
+    for come first.
     """
     levels: list[int] = []
     for index, unit in enumerate(works.units):
@@ -299,7 +301,7 @@ def in_pieces(works: Works, homes: Sequence[int], end: int, wanted: Iterable[str
 
 
 def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int, wanted: Iterable[str]) -> set[int]:
-    """Units that lead, within their level and rank, to a result that another rank waits for."""
+    """Return the units that lead, within their level and rank, to a result that another rank waits for."""
     wanted = set(wanted)
     found: set[int] = set()
     for index in reversed(range(len(works.units))):
@@ -314,7 +316,7 @@ def _awaited(works: Works, homes: Sequence[int], levels: Sequence[int], end: int
 
 
 def _joined(works: Works, pieces: list[GraphPiece], end: int, wanted: Iterable[str]) -> list[GraphPiece]:
-    """Fills in what pieces take and give; a last one holds what the network returns."""
+    """Fill in what pieces take and give; an additional last piece holds the network's outputs."""
     last = GraphPiece(len(pieces), end, [], takes=list(dict.fromkeys(wanted)))
     made = {node.name: piece for piece in pieces for node in piece.nodes}
     for piece in pieces:
@@ -328,18 +330,18 @@ def _joined(works: Works, pieces: list[GraphPiece], end: int, wanted: Iterable[s
 
 @dataclass(frozen=True)
 class Crossing:
-    """A result on its way from the rank that makes it to one that needs it."""
+    """A result that is sent from the rank that computes it to a rank that needs it."""
 
     number: int
     name: str
     source: GraphPiece
     to: int
     first: GraphPiece
-    """The first piece there that needs it; in backward its gradient is complete after that one."""
+    """The first piece on that rank that needs it; in backward, its gradient is complete after that piece."""
 
 
 def crossings(pieces: Sequence[GraphPiece]) -> Iterator[Crossing]:
-    """Everything that crosses, in the order in which it is made."""
+    """Yield everything that is sent between ranks, in the order in which it is computed."""
     takers: dict[tuple[str, int], GraphPiece] = {}
     for piece in pieces:
         for name in piece.takes:

@@ -1,4 +1,4 @@
-"""A piece of a traced network as a function of named tensors, in segments that backward may compute again."""
+"""A piece of a traced network as a function of named tensors, in segments that backward may recompute."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .shape_propagation import by_hash, changed_at_root, is_random, plainly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Substitute = Callable[[fx.Node, str], Callable[..., Any] | None]
-"""Another function for an operation of a module, where a strategy has one."""
+"""Returns a strategy's replacement for an operation of a module, or None."""
 
 
 @dataclass
 class DrawCounter:
-    """The number of the draw that a network's first one has, in what is computed now."""
+    """The number of the first random draw of the network in the current computation."""
 
     start: int = 0
 
 
 @dataclass
 class Segment:
-    """Operations that are run in one go."""
+    """Operations that run as one function."""
 
     function: Callable[..., Any]
     takes: list[str]
     gives: list[str]
     is_repeated: bool
     contexts: Callable[[], Contexts] | None = None
-    """What the first and the second time of computing happen in, where that matters."""
+    """Returns the contexts of the first computation and of the recomputation, where they matter."""
     changes: list[int] = field(default_factory=list)
-    """Which of what it takes are buffers that it changes; computed again it must not change them again."""
+    """Indices in `takes` of buffers that it changes; a recomputation must not change them again."""
 
     def run(self, held: MutableMapping[str, Any], clock: DrawCounter) -> None:
-        """Computes it; what it takes and gives is in `held`."""
+        """Run the segment; its inputs and outputs are in `held`."""
         given = [held[name] for name in self.takes]
         if self.is_repeated and torch.is_grad_enabled():
             made = self._keeping_little(given, clock)
@@ -51,13 +51,13 @@ class Segment:
     def _keeping_little(self, given: list[Any], clock: DrawCounter) -> Any:
         again = _Again(self.function, {place: given[place] for place in self.changes}, clock)
         again.inner = self.contexts() if self.contexts is not None else (nullcontext(), nullcontext())
-        # Torch insists that what it is given stays as it was, which these do not.
+        # torch's checkpoint requires that its inputs do not change, but these buffers do.
         rest = [None if place in self.changes else tensor for place, tensor in enumerate(given)]
         return checkpoint(again, *rest, use_reentrant=False, context_fn=again.contexts)
 
 
 class _Again:
-    """A function that is called once in forward and once more in backward, where it must find and change the same."""
+    """A function that runs in forward and again in backward, where it must see the same buffers as before."""
 
     def __init__(self, function: Callable[..., Any], changed: dict[int, Tensor], clock: DrawCounter) -> None:
         self._function, self._changed, self._clock, self._start = function, changed, clock, clock.start
@@ -71,7 +71,7 @@ class _Again:
         return self._function(*(own.get(place, tensor) for place, tensor in enumerate(tensors)))
 
     def contexts(self) -> Contexts:
-        """What the first and the second time happen in."""
+        """Return the contexts of the first computation and of the recomputation."""
         return self.inner[0], self._second()
 
     @contextmanager
@@ -93,7 +93,7 @@ def segments_of(
     returned: Iterable[str] = (),
     contexts: Callable[[], Contexts] | None = None,
 ) -> list[Segment]:
-    """A piece as segments; `repeated` names the block that each module is in, where blocks are computed again."""
+    """Return a piece as segments; `repeated` maps modules to their block, where blocks are recomputed."""
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in piece.nodes:
         block = repeated.get(works.traced.paths[node.name], "")
@@ -162,7 +162,7 @@ def _compiled(root: torch.nn.Module, graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _drawn(function: Callable[..., Any], clock: DrawCounter, offset: int) -> Callable[..., Any]:
-    """Draws what the whole network would draw here: the generator's seed is the number of the next draw."""
+    """Return the function with the generator seeded by the draw's number, so that it draws as in the whole network."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         torch.default_generator.manual_seed(clock.start + offset)

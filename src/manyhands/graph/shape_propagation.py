@@ -1,4 +1,4 @@
-"""What every operation of a traced network makes for inputs of given sizes, and how it is executed."""
+"""Shape propagation: what each operation of a traced network returns for given input sizes, and how it is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that an operation makes, without its numbers."""
+    """The shape, dtype and strides of a tensor that an operation returns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,25 +32,25 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes to carry it."""
+        """Return its size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions from the outermost to the innermost in memory."""
+        """Return the dimensions from the outermost to the innermost in memory."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], dim)))
 
 
 @dataclass
 class GraphFacts:
-    """What a traced network does for inputs of given sizes."""
+    """What a traced network computes for inputs of given sizes."""
 
     values: dict[str, Value]
     """Tensors, by node."""
     numbers: dict[str, Any]
-    """What is no tensor, such as a size: known beforehand, and the same everywhere."""
+    """Results that are no tensors, such as sizes: known in advance, and the same on all ranks."""
     draws: dict[str, int]
-    """How many random draws come before each operation that draws."""
+    """The number of random draws before each operation that draws."""
     num_draws: int = 0
 
 
@@ -63,7 +63,7 @@ def follow(
     *,
     counts_draws: bool = False,
 ) -> GraphFacts:
-    """Runs a graph on tensors without values; `tensors` are the network's own, by name, on any device."""
+    """Run a graph on fake tensors; `tensors` are the network's parameters and buffers by name, on any device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,9 +87,9 @@ def follow(
                 held[node.name] = getattr(traced.root, str(node.target))
             elif node.op == "call_function":
                 held[node.name] = _follow_one(node, held, facts, draws)
-    # At the end, because what is filled in place has a gradient only then.
+    # At the end, because a tensor that is filled in place requires a gradient only then.
     for node in traced.graph.nodes:
-        # A block that changes buffers and returns nothing is not a number that is known beforehand.
+        # A block that changes buffers and returns nothing is not a number that is known in advance.
         if node.name in held and (isinstance(held[node.name], Tensor) or not mutated(node)):
             _note(node.name, held[node.name], facts)
     return facts
@@ -114,7 +114,7 @@ def _follow_one(node: fx.Node, held: Mapping[str, Any], facts: GraphFacts, draws
 
 
 class _Count(LayoutFree):
-    """Counts what would be drawn, and draws nothing."""
+    """Counts random draws without drawing."""
 
     def words(self, shape: Shape, device: torch.device, owner: Tensor | None = None, *, shared: bool = False) -> Tensor:
         self.num_draws += 1
@@ -138,19 +138,19 @@ def _stride(made: Tensor) -> tuple[int, ...]:
 
 
 def plainly(node: fx.Node) -> Callable[..., Any]:
-    """The function of an operation; blocks in another mode are called in it, without export's own machinery."""
+    """Return the function of an operation; no_grad and autocast blocks run directly, without export's wrappers."""
     assert callable(node.target)
     layer = layer_of(node)
     if layer is not None:
         return layer.run
     if node.target is torch.ops.aten.view.default:
-        # Memory may be laid out in another way than where the network was traced, which only a reshape bears.
+        # The memory layout may differ from that of the trace, which only a reshape supports.
         return torch.ops.aten.reshape.default
     return _BLOCKS.get(getattr(node.target, "__name__", ""), node.target)
 
 
 def by_hash(node: fx.Node) -> Callable[..., Any]:
-    """The function of an operation that draws, as layout-free randomness knows it."""
+    """Return the function of an operation that draws, in the form that layout-free randomness supports."""
     name = getattr(node.target, "_opname", "")
     for place in (torch, F, Tensor):
         found = getattr(place, name, None)
@@ -160,7 +160,7 @@ def by_hash(node: fx.Node) -> Callable[..., Any]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers in this call."""
+    """Return whether an operation draws random numbers in this call."""
     layer = layer_of(node)
     if layer is not None:
         return layer.draws
@@ -176,7 +176,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes in place."""
+    """Return the arguments that an operation changes in place."""
     layer = layer_of(node)
     if layer is not None:
         return changed_by(node, layer)
@@ -192,19 +192,19 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 
 def changed_at_root(node: fx.Node) -> list[fx.Node]:
-    """The tensors whose memory an operation changes in place, also through views of them."""
+    """Return the tensors whose memory an operation changes in place, also through views of them."""
     return [root_of(target) for target in mutated(node)]
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The tensor whose memory an operation's result shares; itself where that is its own."""
+    """Return the tensor whose memory an operation's result shares; the node itself if it has its own."""
     while (source := aliased(node)) is not None:
         node = source
     return node
 
 
 def _changed_in_block(node: fx.Node) -> list[fx.Node]:
-    """What a block in another mode, such as torch.no_grad(), changes of what it is given."""
+    """Return the arguments that a block such as torch.no_grad() changes."""
     place = next(
         i for i, argument in enumerate(node.args) if isinstance(argument, fx.Node) and argument.op == "get_attr"
     )
@@ -216,7 +216,7 @@ def _changed_in_block(node: fx.Node) -> list[fx.Node]:
 
 
 def _statistics(node: fx.Node) -> list[fx.Node]:
-    """BatchNorm in training changes its running statistics, though its schema does not say so."""
+    """Return the running statistics that BatchNorm changes in training, which its schema does not declare."""
     name = getattr(node.target, "_opname", "")
     if name == "batch_norm" and node.args[5]:
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node)]
@@ -226,7 +226,7 @@ def _statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory an operation's result may share, such as that of a view; None for a new tensor."""
+    """Return the argument whose memory an operation's result may share, as for a view; None for a new tensor."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return None

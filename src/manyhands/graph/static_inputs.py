@@ -1,4 +1,4 @@
-"""Static inputs: the tensors that a recorded step reads, filled anew before each replay."""
+"""Static inputs: the tensors that a captured step reads, filled before each replay."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def shape_of(data: Any) -> Hashable | str:
-    """What must be equal for two batches to be run by one recording; a text says why this one cannot be recorded.
+    """Return a key that is equal for batches that can share a captured step, or a text why this one cannot be captured.
 
     >>> shape_of({"x": torch.zeros(2)}) == shape_of({"x": torch.ones(2)})
     True
     >>> shape_of([object()])
     'the batch holds a object, which is neither a tensor nor a number'
     """
-    # This runs before every step, so it is written out instead of going through a general walk of trees.
+    # This runs before every step, so it avoids a general tree traversal.
     if isinstance(data, Tensor):
         return (data.shape, data.dtype, data.device) if data.layout is torch.strided else "the batch is sparse"
     if isinstance(data, _PLAIN):
@@ -36,9 +36,9 @@ def shape_of(data: Any) -> Hashable | str:
 
 
 class Statics:
-    """A copy of a batch whose tensors stay where they are.
+    """A copy of a batch whose tensors keep their addresses.
 
-    `map_leaves` and `tensors` walk a batch, as the feed that made it does.
+    `map_leaves` and `tensors` traverse a batch in the same way as the feed that made it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Statics:
         self._tensors = list(tensors(self.data))
 
     def load(self, data: Any) -> None:
-        """Fills the tensors with another batch of the same shape."""
+        """Copy another batch of the same shape into the tensors."""
         if isinstance(data, Tensor):
             self.data.copy_(data)
         else:

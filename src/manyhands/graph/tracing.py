@@ -1,7 +1,7 @@
-"""Tracing: a network as a graph of operations, each with the module it belongs to. No value is computed or needed.
+"""Tracing: a network as a graph of operations, each with the module it belongs to, without computing any values.
 
-torch.export follows the network on tensors without values, so a network that lies on the meta device, or in parts on
-many ranks, can be traced as well. Sizes stay free where the network allows it.
+torch.export runs the network on fake tensors, so a network on the meta device, or one that is sharded over many ranks,
+can be traced as well. Sizes stay dynamic where the network allows it.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from .layers import kept_whole, mark
 from .user_lines import culprit
 
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-"""Operations that only look whether sizes are as they were."""
+"""Operations that only check that sizes are as expected."""
 _NET = "net"
 
 
 @dataclass(frozen=True)
 class Absent:
-    """An output that cannot be carried between ranks, such as a cache of a class that torch does not know."""
+    """An output that cannot be sent between ranks, such as a cache of a class that torch does not know."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """What a network returns: a structure with tensors at some of its leaves."""
+    """The structure of a network's output, with tensors at some of its leaves."""
 
     structure: Any
     leaves: tuple[Any, ...]
-    """The place of a tensor among those that the graph returns, in brackets; or a value of another kind."""
+    """The index of a tensor among the graph's outputs, as a `_Place`; or a value of another kind."""
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """The same structure with these tensors."""
+        """Return the structure with these tensors."""
         leaves = [tensors[leaf[0]] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
 class _Place(tuple[int]):
-    """The number of a tensor among those that a graph returns."""
+    """The index of a tensor among a graph's outputs."""
 
 
 @dataclass
 class TracedGraph:
-    """A network's graph. Node names are the currency: parameters, buffers, inputs and results go by them."""
+    """A network's graph. Parameters, buffers, inputs and results are identified by node names."""
 
     graph: fx.Graph
     root: nn.Module
-    """What the graph's own attributes, such as the bodies of blocks without gradients, are found in."""
+    """The module that holds the graph's own attributes, such as the bodies of no_grad blocks."""
     parameters: dict[str, str]
-    """Names of the plain module's parameters, by node."""
+    """Parameter names of the original module, by node."""
     buffers: dict[str, str]
     constants: dict[str, Tensor]
     inputs: list[str]
     outputs: list[Any]
-    """What is returned, as nodes or numbers, in order."""
+    """The outputs, as nodes or numbers, in order."""
     answer: OutputStructure
     paths: dict[str, str] = field(default_factory=dict)
-    """The module that each operation belongs to."""
+    """The path of the module that each operation belongs to."""
     bounds: Mapping[Any, Any] = field(default_factory=dict)
 
     def fits(self, call: Call) -> bool:
-        """Whether the graph holds for tensors of these sizes."""
+        """Return whether the graph is valid for tensors of these sizes."""
         placeholders = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
         found: dict[Any, int] = {}
         compound: list[tuple[Any, int]] = []
@@ -95,9 +95,9 @@ class TracedGraph:
 def trace(
     model: nn.Module, call: Call, device: torch.device, *, free: bool = False, layers: Sequence[str] = ()
 ) -> TracedGraph:
-    """Follows a network through one call, in the mode (training or evaluation) that it is in.
+    """Trace a network through one call, in its current mode (training or evaluation).
 
-    With `free` the graph holds for other sizes too, where the network allows it; that takes a few times as long.
+    With `free` the graph is valid for other sizes too, where the network allows it; that takes a few times as long.
     Modules that `layers` names are one operation each.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -125,7 +125,7 @@ def trace(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps to itself what export says besides its errors: warnings, log lines, and printed graphs."""
+    """Suppress export's warnings, log lines and printed graphs; its errors still raise."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -137,13 +137,13 @@ def _quiet() -> Iterator[None]:
 
 
 class _Kept:
-    """What export, which puts a module's attributes back as they were, leaves alone."""
+    """Holds the output structure where export, which restores a module's attributes, does not reset it."""
 
     answer: OutputStructure
 
 
 class _Flat(nn.Module):
-    """A network that takes tensors only, and returns tensors only."""
+    """Wraps a network so that it takes and returns tensors only."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Flat(nn.Module):
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Makes a change in place of every buffer that is replaced by another tensor, which export would overlook."""
+    """Turn the replacement of a buffer by another tensor into an in-place change, which export would miss otherwise."""
     before = [
         (module, name, held) for module in model.modules() for name, held in module._buffers.items() if held is not None
     ]
@@ -192,7 +192,7 @@ def _plain(leaf: Any) -> Any:
 
 @contextmanager
 def _without_values(model: nn.Module, mode: Any, device: torch.device) -> Iterator[None]:
-    """Tensors without values in the place of parameters and buffers; a tied one is tied here too."""
+    """Replace parameters and buffers by fake tensors within the context; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
     def blank(tensor: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _swapped(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[No
 
 
 def _cannot(error: Exception) -> StrategyError:
-    """Export's own words are long; the first line says what it was, and the culprit where."""
+    """Return an error with the first line of export's long message and the line of user code."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return StrategyError(
         "a network that is cut must be traced: what it does may not depend on values that are computed in it",
@@ -234,7 +234,7 @@ def _cannot(error: Exception) -> StrategyError:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The name that a tensor goes by, for each of its names: a tied one has several."""
+    """Return the first name of each tensor for all its names: a tied one has several."""
     first: dict[int, str] = {}
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in every}
@@ -271,14 +271,14 @@ def _name_of(target: Any) -> str:
 
 
 def _path_of(node: fx.Node) -> str:
-    """The innermost module in whose forward an operation stands; a module that is called again is the same one."""
+    """Return the innermost module whose forward contains an operation; repeated calls of a module share its path."""
     stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
     inner = [path.split("@")[0] for path in stack if path.split(".")[0] == _NET]
     return inner[-1][len(_NET) + 1 :] if inner else ""
 
 
 def _owner_of(node: fx.Node, buffers: Mapping[str, str]) -> str:
-    """The module of the buffer that is filled after the network's last operation."""
+    """Return the module of a buffer that is updated after the network's last operation."""
     if node.target is torch.ops.aten.copy_.default and isinstance(first := node.args[0], fx.Node):
         return buffers.get(first.name, "").rpartition(".")[0]
     return ""

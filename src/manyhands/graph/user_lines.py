@@ -1,4 +1,4 @@
-"""The line of a person's own code that an error came from."""
+"""Finds the line of user code that an error came from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..distributed import innermost
 
 
 def culprit(error: BaseException) -> str:
-    """The innermost line of the person's own code in an error's traceback, as `file.py:12: text`.
+    """Return the innermost line of user code in an error's traceback, as `file.py:12: text`.
 
     >>> try:
     ...     exec(compile("x = 1\\nx / 0", "train.py", "exec"))
@@ -25,7 +25,7 @@ def culprit(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """The innermost line of the user's own code that is running, as `file.py:12: text`."""
+    """Return the innermost line of user code in the current stack, as `file.py:12: text`."""
     return _shown(innermost(traceback.extract_stack()))
 
 

@@ -1,4 +1,4 @@
-"""What in Python a step depends on. A recording would go on with what it saw at its first time."""
+"""Watches the Python values that a step depends on: a captured step would keep the values of its capture."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set, tuple)
 _RATES = ("lr", "initial_lr")
-"""These are tensors, or put back to be: a recording reads them anew."""
+"""Learning rates are tensors, or restored as tensors: a captured step reads their current values."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-"""What every module has by itself: its parts, parameters, buffers and hooks, which are looked at by their own rules."""
+"""Attributes of every nn.Module: submodules, parameters, buffers and hooks, which have their own checks."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MAX_FUNCTIONS = 100
 MAX_ITEMS = 64
-"""Containers and tensors on the host up to this size are looked into, longer ones by their length alone."""
+"""Containers and host tensors up to this size are compared by content, longer ones by length or address only."""
 
 Facts = Iterator[tuple[str, Any]]
 
 
 class ValueWatch:
-    """Looks at numbers, flags and lengths that a network, a loss function and optimizers hold, and where tensors lie.
+    """Compares numbers, flags and lengths of a network, a loss function and optimizers, and the addresses of tensors.
 
-    `settings` gives further values by name.
+    `settings` returns further values by name.
 
     >>> class Net(nn.Module):
     ...     calls = 0
@@ -57,7 +57,7 @@ class ValueWatch:
         self._optimizers, self._settings = list(optimizers), settings
         forwards = {type(module).forward for module in model.modules() if _is_theirs(type(module))}
         self._functions = _reached([function, *forwards])
-        # A criterion with a state of its own is as much part of the step as the network.
+        # A loss module with its own state is as much part of the step as the network.
         criteria = [value for f in self._functions for _, value in _names_of(f) if isinstance(value, nn.Module)]
         self._models = list(dict.fromkeys([model, *criteria]))
         self._seen = self._facts()
@@ -65,7 +65,7 @@ class ValueWatch:
         self._hold()
 
     def changed(self) -> str:
-        """The first value that is not what it was at the last look, by name; "" where none is."""
+        """Return the name of the first value that changed since the last check, or ""."""
         before, self._seen = self._seen, self._facts()
         self._hold()
         if self._seen == before:
@@ -75,7 +75,7 @@ class ValueWatch:
         return names[0]
 
     def is_same(self) -> bool:
-        """A quick look, for every step: numbers and flags of modules and optimizers, and where tensors lie."""
+        """Run a quick check, for every step: numbers and flags of modules and optimizers, and addresses of tensors."""
         for values, size, held in self._held:
             if len(values) != size:
                 return False
@@ -87,12 +87,12 @@ class ValueWatch:
         return self._places() == self._lying
 
     def drew(self) -> str:
-        """Which generator on the host gave numbers since the last look; "" if none."""
+        """Return which random generator on the host was used since the last check, or ""."""
         before, self._drawn = self._drawn, _drawn()
         return next((name for name in before if before[name] != self._drawn[name]), "")
 
     def hooked(self) -> str:
-        """What has a hook of the person's own, which a recording would not run; "" if nothing has."""
+        """Return what has a user's hook, which a captured step would not run, or ""."""
         for model in self._models:
             for name, module in model.named_modules():
                 if _has_hook(module, _HOOKS):
@@ -103,7 +103,7 @@ class ValueWatch:
         return "every module" if _has_hook(torch_module, _GLOBAL_HOOKS) else ""
 
     def _hold(self) -> None:
-        """Keeps what the quick look compares with."""
+        """Store the values that the quick check compares with."""
         owners = [vars(module) for model in self._models for module in model.modules()]
         owners += [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._held = [
@@ -116,7 +116,7 @@ class ValueWatch:
         self._lying = self._places()
 
     def _places(self) -> list[int]:
-        """Where the tensors lie that a recording reads and writes."""
+        """Return the addresses of the tensors that a captured step reads and writes."""
         return [tensor.data_ptr() for _, tensor in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +153,7 @@ class ValueWatch:
 
 
 def _look(name: str, value: Any, seen: set[int]) -> Facts:
-    """What can be compared cheaply: scalars, lengths, places of tensors, and the same one level down in an object."""
+    """Yield values that are cheap to compare: scalars, lengths, tensor addresses, and those of an object."""
     if isinstance(value, _SCALARS):
         yield name, value
     elif isinstance(value, Tensor):
@@ -172,7 +172,7 @@ def _look(name: str, value: Any, seen: set[int]) -> Facts:
 
 
 def _tensor_facts(name: str, tensor: Tensor) -> Facts:
-    """A tensor on the host may be read as a number, so its value counts; one on a device by where it lies."""
+    """Yield a small host tensor's values, because Python code may read them; a device tensor's address."""
     if isinstance(tensor, nn.Parameter):
         return
     if tensor.device.type == "cpu" and tensor.numel() <= MAX_ITEMS and not tensor.is_sparse:
@@ -191,14 +191,14 @@ def _container_facts(name: str, value: Any) -> Facts:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object of the person's own kind, with attributes that may change."""
+    """Return whether a value is an object of a user's class, with attributes that may change."""
     if isinstance(value, (nn.Module, Optimizer, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
     return hasattr(value, "__dict__") and (not isinstance(value, type) or _is_theirs(value))
 
 
 def _reached(functions: list[Any]) -> list[Any]:
-    """These functions and those of the person's own that they call by a global name."""
+    """Return these functions and the user's functions that they reach by name, directly or indirectly."""
     found: list[Any] = []
     waiting = list(functions)
     while waiting and len(found) < MAX_FUNCTIONS:
@@ -210,7 +210,7 @@ def _reached(functions: list[Any]) -> list[Any]:
 
 
 def _is_theirs(value: Any) -> bool:
-    """Whether a class or function is the person's own."""
+    """Return whether a class or function is user code."""
     home = getattr(value, "__module__", "") or ""
     return home.split(".")[0] not in ("torch", "manyhands", "builtins", "numpy", "random", "math")
 
@@ -220,7 +220,7 @@ def _has_hook(owner: Any, kinds: Iterable[str]) -> bool:
 
 
 def _names_of(function: Any, *, calls: bool = False) -> Iterator[tuple[str, Any]]:
-    """The values that a function reaches by closure, global name, as a method or a partial; or what it calls."""
+    """Yield the values that a function reaches by closure, global name, as a method or a partial; or its callees."""
     reached: list[tuple[str, Any]] = []
     if hasattr(function, "func") and hasattr(function, "keywords"):
         reached += [(f"argument {i}", value) for i, value in enumerate(function.args)]
@@ -248,7 +248,7 @@ def _closed_over(function: Any, code: types.CodeType) -> list[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
         try:
             found.append((name, cell.cell_contents))
-        except ValueError:  # a variable that is not set yet
+        except ValueError:  # the variable is not set yet
             continue
     return found
 
@@ -262,7 +262,7 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _drawn() -> dict[str, Any]:
-    """Where the generators on the host stand."""
+    """Return hashes of the states of the random generators on the host."""
     return {
         "random": hash(random.getstate()),
         "numpy.random": hash(str(np.random.get_state())),

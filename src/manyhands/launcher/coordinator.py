@@ -1,6 +1,6 @@
-"""The conductor: who is in the world, under which generation; what is done when a rank or a host is lost or comes back.
+"""The coordinator: tracks the ranks of a job and its generation, and handles ranks and hosts that fail or join.
 
-It hears of ranks through places, one per host, and acts through them. Whether a job goes on is the judgement's to say.
+The coordinator reaches ranks through one `RankHost` per host. `RestartPolicy` decides whether a job continues.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .restart_policy import RankFailure, RestartPolicy
 from .zygote_handle import ZygoteHandle
 
 SETTLE_SECONDS = 5.0
-"""After a loss, how long the others may take to say that they wait, or to be lost of the same cause."""
+"""Seconds after a rank failure in which the other ranks may report that they wait, or fail from the same cause."""
 HEED_SECONDS = 5.0
-"""How long a script that was asked to stop may go on without looking whether it was, or stand in one collective."""
+"""Seconds that ranks asked to stop may run without checking the stop flag, or stay blocked in one collective."""
 
 
 class RankHost(ABC):
-    """A host with some ranks on it, as the conductor sees it."""
+    """A host with one or more ranks, as the coordinator sees it."""
 
     host: str
     devices: Sequence[Device]
 
     @property
     def running(self) -> Sequence[int]:
-        """Slots whose ranks are alive already, and wait."""
+        """Return the slots whose ranks are already running and wait for rendezvous info."""
         return ()
 
     @abstractmethod
     def start(self, slot: int, summons: RendezvousInfo) -> None:
-        """Starts the rank of a slot."""
+        """Start the rank of a slot."""
 
     @abstractmethod
     def tell(self, slot: int, message: dict[str, Any]) -> None:
-        """Sends a message to a rank."""
+        """Send a message to the rank of a slot."""
 
     @abstractmethod
     def kill(self, slot: int | None = None) -> None:
-        """Ends a rank at once, or all of the host."""
+        """Kill the rank of a slot, or all ranks of the host when `slot` is None."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ProcessExit:
 
 
 class Rendezvous:
-    """Where the ranks meet: a store on one address of this machine, opened when it is first needed."""
+    """The rendezvous of the ranks: a store on one address of this machine, started on first use."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
         self.address, self.interface = address, interface_of(address)
@@ -70,7 +70,7 @@ class Rendezvous:
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """Return the port that the store listens on; start the store on first use."""
         if self._server is None:
             listener = listen(self.address)
             self._port = listener.getsockname()[1]
@@ -78,19 +78,19 @@ class Rendezvous:
         return self._port
 
     def close(self) -> None:
-        """Nobody meets there any more."""
+        """Release the store."""
         self._server = None
 
 
 class LocalHost(RankHost, Hearer):
-    """This very host: hears its crew for the conductor."""
+    """The coordinator's own host: forwards reports of its local processes to the coordinator."""
 
     def __init__(self, host: str, devices: Sequence[Device], zygote: ZygoteHandle, parcel: int) -> None:
         self.host, self.devices = host, devices
         self._zygote, self._parcel = zygote, parcel
 
     def open(self, conductor: Coordinator) -> None:
-        """Begins to listen."""
+        """Create the local processes and connect them to the coordinator."""
         self._conductor = conductor
         self.crew = LocalProcesses(self._zygote, self._parcel, self, conductor.selector)
 
@@ -122,26 +122,27 @@ class LocalHost(RankHost, Hearer):
 
 @dataclass(eq=False)
 class RankHandle:
-    """A rank, whatever process it lives in; its number changes when others come and go."""
+    """The coordinator's record of one rank, in any process; the rank number changes when others join or leave."""
 
     place: RankHost
     slot: int
     rank: int
     is_running: bool = False
     waits: bool = False
-    """Whether it has noticed the loss and waits to be called."""
+    """Whether the rank has noticed a failure and waits for the next rendezvous."""
     done: bool = False
     result: Any = None
     failure: dict[str, Any] = field(default_factory=dict)
     loss: RankFailure | None = None
     heeds: bool = False
-    """Whether it will end by itself, as far as is known: it looks whether it should, and stands nowhere."""
+    """Whether the rank is expected to end by itself: it checks the stop flag and is not blocked in a collective."""
 
 
 def seated(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list[RankHandle]]:
-    """Members in the order of their new ranks, in whole groups; and who is left over.
+    """Return the members in the order of their new ranks, in whole groups, and the members that are left over.
 
-    A rank keeps its place within a group, because it has that part of the network; where others lack it they get it.
+    A member keeps its position within a group where possible, because it holds that part of the network; a member that
+    moves to another position receives that part.
     """
     count = len(members) // unit * unit or len(members)
     left = list(members)
@@ -156,7 +157,7 @@ def seated(members: list[RankHandle], unit: int) -> tuple[list[RankHandle], list
 
 
 class Coordinator(RunningJob):
-    """Calls ranks together, watches them, and calls those together that are left."""
+    """Starts the ranks, monitors them, and regroups the remaining ranks after a failure."""
 
     def __init__(
         self,
@@ -168,25 +169,25 @@ class Coordinator(RunningJob):
         unit: int = 1,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
-        """`unit` is how many ranks hold one network together: they are called together in whole groups only."""
+        """Create a coordinator; `unit` is the number of ranks that together hold one network, one whole group."""
         self.selector = selector or selectors.DefaultSelector()
         self._here, self._meeting, self._after_loss, self._timeout = here, meeting, after_loss, timeout
         self._judgement, self._unit = RestartPolicy(), unit
         self._members: list[RankHandle] = []
         self._newcomers: list[RankHandle] = []
-        """Who is taken in at the next call: those that have come, and those that were left over."""
+        """Ranks that join at the next rendezvous: newly arrived ones, and those that did not fill a whole group."""
         self._generation = -1
         self._has_begun = False
         self._heard = 0
-        """The last step whose loss is known here."""
+        """The last step whose loss value the coordinator has received."""
         self._committed = 0
-        """The last step that some rank is known to have taken."""
+        """The last step that some rank is known to have completed."""
         self._is_stopping = False
         self._ends_at = 0.0
-        """When ranks that were asked to stop, and of which none heeds it, are ended."""
+        """When the job is interrupted if no rank that was asked to stop is expected to end by itself."""
         self._hang: HangReport | None = None
         self._hung = -1
-        """The number of the last collective that was reported to stand still."""
+        """The number of the last collective that was reported as hanging."""
         self._losses: list[RankFailure] = []
         self._settles_at: float | None = None
         self._deadline: float | None = None
@@ -197,17 +198,17 @@ class Coordinator(RunningJob):
         here.open(self)
         self.admit(here)
 
-    # -- who is in it ---------------------------------------------------------------------------------------------
+    # -- membership -----------------------------------------------------------------------------------------------
 
     def admit(self, place: RankHost) -> None:
-        """Takes in a host's ranks: at the start, or when the ranks are called together the next time."""
+        """Add a host's ranks to the job, at the start or at the next rendezvous."""
         slots = range(len(place.devices))
         self._newcomers += [RankHandle(place, slot, -1, is_running=slot in place.running) for slot in slots]
         if self._has_begun:
             self._interrupt(f"{place.host} has come")
 
     def dismiss(self, place: RankHost, reason: str) -> None:
-        """A host is gone, with all its ranks; the others go on without it."""
+        """Remove a failed host and its ranks; depending on `after_loss`, end the job or regroup the other ranks."""
         gone = [member for member in self._members if member.place is place]
         self._newcomers = [member for member in self._newcomers if member.place is not place]
         if not gone:
@@ -221,13 +222,13 @@ class Coordinator(RunningJob):
             self._interrupt(f"{place.host} {reason}")
 
     def call(self) -> None:
-        """Calls all ranks together under a new generation; those without a process get one."""
+        """Start a rendezvous of all ranks under a new generation; start a process for each rank that has none."""
         self._generation += 1
         self._hang, self._hung = None, -1
         self._has_begun = True
         self._settles_at, self._losses = None, []
         self._members += self._newcomers
-        # The conductor's own host first: its first rank speaks for all, and writes.
+        # The coordinator's own host comes first: its first rank reports for all ranks, and writes.
         self._members.sort(key=lambda member: member.place is not self._here)
         self._members, self._newcomers = seated(self._members, self._unit)
         if self._newcomers:
@@ -248,7 +249,7 @@ class Coordinator(RunningJob):
                 member.place.tell(member.slot, {"stop": True})
 
     def _new_key(self) -> tuple[str, str]:
-        """Return the secret of this generation's ranks, in hex, and what other hosts need to make it themselves."""
+        """Return the secret key of this generation's ranks, in hex, and a salt from which other hosts derive it."""
         return secrets.token_hex(32), ""
 
     def _summons(self, rank: int, backend: str, key: str, salt: str) -> RendezvousInfo:
@@ -265,10 +266,10 @@ class Coordinator(RunningJob):
             salt=salt,
         )
 
-    # -- what is heard --------------------------------------------------------------------------------------------
+    # -- reports from ranks ---------------------------------------------------------------------------------------
 
     def heard_event(self, place: RankHost, slot: int, entry: Event) -> None:
-        """A rank reported something; one that is no member any more is not heard."""
+        """Handle an event of a rank; events of ranks that are no longer members are ignored."""
         for member in self._at(place, slot):
             if entry["kind"] in ("stalled", "stack"):
                 self._hear_hang(member, entry)
@@ -283,7 +284,7 @@ class Coordinator(RunningJob):
             self._on_event(member.rank, entry)
 
     def _hear_hang(self, member: RankHandle, entry: Event) -> None:
-        """A rank stands still, and all are asked where they are; or one has answered."""
+        """Request the stacks of all ranks when one reports a stall, or store the stack that a rank returned."""
         if entry["kind"] == "stack":
             stands = entry["operation"] not in ("", STEP) and entry["seconds"] > HEED_SECONDS
             member.heeds = entry["listens"] and not stands
@@ -295,12 +296,12 @@ class Coordinator(RunningJob):
             self._tell({"stacks": True})
 
     def heard_output(self, place: RankHost, slot: int, text: str, stream: str) -> None:
-        """A rank printed a line."""
+        """Forward a line that a rank printed."""
         for member in self._at(place, slot):
             self._on_output(member.rank, text, stream)
 
     def heard_lost_world(self, place: RankHost, slot: int, told: dict[str, Any]) -> None:
-        """A rank waits to be called together again; where nobody is known to be lost, all are."""
+        """Handle a rank that lost its peers and waits for a rendezvous; if no failure is known, regroup all ranks."""
         self._committed = max(self._committed, int(told["step"]))
         for member in self._at(place, slot):
             member.waits = int(told["lost_world"]) == self._generation
@@ -313,14 +314,14 @@ class Coordinator(RunningJob):
                 self._interrupt(str(self._losses[-1]))
 
     def heard_failure(self, place: RankHost, slot: int, failure: dict[str, Any]) -> None:
-        """A rank raised; that others lost it is only an echo."""
+        """Handle an exception of a rank; a mere echo of another rank's failure is stored and not counted."""
         for member in self._at(place, slot):
             member.failure = failure
             if not failure["echo"]:
                 self._lose(member, f"raised {failure['reason']}")
 
     def heard_end(self, place: RankHost, slot: int, end: ProcessExit) -> None:
-        """A rank's process has ended."""
+        """Handle the end of a rank's process."""
         for member in self._at(place, slot):
             member.is_running = False
             if end.done:
@@ -336,7 +337,7 @@ class Coordinator(RunningJob):
             if member.place is place and member.slot == slot:
                 yield member
 
-    # -- what is done ---------------------------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------------------------
 
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
         self._on_event, self._on_output = on_event, on_output
@@ -353,18 +354,18 @@ class Coordinator(RunningJob):
         return [member.result for member in self._members if self.is_mine(member.place)]
 
     def is_mine(self, place: RankHost) -> bool:
-        """Whether results of a host's ranks are for this program."""
+        """Return whether this program returns the results of a host's ranks."""
         return place is self._here
 
     def tick(self) -> None:
-        """What time alone brings about."""
+        """Handle what depends on time: frozen processes, hang reports, deadlines and pending decisions."""
         self._here.crew.look()
         if self._hang is not None and self._hang.is_due:
             hosts = {member.rank: member.place.host for member in self._members}
             self._say(event("hang", text=self._hang.text(hosts)))
             crossed, self._hang = self._hang.crossed, None
             if crossed and self._after_loss == "restart" and self._failed is None:
-                # A script of a person's own, in which not all ranks do the same; begun anew it would come here again.
+                # The ranks of a user's script do not all run the same collectives; a restart would deadlock again.
                 first = self._members[0]
                 reason = f"ranks wait for each other for ever, in collectives that do not fit: {crossed}"
                 self._give_up(first, RankFailure(first.rank, first.place.host, reason))
@@ -385,14 +386,17 @@ class Coordinator(RunningJob):
         self._await_heed()
 
     def _await_heed(self) -> None:
-        """Asks where all are, to know after a while whether any will end by itself."""
+        """Request the stacks of all ranks, to learn within `HEED_SECONDS` whether any rank will end by itself."""
         self._ends_at = time.monotonic() + HEED_SECONDS
         for member in self._members:
             member.heeds = False
         self._tell({"stacks": True})
 
     def _require_heed(self, now: float) -> None:
-        """A script of a person's own may never look whether it should stop, or stand where it cannot."""
+        """Raise KeyboardInterrupt if no rank will stop by itself.
+
+        A user's script may never check the stop flag, or may be blocked where it cannot.
+        """
         if not self._is_stopping or self._after_loss != "restart" or now < self._ends_at:
             return
         running = [member for member in self._members if member.is_running]
@@ -405,7 +409,7 @@ class Coordinator(RunningJob):
             place.kill()
 
     def finish(self) -> None:
-        """Leaves nothing behind, however the wait ended."""
+        """Kill all ranks and release every resource, however `wait` ended."""
         self.kill()
         self._here.crew.finish()
         self.selector.close()
@@ -413,7 +417,7 @@ class Coordinator(RunningJob):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has returned."""
+        """Return whether every rank has returned."""
         return all(member.done for member in self._members)
 
     def _is_over(self) -> bool:
@@ -421,13 +425,13 @@ class Coordinator(RunningJob):
         return not running and (self._failed is not None or self.is_complete)
 
     def _lose(self, member: RankHandle, reason: str) -> None:
-        """The others are told at once, so that nobody waits; what becomes of the job is decided a moment later."""
+        """Record a rank failure and notify the other ranks at once, so that none waits; `_decide` acts later."""
         if self._failed is not None or member.loss is not None or member.done:
             return
         failure = member.failure
         is_echo = self._after_loss == "restart" and bool(failure.get("echo"))
         if is_echo and all(other.done for other in self._members if other is not member):
-            # Nobody was lost: the others have come to the end of the script, and would do so again.
+            # No rank failed: the others reached the end of the script, and would do so again after a restart.
             reason = f"waits for ranks that have ended: {failure['reason']}"
             failure = member.failure = {**failure, "reason": reason, "error": None}
             is_echo = False
@@ -437,7 +441,7 @@ class Coordinator(RunningJob):
         if self._after_loss == "restart" and not raised:
             self._interrupt(str(member.loss))
         elif self._after_loss == "regroup" and self._members[0].done:
-            # The run is complete and saved; what one rank still had to say is not missed.
+            # The run is complete and saved, so the remaining reports of this rank are not needed.
             member.done = True
             member.place.kill(member.slot)
         elif self._after_loss != "regroup" or any(other.done for other in self._members):
@@ -446,7 +450,7 @@ class Coordinator(RunningJob):
             self._interrupt(str(member.loss))
 
     def _interrupt(self, why: str) -> None:
-        """Ends this generation."""
+        """End this generation: notify all ranks and start the settling period."""
         if self._settles_at is None and self._failed is None:
             self._settles_at = time.monotonic() + SETTLE_SECONDS
             self._tell({"lost": why, "generation": self._generation})
@@ -458,7 +462,7 @@ class Coordinator(RunningJob):
         restarts = self._after_loss == "restart"
         ending = [member for member in self._members if member.is_running and (restarts or member.loss is not None)]
         if ending:
-            # They have said that they failed, or begin anew, and need not take their time to end.
+            # These ranks have failed or will be restarted, so there is no need to wait for a clean exit.
             for member in ending:
                 member.loss = member.loss or RankFailure(member.rank, member.place.host, "was ended with the others")
                 member.place.kill(member.slot)

@@ -1,4 +1,4 @@
-"""Engines: how a function is started on devices, watched and stopped. Whoever needs processes asks one."""
+"""Engines: start a function on devices, monitor it and stop it. All code that needs processes uses an engine."""
 
 from __future__ import annotations
 
@@ -11,42 +11,46 @@ from ..distributed import DEFAULT_TIMEOUT, Device, World, resolve
 from .service import Make, Service
 
 AfterLoss = Literal["end", "regroup", "restart"]
-"""What is done when a rank is lost. "end": the job ends with its failure. "regroup": lost ranks are replaced, and `fn`
-answers a lost peer with `regroup` and goes on from there. "restart": all ranks are ended, and `fn` begins anew in all
-of them; what it raises by itself ends the job all the same."""
+"""What happens when a rank fails.
+
+- "end": the job ends with that failure.
+- "regroup": failed ranks are replaced; `fn` handles a lost peer by calling `regroup` and continues from there.
+- "restart": all ranks are killed, and `fn` is restarted in all of them; an exception that `fn` itself raises still
+  ends the job.
+"""
 OnEvent = Callable[[int, Event], None]
-"""Called with a rank and what it reported."""
+"""Called with a rank and an event that it reported."""
 OnOutput = Callable[[int, str, str], None]
-"""Called with a rank, a line that it printed, and where: "stdout" or "stderr"."""
+"""Called with a rank, a line that it printed, and the stream: "stdout" or "stderr"."""
 
 
 class RunningJob(ABC):
-    """A function running on several devices."""
+    """A function that runs on several devices."""
 
     @abstractmethod
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
-        """Returns the results in rank order, or raises the first failure after ending all the others."""
+        """Return the results in rank order, or raise the first failure after ending all other ranks."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Asks the ranks to finish their step and return."""
+        """Ask the ranks to finish their step and return."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends every rank at once."""
+        """Kill every rank at once."""
 
 
 def ignore(*_: Any) -> None:
-    """Hears something and does nothing."""
+    """Ignore an event or a line of output."""
 
 
 class Engine(ABC):
-    """Starts a function on devices, one rank each; or a service on one."""
+    """Starts a function on devices, one rank each, or a service on one device."""
 
     def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
-        """The devices that `on=` names, and notices about what was chosen; `num_wanted` of them, None for all.
+        """Return the devices that `on=` names, and notices about the choice; `num_wanted` of them, None for all.
 
-        `arithmetic` says how that number comes about.
+        `arithmetic` explains how that number was computed.
         """
         return resolve(on, num_wanted, arithmetic)
 
@@ -60,9 +64,10 @@ class Engine(ABC):
         after_loss: AfterLoss = "end",
         unit: int = 1,
     ) -> RunningJob:
-        """Runs `fn(world)` on every device; `after_loss` says what becomes of it when a rank is lost.
+        """Run `fn(world)` on every device; `after_loss` selects what happens when a rank fails.
 
-        `unit` is how many ranks hold one network together: those that are left are called in whole groups only.
+        `unit` is the number of ranks that hold one network together: the remaining ranks are regrouped in whole
+        groups only.
         """
 
     @abstractmethod
@@ -75,7 +80,9 @@ class Engine(ABC):
         on_output: OnOutput = ignore,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> Service:
-        """Makes an object by `make(world)` in a process of its own on a device; its methods are called by message.
+        """Create an object by `make(world)` in its own process on a device; its methods are called by message.
 
-        It returns at once. What the object reports by `world.line` and what it prints is heard on another thread.
+        This method returns at once. Events that the object reports through `world.line` and lines that it prints
+        are passed
+        to the callbacks on another thread.
         """

@@ -1,4 +1,4 @@
-"""The engines there are, by what `on=` names."""
+"""The registry of engines, by the value of `on=`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .engine import Engine
 
 
 def engine_for(on: object, local: Engine) -> Engine:
-    """The engine that reaches what `on=` names: another cluster's, or the local one."""
+    """Return the Ray engine if `on=` names a Ray cluster, else the local engine."""
     if isinstance(on, str) and (on == "ray" or on.startswith("ray://")):
         return _ray(on)
     return local

@@ -1,4 +1,4 @@
-"""Ranks that somebody else has launched: torchrun, a scheduler, or a shell on every host."""
+"""Ranks that another launcher has started: torchrun, a scheduler, or a shell on every host."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from .joining import TLS_VARIABLE, TOKEN_VARIABLE, Join, token_here
 from .resolvers import CHIEF, WORKER, Host, HostsFile, ResolvedCluster, Standing, is_hosts_file, understood
 
 TRAINERS = (CHIEF, WORKER)
-"""The parts of a cluster that take samples."""
+"""The roles that process training samples."""
 _kept: list[dist.Store] = []
-"""The store that this process serves, for as long as it lives."""
+"""The store that this process serves, kept alive until the process exits."""
 
 
 def described(on: object = None, environ: Mapping[str, str] | None = None) -> ResolvedCluster | None:
-    """The cluster by a hosts file, where `on` names one, else by the environment; None where neither knows of any."""
+    """Return the cluster from a hosts file, if `on` names one, else from the environment; None if there is none."""
     given = os.environ if environ is None else environ
     return HostsFile(str(on), is_this_host).read(given) if is_hosts_file(on) else understood(given)
 
@@ -62,9 +62,11 @@ def launched(
     per_host: bool = False,
     roles: Sequence[str] = TRAINERS,
 ) -> ResolvedCluster | None:
-    """The cluster that this process is a rank of, with its standing; None in a program that was started by hand.
+    """Return the cluster that this process is a rank of, with its rank; None if no launcher started this program.
 
-    With `per_host` a process that speaks for a host with several devices is a rank too. `roles` have ranks.
+    With `per_host`, a process that represents a host with several devices is one rank too. Hosts with one of
+    `roles` have
+    ranks.
 
     >>> launched(environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).size
     2
@@ -76,10 +78,11 @@ def launched(
 
 
 def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> Join | None:
-    """How this process's host joins the others with a rank per device, where a scheduler started one process per host.
+    """Return how this host joins the others with one rank per device, if a scheduler started one process per host.
 
-    None where a process is one rank, or was started by hand. With MANYHANDS_TOKEN set hosts always join like this; it
-    must be where one of them has several devices.
+    Returns None if the process is one rank, or if no launcher started it. With MANYHANDS_TOKEN set, hosts always
+    join like
+    this; the token is required if any host has several devices.
     """
     given = os.environ if environ is None else environ
     cluster = described(on, given)
@@ -100,7 +103,7 @@ def whole_host(on: object = None, environ: Mapping[str, str] | None = None) -> J
 
 
 def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
-    """The hosts that take part, of which this must be one."""
+    """Return the hosts with one of these roles; raise if this host is not one of them."""
     found = [host for host in cluster.hosts if host.role in roles]
     if cluster.host not in found:
         raise SettingsError(
@@ -112,7 +115,7 @@ def _hosts_of(cluster: ResolvedCluster, roles: Sequence[str]) -> list[Host]:
 
 
 def _with_standing(cluster: ResolvedCluster, per_host: bool, roles: Sequence[str]) -> ResolvedCluster:
-    """A process that speaks for its whole host is one rank, where the host has one device or that does not matter."""
+    """Return the cluster with one rank per host; raise if a host has several devices, unless `per_host` allows it."""
     members = _hosts_of(cluster, roles)
     many = [host for host in members if (host.num_devices or 1) > 1]
     if many and not per_host:
@@ -129,7 +132,7 @@ def _with_standing(cluster: ResolvedCluster, per_host: bool, roles: Sequence[str
 def join_launched(
     on: object = None, timeout: float = DEFAULT_TIMEOUT, *, per_host: bool = False, roles: Sequence[str] = TRAINERS
 ) -> World | None:
-    """The world of this rank, joined at the first call; None in a program that was started by hand."""
+    """Return the world of this rank, joined at the first call; None if no launcher started this program."""
     world = current_world()
     if world is not None:
         return world
@@ -162,7 +165,7 @@ def join_launched(
 
 
 def _host_by_rank(cluster: ResolvedCluster) -> list[str]:
-    """Where every rank is, as far as the source tells."""
+    """Return the host name of every rank, as far as the source provides it."""
     if cluster.size == cluster.num_hosts:
         return [host.name for host in cluster.hosts]
     counts = [host.num_devices or 1 for host in cluster.hosts]
@@ -173,9 +176,9 @@ def _host_by_rank(cluster: ResolvedCluster) -> list[str]:
 def meet(
     host: str, port: int, seat: RankInfo, line: ControlChannel, *, is_served: bool = False, names: Sequence[str] = ()
 ) -> TorchWorld:
-    """Joins ranks on one or many hosts at an address of the first one, which serves the store unless somebody does.
+    """Join ranks on one or more hosts at an address of the first one; rank 0 serves the store unless `is_served`.
 
-    `names` are the hosts of all ranks, where they are known, to name those that do not come.
+    `names` are the hosts of all ranks, if known, used to name missing ranks in the error.
     """
     address = resolve_host(host)
     if seat.rank == 0 and not is_served:
@@ -194,7 +197,7 @@ def meet(
             got=f"nobody at {host}:{port}",
             remedy="start it there, and look at the address, the network and the firewall",
         ) from None
-    # Gloo would take the interface of the host's name, which may lead nowhere.
+    # Gloo would use the interface that the host name resolves to, which other hosts may not reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address_towards(address)))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
     backend, key = _introduced(store, seat, names)
@@ -205,9 +208,9 @@ def meet(
 
 
 def _end_together(store: dist.Store, seat: RankInfo) -> None:
-    """Lets the process that serves the store end last, for a moment: others may still ask what it said in the end."""
+    """Delay the exit of rank 0, which serves the store, briefly: other ranks may still read from the store."""
     if hasattr(sys, "last_value"):
-        return  # It has failed, and the others hear of that by its end.
+        return  # This rank failed; the others notice when its process ends.
     name, deadline = f"ended{seat.generation}", time.monotonic() + seat.patience
     with contextlib.suppress(RuntimeError):
         store.add(name, 1)
@@ -216,11 +219,12 @@ def _end_together(store: dist.Store, seat: RankInfo) -> None:
 
 
 def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tuple[str, RankKey]:
-    """Return the backend and the key of ranks that somebody else has launched; they tell each other what they have.
+    """Return the backend and the key of ranks that another launcher started, after they exchange their devices.
 
-    The backend is NCCL beside gloo where every rank has a GPU of its own. The key comes from the token in
-    MANYHANDS_TOKEN and from a random number of every rank. Without a token there is none: ranks then decode nothing but
-    plain data, but cannot tell the messages of other processes on their network from their own.
+    The backend is NCCL beside gloo where every rank has its own GPU. The key is derived from the token in
+    MANYHANDS_TOKEN
+    and a random number of every rank. Without a token there is no key: ranks then decode only plain data, but cannot
+    distinguish messages of other processes on their network from their own.
     """
     token = token_here("") if os.environ.get(TOKEN_VARIABLE) else None
     signing = (
@@ -253,7 +257,7 @@ def _introduced(store: dist.Store, seat: RankInfo, names: Sequence[str]) -> tupl
 
 
 def _device(standing: Standing, on: object) -> Device:
-    """The device of this rank's number on its host; a CPU is shared by all of them."""
+    """Return the device with this rank's local number; all ranks of a host share a CPU."""
     found, _ = resolve(on)  # type: ignore[arg-type]
     if standing.local_rank < len(found):
         return found[standing.local_rank]

@@ -1,7 +1,7 @@
-"""Leases: two programs on one machine do not train on the same accelerator without knowing of each other.
+"""Leases: keep two programs on one machine from training on the same accelerator without knowing of each other.
 
-A lease is a lock on a file of this user, so it ends with the program that holds it, however that ends. The CPU is never
-leased: it is made to be shared. MANYHANDS_ON_BUSY says what happens to a program that comes second: it may `wait`,
+A lease is a lock on a file of this user, so it ends with the program that holds it, in whatever way that program ends.
+CPUs are never leased, because programs share them. MANYHANDS_ON_BUSY selects what a second program does: `wait`,
 `refuse` or `share`.
 """
 
@@ -35,7 +35,7 @@ _MAX_COMMAND = 120
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseSettings:
-    """What to do where another program holds a device."""
+    """What to do when another program holds a device."""
 
     on_busy: str = WAIT
 
@@ -57,7 +57,7 @@ class Holder:
 
     @classmethod
     def me(cls, run: str) -> Holder:
-        """This program."""
+        """Return the holder record of this program."""
         command = " ".join(shlex.join(sys.orig_argv).split())
         return cls(os.getpid(), command[:_MAX_COMMAND], run, time.time())
 
@@ -69,7 +69,7 @@ class Holder:
 
 
 class Busy(Exception):
-    """Somebody else holds a device; caught in this file."""
+    """Raised when another program holds a device; caught in this file."""
 
     def __init__(self, device: str, holder: Holder) -> None:
         super().__init__(device)
@@ -78,9 +78,9 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Holds the devices for a while; waits, and says for whom, where another program of this user has them.
+    """Hold the devices within the context; wait, and report the holder, while another program of this user holds one.
 
-    Several jobs of one program share what it holds, and so do the virtual devices cut from a real one.
+    Jobs of one program share its leases, and so do virtual devices that are parts of one real device.
 
     >>> with leased([Device("cpu")]):
     ...     pass
@@ -98,7 +98,7 @@ def leased(devices: Sequence[Device], run: str = "", say: Callable[[str], None] 
 
 
 def lease_name(device: Device) -> str:
-    """What a real device is called by every program, whichever devices that program was allowed to see.
+    """Return a name of a real device that is the same in every program, whichever devices are visible to it.
 
     >>> lease_name(Device("xpu", 1, share=0.5, slot=1))
     'xpu:1'
@@ -107,7 +107,7 @@ def lease_name(device: Device) -> str:
 
 
 def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], None]) -> bool:
-    """Returns once the devices are held; False where nothing can be locked on this machine."""
+    """Return True once the devices are held, False if no file can be locked on this machine."""
     started, told, names, listed = time.monotonic(), "", sorted(shown), ", ".join(shown.values())
     while True:
         try:
@@ -134,7 +134,7 @@ def _take(shown: Mapping[str, str], run: str, choice: str, say: Callable[[str], 
 
 
 class _Table:
-    """What this process holds, and for how many jobs."""
+    """The leases of this process, with the number of jobs that use each."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -143,7 +143,7 @@ class _Table:
         os.register_at_fork(after_in_child=self.forget)
 
     def take(self, names: Sequence[str], run: str) -> None:
-        """Takes all or none, so that nobody holds one device while it waits for another."""
+        """Take all leases or none, so that no program holds one device while it waits for another."""
         with self._guard:
             taken: list[str] = []
             try:
@@ -157,12 +157,12 @@ class _Table:
                 raise
 
     def give_back(self, names: Sequence[str]) -> None:
-        """Ends one job's part; the last one's frees a device."""
+        """Release one job's use of the leases; the last job's release frees a device."""
         with self._guard:
             self._release(names)
 
     def forget(self) -> None:
-        """A forked child has copies of the locks: it drops them, so that they end with the program itself."""
+        """Close the copies of the locks in a forked child, so that the leases end with the parent program."""
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 os.close(file)
@@ -177,7 +177,8 @@ class _Table:
             if not _is_above(holder.pid):
                 os.close(file)
                 raise Busy(name, holder) from None
-            # It waits for us, perhaps: whoever was started from a job works on that job's devices.
+            # The holder is an ancestor, perhaps waiting for this process: a program started by a job uses the job's
+            # devices.
         else:
             _write_holder(file, Holder.me(run))
         self._files[name] = file
@@ -185,20 +186,20 @@ class _Table:
     def _release(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self._files:
-                continue  # taken before a fork, and left by the child
+                continue  # taken before a fork, and closed in the child
             self._jobs[name] -= 1
             if self._jobs[name] == 0:
                 del self._jobs[name]
                 file = self._files.pop(name)
                 if _read_holder(file).pid == os.getpid():
                     os.ftruncate(file, 0)
-                # Unlocked by name: closing would leave it locked as long as any copy of the file is open.
+                # Unlock explicitly: close() alone would keep the lock while any copy of the descriptor is open.
                 fcntl.flock(file, fcntl.LOCK_UN)
                 os.close(file)
 
 
 def holders() -> dict[str, Holder]:
-    """Who holds which device at the moment, this program left out; only looks, so it gets in nobody's way."""
+    """Return the holder of each leased device, without this program; reads the files only and takes no lock."""
     found: dict[str, Holder] = {}
     for path in sorted(lease_folder().glob("*.lock")):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -212,9 +213,9 @@ def holders() -> dict[str, Holder]:
 
 
 def lease_folder() -> Path:
-    """Where this user's leases are; nobody else may write there."""
+    """Return the folder of this user's leases, which only this user may write to."""
     user = os.getuid()
-    # Programs of one user meet here whether they were started from a desktop, a shell or a timer.
+    # One folder for all programs of a user, whether they were started from a desktop, a shell or a timer.
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
     folder = base / "manyhands" if os.access(base, os.W_OK) else Path(tempfile.gettempdir()) / f"manyhands-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -237,7 +238,7 @@ def _read_holder(file: int) -> Holder:
 
 
 def _is_above(pid: int) -> bool:
-    """Whether that process started this one, itself or through others."""
+    """Return whether that process is an ancestor of this one."""
     return any(parent.pid == pid for parent in psutil.Process().parents())
 
 

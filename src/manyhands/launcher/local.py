@@ -1,4 +1,4 @@
-"""The local engine: a process per device on this machine, forked from one zygote."""
+"""The local engine: one process per device on this machine, forked from one zygote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LocalEngine(Engine):
         self._starting = threading.Lock()
 
     def warm_up(self) -> ZygoteHandle:
-        """Starts the zygote, which takes as long as importing torch, without waiting for it."""
+        """Start the zygote, which takes as long as importing torch, without waiting for it."""
         with self._starting:
             if self._zygote is None or not self._zygote.alive:
                 self._zygote = ZygoteHandle(self._preload)
@@ -70,7 +70,7 @@ class LocalEngine(Engine):
         return LocalService(make, device, self.warm_up(), on_event=on_event, on_output=on_output, timeout=timeout)
 
     def close(self) -> None:
-        """Ends the zygote and whatever still runs under it."""
+        """Stop the zygote and every process that still runs under it."""
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None

@@ -1,4 +1,4 @@
-"""A service on this machine: a process forked from the zygote, called over the line that it inherited."""
+"""A service on this machine: a process forked from the zygote, called over its inherited control channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .zygote_handle import ZygoteHandle
 
 
 class LocalService(Service, Hearer):
-    """Its process is watched by a thread, which also hears the answers; arguments travel in shared memory."""
+    """A service whose process and answers are handled by a thread; arguments are passed in shared memory."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LocalService(Service, Hearer):
     def _end_now(self) -> None:
         self._crew.kill()
 
-    # -- on the thread that watches -------------------------------------------------------------------------------
+    # -- on the monitoring thread ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         failure: BaseException | None = None
@@ -88,7 +88,7 @@ class LocalService(Service, Hearer):
         self._answered(told["number"], told["good"], outcome)
 
     def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
-        """A service is alone in its world."""
+        """Do nothing: a service has no peers."""
 
     def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
         self._failed = failure["error"] or WorkerFailed(0, self.host, failure["reason"], failure["traceback"])
@@ -100,7 +100,7 @@ class LocalService(Service, Hearer):
 
 @dataclasses.dataclass(frozen=True)
 class _Attending:
-    """What the forked process does: makes its object and answers until it is told to end."""
+    """The function of the forked process: creates the object and answers calls until it is asked to end."""
 
     make: Make
 
@@ -131,7 +131,7 @@ def _answer(line: SocketChannel, number: int, good: bool, outcome: Any) -> None:
 
 
 def _assignment(make: Make, device: Device, timeout: float) -> Assignment:
-    """For one process; of a CPU that is cut into parts it has its own part's cores."""
+    """Return the assignment of one process; on a virtual CPU device it gets only that device's cores."""
     whole = Assignment.here(_Attending(make), [device], timeout, False)
     cores = core_share(whole.cores, device.slot, round(1 / device.share)) if device.kind == "cpu" else whole.cores
     return dataclasses.replace(whole, cores=cores)

@@ -1,4 +1,4 @@
-"""Parcels: Python objects sent to processes of ours, with arrays and tensors in shared memory, once for all ranks."""
+"""Pickles in shared memory: Python objects for local processes, with arrays and tensors stored once for all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _unpacking = contextvars.ContextVar("unpacking", default=False)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with CPU tensors as out-of-band buffers, as numpy's arrays already are."""
+    """cloudpickle with CPU tensors as out-of-band buffers, as NumPy arrays already are."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
@@ -54,7 +54,7 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_gr
 
 
 def pack(obj: Any, what: str = "the task") -> int:
-    """Puts an object into anonymous shared memory and returns its file descriptor, which the caller closes."""
+    """Pickle an object into anonymous shared memory and return its file descriptor, which the caller closes."""
     buffers: list[pickle.PickleBuffer] = []
 
     def aside(buffer: pickle.PickleBuffer) -> bool:
@@ -80,7 +80,7 @@ def pack(obj: Any, what: str = "the task") -> int:
 
 
 def unpack(fd: int) -> Any:
-    """The object of a parcel; its arrays are private copy-on-write views of the shared memory."""
+    """Return the object from a shared memory pickle; its arrays are private copy-on-write views of the memory."""
     token = _unpacking.set(True)
     try:
         return _unpack(fd)
@@ -89,7 +89,7 @@ def unpack(fd: int) -> Any:
 
 
 def require_unpacked() -> None:
-    """Refuses to start processes for a module that is imported because a parcel names it: theirs would do the same."""
+    """Raise if a module starts processes while unpickling imports it: its child processes would do the same."""
     if _unpacking.get():
         line = next((frame for frame in reversed(traceback.extract_stack()) if frame.name == "<module>"), None)
         raise TaskError(
@@ -133,7 +133,7 @@ def _unsendable(obj: Any, what: str, error: Exception) -> SendError:
 
 
 def _culprit(obj: Any, path: str, depth: int = 0) -> tuple[str, Any] | None:
-    """The innermost part that cannot be pickled, and the way to it."""
+    """Return the innermost part that cannot be pickled, with the path to it."""
     if depth > 6 or _picklable(obj):
         return None
     for name, part in _parts(obj):

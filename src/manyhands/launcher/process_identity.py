@@ -1,4 +1,4 @@
-"""What a GPU is called by every program, whichever of them that program may see, and in whichever order."""
+"""A GPU's identity: a name that is the same in every program, whichever GPUs it sees and in whichever order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Listed:
-    """A GPU that the driver lists, in the order of the bus."""
+    """A GPU that the driver lists, in bus order."""
 
     uuid: str
     model: str
@@ -23,10 +23,11 @@ def gpu_identity(
     listed: Callable[[], Sequence[Listed]] | None = None,
     asked: Callable[[int], str] | None = None,
 ) -> str:
-    """The UUID of the GPU that this program calls by a number; where nobody tells it, the number on this machine.
+    """Return the UUID of the GPU with this program's index; if it cannot be determined, the index on this machine.
 
-    The driver is asked first, since that leaves CUDA untouched in this process. It counts along the bus, CUDA the
-    fastest first: where GPUs differ, only CUDA knows which one it means. A part of a GPU has a name of its own.
+    NVML is queried first, because that does not initialize CUDA in this process. NVML orders GPUs by bus, CUDA by
+    speed:
+    where GPU models differ, only CUDA knows which GPU an index means. A MIG instance has its own name.
 
     >>> gpu_identity(0, listed=lambda: [Listed("GPU-5ebe", "H200")])
     'GPU-5ebe'
@@ -37,7 +38,7 @@ def gpu_identity(
         return name
     gpus = (listed or _listed_by_driver)()
     if name.startswith("GPU-"):
-        # The beginning is enough for CUDA, where it means one GPU alone.
+        # CUDA accepts a prefix of the UUID if it matches one GPU only.
         fitting = [gpu.uuid for gpu in gpus if gpu.uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else (asked or _asked_cuda)(index) or name
     is_counted_alike = len({gpu.model for gpu in gpus}) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -47,7 +48,7 @@ def gpu_identity(
 
 
 def _listed_by_driver() -> list[Listed]:
-    """What NVML lists; nothing where there is no driver, or no nvidia-ml-py."""
+    """Return the GPUs that NVML lists; empty without a driver or nvidia-ml-py."""
     try:
         import pynvml as nvml
 
@@ -64,7 +65,7 @@ def _listed_by_driver() -> list[Listed]:
 
 
 def _asked_cuda(index: int) -> str:
-    """What CUDA itself says; empty where it does not."""
+    """Return the UUID that CUDA reports; empty if it reports none."""
     with contextlib.suppress(Exception):
         if torch.cuda.is_available():
             return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -1,4 +1,4 @@
-"""The crew: the ranks' processes on this host, forked from the zygote, heard through one selector."""
+"""The ranks' processes on this host: forked from the zygote and monitored through one selector."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from .zygote import MAX_REQUEST
 from .zygote_handle import ZygoteHandle
 
 MAX_LINE = 65536
-"""Bytes of a line that a rank may print before it is passed on in pieces."""
+"""Maximum bytes of a printed line; longer lines are forwarded in pieces."""
 ENDING_SECONDS = 5.0
 FROZEN_SECONDS = 2.0
-"""How long a rank may be stopped before it is ended; with the looks in between, it is out within five seconds."""
+"""Seconds that a rank may be stopped by a signal before it is killed; including polling, within five seconds."""
 LOOK_SECONDS = 0.5
 
 
 class Hearer(ABC):
-    """Who hears of a crew, by the slots of its ranks."""
+    """Receives the reports of local processes, identified by the slots of their ranks."""
 
     @abstractmethod
     def heard_event(self, slot: int, entry: Event) -> None:
-        """A rank reported something."""
+        """Handle an event that a rank reported."""
 
     @abstractmethod
     def heard_output(self, slot: int, text: str, stream: str) -> None:
-        """A rank printed a line."""
+        """Handle a line that a rank printed."""
 
     @abstractmethod
     def heard_lost_world(self, slot: int, told: dict[str, Any]) -> None:
-        """A rank has lost the others, and waits to be called together again."""
+        """Handle a rank that lost its peers and waits for the next rendezvous."""
 
     @abstractmethod
     def heard_failure(self, slot: int, failure: dict[str, Any]) -> None:
-        """A rank raised, and is about to end."""
+        """Handle an exception that a rank raised before it exits."""
 
     @abstractmethod
     def heard_end(self, slot: int, process: Process) -> None:
-        """A rank's process has ended."""
+        """Handle the end of a rank's process."""
 
     def heard_answer(self, slot: int, told: dict[str, Any], outcome: Any) -> None:
-        """A service has answered a call; ranks are not called."""
+        """Handle a service's answer to a call; raises here, because ranks do not receive calls."""
         raise RunError(f"rank {slot} answered what nobody asked")
 
 
 class Process:
-    """One process of a rank: its line, its output, what became of it."""
+    """One process of a rank: its control channel, its output, and how it ended."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -68,7 +68,7 @@ class Process:
         self.err, self.their_err = os.pipe()
         self.pid = 0
         self.must_end = False
-        """Whether it is killed as soon as it is there."""
+        """Whether to kill the process as soon as its pid is known."""
         self.exit_code: int | None = None
         self.heard_at = 0.0
         self.frozen_since: float | None = None
@@ -82,7 +82,7 @@ class Process:
         self.open: set[int] = {self.line.fileno(), self.fate.fileno(), self.out, self.err}
 
     def theirs(self) -> list[int]:
-        """Its ends of the line, of its output, and where its end is told."""
+        """Return the child's ends: the control channel, stdout, stderr, and the socket that reports its exit."""
         return [self.their_line.fileno(), self.their_out, self.their_err, self.their_fate.fileno()]
 
     def close_theirs(self) -> None:
@@ -92,7 +92,7 @@ class Process:
         os.close(self.their_err)
 
     def close(self, fd: int) -> None:
-        """There is no more to hear at one of our ends."""
+        """Close one of the parent's ends."""
         self.open.discard(fd)
         for sock in (self.line, self.fate):
             if sock.fileno() == fd:
@@ -101,7 +101,7 @@ class Process:
         os.close(fd)
 
     def close_ours(self) -> None:
-        """There is no more to hear at all."""
+        """Close all of the parent's ends and the pickles that were not read."""
         for fd in list(self.open):
             self.close(fd)
         for parcel in self.parcels:
@@ -109,12 +109,16 @@ class Process:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended and said all; a process that it left behind may keep its pipes open."""
+        """Return whether the process has exited and its output is read.
+
+        A process that it left behind may keep the pipes open, so after one second without output they are not
+        waited for.
+        """
         return self.exit_code is not None and (not self.open or time.monotonic() > self.heard_at + 1.0)
 
     @property
     def end(self) -> str:
-        """What became of it, in words."""
+        """Return a description of how the process ended."""
         if self.failure is not None:
             return f"raised {self.failure['reason']}"
         if self.was_frozen:
@@ -127,7 +131,7 @@ class Process:
 
 
 class LocalProcesses:
-    """Processes of ranks, at most one alive per slot."""
+    """Processes of ranks on this host, at most one alive per slot."""
 
     def __init__(self, zygote: ZygoteHandle, parcel: int, hearer: Hearer, selector: selectors.BaseSelector) -> None:
         self._zygote, self._hearer, self._selector = zygote, hearer, selector
@@ -136,7 +140,7 @@ class LocalProcesses:
         self._looked_at = 0.0
 
     def start(self, slot: int, summons: RendezvousInfo) -> None:
-        """Forks a rank that meets the others where the summons says."""
+        """Fork a rank that joins the other ranks by this rendezvous info."""
         process = Process(slot)
         self._processes.append(process)
         line, out, err, fate = process.theirs()
@@ -148,19 +152,19 @@ class LocalProcesses:
             self._listen(fd, lambda fd=fd: self._hear_output(process, fd))  # type: ignore[misc]
 
     def tell(self, slot: int, message: dict[str, Any]) -> None:
-        """Sends a message to the rank that is alive there."""
+        """Send a message to the rank that is alive in this slot."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
                 process.line.sendall(frame(message))
 
     def call(self, slot: int, number: int, parcel: int) -> None:
-        """Sends a call to the service that is alive there."""
+        """Send a call to the service that is alive in this slot."""
         for process in self._alive(slot):
             with contextlib.suppress(OSError):
                 send_frame(process.line, CALL, json.dumps({"number": number}).encode(), [parcel])
 
     def kill(self, slot: int | None = None) -> None:
-        """Ends the rank of a slot at once, or every one."""
+        """Kill the rank of a slot, or all ranks when `slot` is None."""
         for process in self._alive(slot):
             process.must_end = True
             if process.pid:
@@ -168,11 +172,11 @@ class LocalProcesses:
 
     @property
     def is_over(self) -> bool:
-        """Whether every process has ended and said all."""
+        """Return whether every process has exited and all its output is read."""
         return all(process.over for process in self._processes)
 
     def look(self) -> None:
-        """Ends ranks that somebody has stopped: the others would wait for them for ever."""
+        """Kill ranks that were stopped by a signal for too long: their peers would wait for them without end."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -187,7 +191,7 @@ class LocalProcesses:
                 self._zygote.kill(process.pid)
 
     def finish(self) -> None:
-        """Leaves no process, pipe or port behind, however the wait ended."""
+        """Kill all processes and close all pipes, however the wait ended."""
         self.kill()
         try:
             for process in self._processes:
@@ -209,7 +213,7 @@ class LocalProcesses:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _hear_fate(self, process: Process, *, last: bool = False) -> None:
-        """It was forked, or has ended."""
+        """Handle the zygote's report that a process was forked, could not be started, or has exited."""
         data = process.fate.recv(MAX_REQUEST)
         if not data:
             if process.exit_code is None:
@@ -221,7 +225,7 @@ class LocalProcesses:
             raise RunError(f"rank {process.slot} could not be started: {message['failed']}")
         if "forked" in message:
             process.pid = message["pid"]
-            # Another thread may have asked for its end before it was forked.
+            # Another thread may have called kill() before the fork.
             if process.must_end:
                 self._zygote.kill(process.pid)
         else:
@@ -232,7 +236,7 @@ class LocalProcesses:
                 self._hearer.heard_end(process.slot, process)
 
     def _hear_last_words(self, process: Process) -> None:
-        """What a rank said before it ended comes before its end, in whatever order they arrive."""
+        """Read what a rank sent before it exited, so that it is handled before the exit."""
         with contextlib.suppress(BlockingIOError):
             while process.line.fileno() in process.open:
                 process.line.setblocking(False)
@@ -272,7 +276,7 @@ class LocalProcesses:
     def _hear_output(self, process: Process, fd: int) -> None:
         chunk = os.read(fd, 65536)
         process.heard_at = time.monotonic()
-        # A progress bar ends its lines with a carriage return; a line without any end is passed on in pieces.
+        # A progress bar ends its lines with a carriage return; a line without an end is forwarded in pieces.
         *lines, process.text[fd] = (process.text[fd] + chunk.replace(b"\r", b"\n")).split(b"\n")
         if len(process.text[fd]) > MAX_LINE:
             lines, process.text[fd] = [*lines, process.text[fd]], b""
@@ -284,24 +288,24 @@ class LocalProcesses:
             self._hearer.heard_output(process.slot, line.decode(errors="replace"), stream)
 
     def _forget(self, process: Process, fd: int) -> None:
-        """Lets go of what has ended at once: a job may outlive any number of its ranks."""
+        """Release the resources of an ended process at once: a job may outlive many of its processes."""
         self._selector.unregister(fd)
         process.close(fd)
         if not process.open:
             process.close_ours()
-            # Another thread may be looking for somebody in the list that there was.
+            # A new list, because another thread may be iterating over the old one.
             self._processes = [other for other in self._processes if other is not process]
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Waits for something to hear, and hears it; what was let go of meanwhile is passed over."""
+    """Wait for events of the selector and handle them; skip those whose file descriptor was closed in between."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) is key:
             key.data()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; a debugger's does not count."""
+    """Return whether a process was stopped by a signal; a stop by a debugger does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:

@@ -1,4 +1,4 @@
-"""What a forked process does as a rank: settle on its device, join the world, run the function, report."""
+"""What a forked process does as a rank: set up its device, join the world, run the function, report the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rendezvous import RendezvousInfo, join
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """What a program may have set for the whole process, and expects in its ranks too."""
+    """Process-wide torch settings of the program, which its ranks must have as well."""
 
     default_dtype: torch.dtype
     deterministic: int
@@ -32,7 +32,7 @@ class TorchSettings:
 
     @classmethod
     def now(cls) -> TorchSettings:
-        """Those of this process."""
+        """Return the settings of this process."""
         cudnn = torch.backends.cudnn
         return cls(
             torch.get_default_dtype(),
@@ -43,7 +43,7 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Makes them those of this process."""
+        """Apply the settings to this process."""
         cudnn: Any = torch.backends.cudnn
         torch.set_default_dtype(self.default_dtype)
         torch.set_deterministic_debug_mode(self.deterministic)
@@ -54,11 +54,11 @@ class TorchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a job's ranks have in common, sent to them once as a parcel."""
+    """What all ranks of a job have in common, sent to each process as a pickle."""
 
     fn: Callable[[World], Any]
     devices: Sequence[Device]
-    """Of this host, one per slot."""
+    """The devices of this host, one per slot."""
     timeout: float
     recovers: bool
     host: str
@@ -68,11 +68,11 @@ class Assignment:
     argv: Sequence[str]
     torch: TorchSettings
     confines: bool = False
-    """Whether the function confines its process itself: it is given no environment, and settles on its own device."""
+    """Whether the function sandboxes its process itself: it gets no environment, and sets up its own device."""
 
     @classmethod
     def here(cls, fn: Callable[[World], Any], devices: Sequence[Device], timeout: float, recovers: bool) -> Assignment:
-        """Of this program, as it stands now."""
+        """Return an assignment with the current state of this program."""
         confines = bool(getattr(fn, "confines", False))
         return cls(
             fn=fn,
@@ -90,11 +90,11 @@ class Assignment:
 
 
 _kept: list[object] = []
-"""Never torn down: what a person's objects hold may wait for a process group that is gone."""
+"""Never freed: the user's objects may wait for a process group that no longer exists."""
 
 
 def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
-    """Runs one rank and returns its exit code; the outcome travels up the line."""
+    """Run one rank and return its exit code; the outcome is sent over the control channel."""
     line = SocketChannel(sock)
     slot = int(request["slot"])
     try:
@@ -106,10 +106,11 @@ def run_rank(request: dict[str, Any], sock: socket.socket, parcel: int) -> int:
         _settle(assignment, slot)
         line.recovers = assignment.recovers
         device = assignment.devices[slot]
-        # Two hosts of a job may be one machine, and are called by different names.
+        # Two hosts of a job may be one machine under different names.
         host = device.host or assignment.host
         if assignment.confines:
-            # A world tries its device, which starts the driver's threads: too early for a process to be confined.
+            # Creating a world initializes the device and starts driver threads: too early for a process that is
+            # sandboxed later.
             device = Device("cpu")
         seat = RankInfo(device=device, host=host, timeout=assignment.timeout)
         world = join(RendezvousInfo(**request["summons"]), seat, line)
@@ -130,12 +131,12 @@ def _settle_signals() -> None:
 
 
 def _settle(assignment: Assignment, slot: int) -> None:
-    """Takes over the program's folder, environment and its share of the cores."""
+    """Apply the program's folder, environment, arguments and torch settings, and set up the device."""
     assignment.torch.apply()
     with contextlib.suppress(OSError):
         os.chdir(assignment.cwd)
     if assignment.confines:
-        # Threads and contexts that were made now would be outside of what confines the process later.
+        # Threads and contexts created now would be outside of the sandbox.
         return
     os.environ.clear()
     os.environ.update(assignment.environ)
@@ -149,13 +150,13 @@ def _settle(assignment: Assignment, slot: int) -> None:
 
 
 def _pin(assignment: Assignment, slot: int) -> None:
-    """Keeps the computing thread on its own cores; the threads that carry messages, made before, stay free to move."""
+    """Pin the computing thread to its cores; communication threads, started before, stay unpinned."""
     if hasattr(os, "sched_setaffinity") and len(assignment.devices) <= len(assignment.cores):
         os.sched_setaffinity(0, core_share(assignment.cores, slot, len(assignment.devices)))
 
 
 def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
-    """The cores of one rank, so that two ranks on two cores do not fight.
+    """Return the cores of one rank, so that ranks do not compete for the same cores.
 
     >>> core_share([0, 1, 2, 3], 1, 2)
     [2, 3]
@@ -169,7 +170,7 @@ def core_share(cores: Sequence[int], rank: int, num_ranks: int) -> list[int]:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """The error itself where it can travel, else its text; and whether it is only an echo of another's."""
+    """Return a failure as a dict: the error if it is a ManyhandsError, its text, and whether it is only an echo."""
     return {
         "error": error if isinstance(error, ManyhandsError) else None,
         "reason": f"{type(error).__name__}: {error}",
@@ -187,7 +188,7 @@ def _send_failure(line: SocketChannel, error: BaseException) -> None:
 
 
 def _trimmed(error: BaseException) -> str:
-    """The traceback from the person's own first line on."""
+    """Return the traceback from the first line of user code on."""
     frames = traceback.extract_tb(error.__traceback__)
     start = next((i for i, frame in enumerate(frames) if os.sep + "manyhands" + os.sep not in frame.filename), 0)
     text = "".join(traceback.format_list(frames[start:]))
@@ -195,7 +196,7 @@ def _trimmed(error: BaseException) -> str:
 
 
 def _folder() -> str:
-    """The current folder, or the root of the machine when it was deleted."""
+    """Return the current folder, or the root folder if it was deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

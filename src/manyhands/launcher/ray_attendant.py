@@ -1,4 +1,4 @@
-"""What runs as a service in a Ray cluster: an actor that holds the object, answers calls, and keeps a mailbox."""
+"""The actor of a service in a Ray cluster: holds the object, answers calls, and queues events and output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .service import Attendant
 
 
 class RayAttendant:
-    """Calls are taken in their order; beside them there is room to be asked to end, and to be asked for news."""
+    """Handles calls in order; concurrently it accepts requests to end and requests for events and output."""
 
     def __init__(self, path: Sequence[str], folder: str) -> None:
         settle_here(path, folder)
@@ -31,11 +31,11 @@ class RayAttendant:
 
     @ray.method(concurrency_group="commands")
     def facts(self) -> dict[str, Any]:
-        """Who this is, and what it runs."""
+        """Return this process's host, address, pid and versions."""
         return facts_here()
 
     def begin(self, make: bytes, device: Device, timeout: float) -> dict[str, Any] | None:
-        """Makes the object; what kept it from that, if something did."""
+        """Create the object; return the failure if that raises, else None."""
         try:
             address = facts_here()["address"]
             seat = RankInfo(device=device, host=device.host, address=address, timeout=timeout)
@@ -46,7 +46,7 @@ class RayAttendant:
         return self._failure
 
     def call(self, asked: bytes) -> bytes:
-        """Answers a call; both are pickled."""
+        """Run a pickled call and return the pickled answer."""
         told = self._attendant.answer(*cloudpickle.loads(asked)) if self._failure is None else (False, self._failure)
         try:
             return bytes(cloudpickle.dumps(told))
@@ -55,11 +55,11 @@ class RayAttendant:
 
     @ray.method(concurrency_group="commands")
     def end(self) -> None:
-        """Whatever is computing hears that it should come to an end."""
+        """Ask the running computation to stop, through the control channel."""
         self._line.hear({"stop": True})
 
     def close(self) -> dict[str, Any] | None:
-        """The last call; how it failed, if it did."""
+        """Close the object as the last call; return the failure if that raises, else None."""
         try:
             self._attendant.close()
         except Exception as error:
@@ -68,12 +68,12 @@ class RayAttendant:
 
     @ray.method(concurrency_group="news")
     def news(self, seconds: float) -> list[News]:
-        """What was reported and printed since the last time; waits a little where that is nothing."""
+        """Return events and output since the last call; wait up to `seconds` if there are none."""
         return self._mail.take(seconds)
 
 
 class _MailLine(ControlChannel):
-    """Reports go into the mailbox."""
+    """A control channel that puts events into the mailbox."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _MailLine(ControlChannel):
 
 
 class _Lines(io.TextIOBase):
-    """Passes on what is printed, line by line."""
+    """A text stream that forwards what is printed, line by line."""
 
     def __init__(self, stream: str, put: Callable[[str, str], None]) -> None:
         self._stream, self._put, self._rest = stream, put, ""

@@ -1,7 +1,7 @@
-"""The Ray engine: an actor per host of a Ray cluster, each with a rank per device; conducted from the caller's program.
+"""The Ray engine: one actor per host of a Ray cluster, each with one rank per device; the caller runs the coordinator.
 
-Ray places the hosts (a placement group, one bundle each) and says when one is gone. Everything else is as on one
-machine: ranks are forked from a zygote, lost ones are replaced, and the run goes on from a peer's memory.
+Ray places the hosts (a placement group with one bundle each) and reports when one fails. The rest works as on one
+machine: ranks are forked from a zygote, failed ranks are replaced, and the run resumes from a peer's memory.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PRELOAD = ("manyhands.verbs", "cloudpickle", "numpy", "torch._dynamo")
 
 
 class RayEngine(Engine):
-    """Ranks on the hosts of a Ray cluster: "ray://head:10001", or "ray" for the one that this machine belongs to."""
+    """Runs ranks on the hosts of a Ray cluster: "ray://head:10001", or "ray" for the cluster of this machine."""
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def devices(self, on: Any, num_wanted: int | None, arithmetic: str = "") -> tuple[list[Device], list[str]]:
-        """All GPUs of the cluster; where it has none a CPU of every host, or of as many hosts as are wanted."""
+        """Return all GPUs of the cluster; if it has none, one CPU of every host, or as many CPUs as wanted."""
         hosts = _hosts(self._connected())
         found = [
             Device("cuda", index, host=host) for host, has in hosts.items() for index in range(int(has.get("GPU", 0)))
@@ -93,7 +93,7 @@ class RayEngine(Engine):
         )
 
     def _connected(self) -> Any:
-        """Ray, connected to this engine's cluster; a program that is connected already stays so."""
+        """Return the ray module, connected to this engine's cluster; an existing connection is kept."""
         try:
             import ray
         except ImportError:
@@ -113,13 +113,13 @@ class RayEngine(Engine):
                 remedy="start one with ray start --head, or correct the address",
             ) from None
         if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
-            # Ray would end the program with its own exit code, whatever the program had meant to do.
+            # Ray's handler would exit with its own exit code, so restore the program's handler.
             signal.signal(signal.SIGTERM, on_sigterm)
         return ray
 
 
 class RayJob(Coordinator):
-    """Ranks on hosts that Ray has placed; all results come to the caller."""
+    """The coordinator of ranks on hosts that Ray has placed; the caller gets the results of all ranks."""
 
     def __init__(
         self, ray: Any, work: bytes, devices: Sequence[Device], *, timeout: float, after_loss: AfterLoss, unit: int
@@ -189,7 +189,7 @@ class RayJob(Coordinator):
         return super()._is_over() and (bool(self._members) or self._failed is not None)
 
     def start_actor(self, bundle: int, num_devices: int, kind: str) -> Any:
-        """An actor in a bundle, which Ray starts when there is room for it."""
+        """Create an actor in a bundle; Ray starts it when resources are available."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from .ray_host import RayHost
@@ -203,12 +203,12 @@ class RayJob(Coordinator):
         return placed.remote(list(sys.path), os.getcwd(), PRELOAD)
 
     def prepare(self, actor: Any, devices: Sequence[Device]) -> Any:
-        """Tells an actor what its ranks are to do."""
+        """Send an actor the function and the settings of its ranks."""
         return actor.prepare.remote(self._work, devices, self._timeout, self._after_loss == "regroup")
 
 
 class _RayPlace(RankHost):
-    """A host of the Ray cluster; when it is gone, Ray is asked for another one in its bundle."""
+    """A host of the Ray cluster; when it fails, Ray is asked for another host in the same bundle."""
 
     def __init__(self, job: RayJob, bundle: int, devices: Sequence[Device], returns: bool) -> None:
         self.host, self.devices = devices[0].host, devices
@@ -222,12 +222,12 @@ class _RayPlace(RankHost):
         self._thread = threading.Thread(target=self._listen, name=f"ray-{self.host}", daemon=True)
 
     def open(self) -> None:
-        """Begins to listen."""
+        """Start the thread that receives the host's reports."""
         self._job.selector.register(self._awake, selectors.EVENT_READ, self._drain)
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Returns when the host can start ranks."""
+        """Wait until the host can start ranks; raise if it cannot."""
         if not self._ready.wait(READY_SECONDS) or self._problem is not None:
             reason = str(self._problem).splitlines()[0] if self._problem else f"no answer within {READY_SECONDS:.0f} s"
             if isinstance(self._problem, SettingsError):
@@ -236,11 +236,11 @@ class _RayPlace(RankHost):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has an actor that answers."""
+        """Return whether the host has an actor that answers."""
         return self._ready.is_set() and self._problem is None
 
     def meet(self) -> tuple[str, int]:
-        """Opens a store there; where it listens."""
+        """Start a store on this host; return its address and port."""
         address = LOOPBACK if len(self._job.places) == 1 else self._address
         return address, int(self._job.ray.get(self.actor.meet.remote(address), timeout=READY_SECONDS))
 
@@ -254,7 +254,7 @@ class _RayPlace(RankHost):
         self._do("kill", slot)
 
     def close(self) -> None:
-        """Ends the actor, and with it the ranks."""
+        """Kill the actor, and with it its ranks."""
         self._is_closed = True
         ray = self._job.ray
         if self.actor is not None:
@@ -273,7 +273,7 @@ class _RayPlace(RankHost):
             with contextlib.suppress(Exception):
                 self.actor.do.remote(*values)
 
-    # -- on the thread that listens -------------------------------------------------------------------------------
+    # -- on the listener thread -----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         is_first = True
@@ -298,7 +298,7 @@ class _RayPlace(RankHost):
                 return
 
     def _begin(self) -> None:
-        """Waits for an actor of ours to answer, however long Ray takes to find room for it."""
+        """Create an actor and wait until it answers, however long Ray needs to find resources for it."""
         ray = self._job.ray
         self.actor = self._job.start_actor(self._bundle, len(self.devices), self.devices[0].kind)
         asked = self.actor.facts.remote()
@@ -328,7 +328,7 @@ class _RayPlace(RankHost):
         with contextlib.suppress(OSError):
             self._wake.send(b".")
 
-    # -- on the conductor's thread --------------------------------------------------------------------------------
+    # -- on the coordinator's thread ------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._awake.recv(4096)
@@ -351,7 +351,7 @@ class _RayPlace(RankHost):
 
 
 class _RayMeeting:
-    """Where the ranks meet: a store on one of the hosts, another one when that is gone."""
+    """The rendezvous of the ranks: a store on one of the hosts, replaced when that host fails."""
 
     def __init__(self, job: RayJob) -> None:
         self._job = job
@@ -359,7 +359,7 @@ class _RayMeeting:
         self._server: Any = None
         self._where = LOOPBACK, 0
         self.interface = ""
-        """Every host finds its own."""
+        """Empty, because every host determines its own interface."""
 
     @property
     def address(self) -> str:
@@ -381,15 +381,15 @@ class _RayMeeting:
 
 
 class _NoCrew:
-    """The crew of a program that has no ranks of its own."""
+    """Local processes of a program that runs no ranks itself."""
 
     is_over = True
 
     def look(self) -> None:
-        """There is nobody to look at."""
+        """Do nothing: there are no processes to check."""
 
     def finish(self) -> None:
-        """There is nothing to leave behind."""
+        """Do nothing: there are no resources to release."""
 
 
 class _Nowhere(LocalHost):
@@ -403,12 +403,12 @@ class _Nowhere(LocalHost):
 
 
 def _hosts(ray: Any) -> dict[str, dict[str, float]]:
-    """Resources by host."""
+    """Return the resources of each host."""
     return {host: node["Resources"] for host, node in _nodes(ray).items()}
 
 
 def _nodes(ray: Any) -> dict[str, dict[str, Any]]:
-    """What Ray says of its nodes, by host; two nodes of one machine have names of their own."""
+    """Return Ray's nodes by host name; further nodes on one machine get distinct names."""
     found: dict[str, dict[str, Any]] = {}
     for node in sorted(ray.nodes(), key=lambda node: node["NodeID"]):
         if node["Alive"]:
@@ -418,7 +418,7 @@ def _nodes(ray: Any) -> dict[str, dict[str, Any]]:
 
 
 def _cpus(hosts: dict[str, dict[str, float]], num_wanted: int | None) -> list[Device]:
-    """CPUs dealt out evenly over the hosts, in the order of the hosts."""
+    """Return CPU devices spread evenly over the hosts, in the order of the hosts."""
     room = {host: int(has.get("CPU", 0)) for host, has in hosts.items()}
     counts = dict.fromkeys(room, 0)
     wanted = sum(count > 0 for count in room.values()) if num_wanted is None else num_wanted
@@ -431,7 +431,7 @@ def _cpus(hosts: dict[str, dict[str, float]], num_wanted: int | None) -> list[De
 
 
 def _placed(ray: Any, counts: Sequence[int], kind: str) -> Any:
-    """A bundle for every host, on hosts of their own."""
+    """Return a placement group with one bundle per host, each on a different node."""
     from ray.util import placement_group, remove_placement_group
 
     bundles = [{"CPU": count} if kind == "cpu" else {"GPU": count, "CPU": 1} for count in counts]

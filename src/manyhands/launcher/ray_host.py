@@ -1,4 +1,4 @@
-"""What runs on a host of a Ray cluster: a crew of ranks, watched by a thread, and a mailbox for their conductor."""
+"""The actor on a host of a Ray cluster: runs the ranks, monitors them in a thread, and queues their reports."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .rendezvous import RendezvousInfo
 from .zygote_handle import ZygoteHandle
 
 News = tuple[str, int, Any]
-"""What was heard: its kind, the slot of the rank, and the rest."""
+"""A report of a rank: its kind, the slot of the rank, and its content."""
 
 
 class Mailbox:
-    """What was heard since somebody last asked."""
+    """A queue of reports since the last time they were fetched."""
 
     def __init__(self) -> None:
         self._news: deque[News] = deque()
         self._heard = threading.Condition()
 
     def put(self, one: News) -> None:
-        """Keeps one piece of news."""
+        """Add a report."""
         with self._heard:
             self._news.append(one)
             self._heard.notify_all()
 
     def take(self, seconds: float) -> list[News]:
-        """All of them; waits a little where there are none."""
+        """Return all queued reports; wait up to `seconds` if there are none."""
         with self._heard:
             self._heard.wait_for(lambda: bool(self._news), seconds)
             found = list(self._news)
@@ -52,11 +52,11 @@ class Mailbox:
 
 
 class RayHost(Hearer):
-    """The ranks of one host. Commands are obeyed in their order, beside the call that waits for news."""
+    """The ranks of one host. Commands run in order, concurrently with the call that waits for reports."""
 
     def __init__(self, path: Sequence[str], folder: str, preload: Sequence[str]) -> None:
         settle_here(path, folder)
-        # Ranks are forked from it, so it is started before anybody knows what they are to do.
+        # Ranks are forked from the zygote, so it is started before their function is known.
         self._zygote = ZygoteHandle(preload)
         self._mail = Mailbox()
         self._commands: deque[Callable[[], None]] = deque()
@@ -69,12 +69,12 @@ class RayHost(Hearer):
         self._store: object = None
 
     def facts(self) -> dict[str, Any]:
-        """Who this is, and what it runs."""
+        """Return this process's host, address, pid and versions."""
         return facts_here()
 
     @ray.method(concurrency_group="commands")
     def prepare(self, work: bytes, devices: Sequence[Device], timeout: float, recovers: bool) -> None:
-        """Takes what the ranks are to do, pickled."""
+        """Receive the pickled function of the ranks, and start the monitoring thread."""
         parcel = pack(Assignment.here(cloudpickle.loads(work), devices, timeout, recovers))
         try:
             self._crew = LocalProcesses(self._zygote, parcel, self, self._selector)
@@ -83,7 +83,7 @@ class RayHost(Hearer):
         self._thread.start()
 
     def meet(self, address: str) -> int:
-        """Opens a store on an address of this host; its port."""
+        """Start a store on an address of this host; return its port."""
         listener = listen(address)
         port = int(listener.getsockname()[1])
         self._store = serve_store(listener)
@@ -91,17 +91,17 @@ class RayHost(Hearer):
 
     @ray.method(concurrency_group="commands")
     def do(self, what: str, *values: Any) -> None:
-        """Starts, tells or kills a rank."""
+        """Queue a command that starts, messages or kills a rank."""
         self._commands.append(lambda: self._act(what, *values))
         self._wake.send(b".")
 
     @ray.method(concurrency_group="news")
     def news(self, seconds: float) -> list[News]:
-        """What was heard since the last time; waits a little where that is nothing."""
+        """Return the reports since the last call; wait up to `seconds` if there are none."""
         return self._mail.take(seconds)
 
     def finish(self) -> None:
-        """Ends all ranks and leaves nothing behind."""
+        """Kill all ranks and release every resource."""
         self._is_over = True
         self._wake.send(b".")
         if self._crew is not None:
@@ -152,14 +152,14 @@ class RayHost(Hearer):
 
 
 def settle_here(path: Sequence[str], folder: str) -> None:
-    """Makes an actor's process find what its caller's finds, where this host has it."""
+    """Add the caller's import paths that exist on this host, and change to the caller's folder."""
     sys.path[:] = [*sys.path, *(entry for entry in path if entry not in sys.path and os.path.exists(entry))]
     with contextlib.suppress(OSError):
         os.chdir(folder)
 
 
 def facts_here() -> dict[str, Any]:
-    """Who a process in the cluster is, and what it runs."""
+    """Return the host, address, pid and versions of a process in the cluster."""
     return {
         "host": this_host(),
         "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
@@ -171,5 +171,5 @@ def facts_here() -> dict[str, Any]:
 
 
 def _through(summons: dict[str, Any]) -> dict[str, Any]:
-    """A summons with this host's own interface on the way to the meeting."""
+    """Return rendezvous info with this host's interface towards the rendezvous address."""
     return {**summons, "interface": interface_of(address_towards(summons["address"]))}

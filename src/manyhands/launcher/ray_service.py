@@ -1,4 +1,4 @@
-"""A service in a Ray cluster: an actor on a device that Ray has placed, watched from the caller's program."""
+"""A service in a Ray cluster: an actor on a device that Ray has placed, monitored by the caller's program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .service import Service
 
 NEWS_SECONDS = 0.5
 READY_SECONDS = 60.0
-"""How long Ray may take to find room, and to start a process there."""
+"""Seconds that Ray may take to find resources and start a process there."""
 
 
 class RayService(Service):
-    """A thread asks the actor for news; that the actor is gone is news too."""
+    """A service whose actor is polled by a thread for events and output; a failed poll means that the actor is gone."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RayService(Service):
         super().__init__(device)
         self._ray, self._check, self._on_event, self._on_output = ray, check, on_event, on_output
         self._actor = _actor(ray, device, node)
-        inside = Device(device.kind, 0, host=device.host)  # Ray shows a process the devices that it was given
+        inside = Device(device.kind, 0, host=device.host)  # Ray only makes the devices visible that it assigned
         self._begun = self._actor.begin.remote(make, inside, timeout)
         self._closed: Any = None
         threading.Thread(target=self._watch, name="manyhands-service", daemon=True).start()
@@ -50,7 +50,7 @@ class RayService(Service):
         self._actor.call.remote(asked).future().add_done_callback(functools.partial(self._hear, number))
 
     def _hear(self, number: int, answer: Future[bytes]) -> None:
-        """That there is no answer, because the actor is gone, is for the thread that watches."""
+        """Handle an answer; if the actor is gone and there is none, the monitoring thread handles that."""
         if answer.exception() is None:
             self._answered(number, *cloudpickle.loads(answer.result()))
 
@@ -61,7 +61,7 @@ class RayService(Service):
     def _end_now(self) -> None:
         self._ray.kill(self._actor)
 
-    # -- on the thread that watches -------------------------------------------------------------------------------
+    # -- on the monitoring thread ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
@@ -72,7 +72,7 @@ class RayService(Service):
         self._over(failure)
 
     def _until_gone(self) -> BaseException | None:
-        """How it failed; None where it ended as it was told. Raises what Ray says of an actor that is gone."""
+        """Return the service's failure, or None if it ended on request; raise Ray's error if the actor is gone."""
         ray = self._ray
         asked = self._actor.facts.remote()
         if not ray.wait([asked], timeout=READY_SECONDS)[0]:
@@ -99,7 +99,7 @@ class RayService(Service):
 
 
 def pickled(what: Any) -> bytes:
-    """As it goes to another host of a Ray cluster."""
+    """Return an object as pickled bytes for another host of a Ray cluster."""
     try:
         return bytes(cloudpickle.dumps(what))
     except Exception as error:
@@ -119,13 +119,13 @@ def _actor(ray: Any, device: Device, node: str | None) -> Any:
     placed = made.options(
         num_cpus=1 if device.kind == "cpu" else 0,
         num_gpus=0 if device.kind == "cpu" else device.share,
-        # Whoever names no host wants the work spread.
+        # Without a host in the request, Ray spreads the services over the nodes.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD",
     )
     return placed.remote(list(sys.path), os.getcwd())
 
 
 def brief(error: BaseException) -> str:
-    """The first and the last line of what Ray says: what failed, and why."""
+    """Return the first and the last line of a Ray error: what failed, and why."""
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(dict.fromkeys([type(error).__name__ + ":", *lines[:1], *lines[-1:]]))

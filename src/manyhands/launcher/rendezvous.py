@@ -1,4 +1,4 @@
-"""Summons: where the ranks of a generation meet, and as whom each of them comes."""
+"""Rendezvous info: where the ranks of a generation meet, and which rank each process has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..distributed import (
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousInfo:
-    """What a controller tells a rank: plain data that travels as JSON."""
+    """The coordinator's rendezvous data for one rank; it is sent as JSON."""
 
     generation: int
     rank: int
@@ -34,18 +34,18 @@ class RendezvousInfo:
     interface: str = "lo"
     backend: str = "gloo"
     heard: int = 0
-    """The last step whose loss the controller knows."""
+    """The last step whose loss value the coordinator has received."""
     key: str = field(default="", repr=False)
-    """The secret of this generation's ranks, in hex. It is sent over inherited sockets and Ray's calls alone."""
+    """The secret key of this generation's ranks, in hex; it is sent only over inherited sockets and Ray calls."""
     salt: str = ""
-    """From this and the token other hosts make the key."""
+    """Other hosts derive the key from this salt and the join token."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it travels."""
+        """Return the info as plain data that can be sent as JSON."""
         return dataclasses.asdict(self)
 
     def answer(self, seat: RankInfo, line: ControlChannel) -> World:
-        """Joins the others; `seat` says what does not change: the device, the host, the time limit."""
+        """Join the other ranks; `seat` holds what does not change between generations: device, host, time limit."""
         mine = dataclasses.replace(seat, rank=self.rank, size=self.size, generation=self.generation, heard=self.heard)
         if self.size == 1:
             return NullWorld(line=line, seat=mine)
@@ -61,7 +61,7 @@ class RendezvousInfo:
 
 
 def join(summons: RendezvousInfo, seat: RankInfo, line: ControlChannel) -> World:
-    """The world that a rank is called into; where it is over before it began, the next one."""
+    """Return the world that a rank is invited to; if it fails before it is complete, join the next generation's."""
     while True:
         try:
             world = summons.answer(seat, line)
@@ -75,9 +75,9 @@ def join(summons: RendezvousInfo, seat: RankInfo, line: ControlChannel) -> World
 
 
 def regroup(world: World, why: BaseException, step: int) -> World:
-    """The world of the next generation, once the controller says who is in it; raises `why` where there will be none.
+    """Return the world of the next generation once the coordinator announces it; raise `why` if there will be none.
 
-    `step` is the last one that this rank has taken.
+    `step` is the last step that this rank has completed.
     """
     summons = _next(world.line, world.seat.generation, why, step)
     world.close()

@@ -1,4 +1,4 @@
-"""Judgement: whether a job goes on after it lost ranks. It decides; the conductor acts."""
+"""Restart policy: decides whether a job continues after rank failures. The coordinator acts on the decision."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_ROUNDS = 3
-"""Restarts in a row without a step in between, after which another one will not help either."""
+"""Maximum number of consecutive restarts without a committed step in between."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank was lost."""
+    """The failure of a rank."""
 
     rank: int
     host: str
     reason: str
     raised: bool = False
-    """Whether it raised, instead of being ended from outside."""
+    """Whether the rank raised an exception, instead of being ended from outside."""
     is_ours: bool = False
-    """Whether what it raised is an error of manyhands', which would come again: nothing else does such a thing."""
+    """Whether the exception is one of manyhands' own, which a restart would raise again."""
     is_echo: bool = False
-    """Whether it only fell with another, whose loss may be heard of later."""
+    """Whether the failure only follows from another rank's failure, which may be reported later."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} {self.reason}"
 
 
 class RestartPolicy:
-    """Counts rounds without progress.
+    """Counts restarts without progress.
 
     >>> judge = Judgement()
     >>> killed = [Loss(1, "host1", "was killed")]
@@ -37,7 +37,7 @@ class RestartPolicy:
     >>> judge.goes_on(killed, size=2, step=8)
     True
 
-    What all of them raise, even in turns, is not tried again.
+    Exceptions that all ranks have raised since the last progress, also one after the other, end the job.
 
     >>> [judge.goes_on([Loss(rank, "host1", "typo", raised=True)], size=2, step=9) for rank in (0, 1)]
     [True, False]
@@ -50,15 +50,15 @@ class RestartPolicy:
         """Ranks that raised since the last progress."""
 
     def goes_on(self, losses: Sequence[RankFailure], *, size: int, step: int) -> bool:
-        """Whether lost ranks are replaced: `step` is the last one that is known to be committed."""
+        """Return whether failed ranks are replaced; `step` is the last step that is known to be committed."""
         if any(loss.is_ours for loss in losses):
             return False
         if step > self._step:
             self._rounds, self._step = 0, step
             self._raised.clear()
         self._raised |= {loss.rank for loss in losses if loss.raised}
-        # What every rank raises at one step, if not at once then in turns, or one before any step was taken, is the
-        # program's own mistake.
+        # An exception that every rank raises at one step, at once or over several restarts, or that any rank raises
+        # before the first step, is an error of the program itself.
         if len(self._raised) >= size or (self._raised and step <= 0):
             return False
         self._rounds += 1
@@ -66,5 +66,5 @@ class RestartPolicy:
 
     @property
     def has_tired(self) -> bool:
-        """Whether it was the lack of progress that ended the job."""
+        """Return whether the lack of progress ended the job."""
         return self._rounds > MAX_ROUNDS

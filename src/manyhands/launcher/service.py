@@ -1,4 +1,4 @@
-"""Services: an object in a process of its own on a device, whose methods are called by message."""
+"""Services: an object in its own process on a device, whose methods are called by message."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from ..distributed import Device, World, this_host
 from .rank import failure_of
 
 Make = Callable[[World], Any]
-"""Makes a service's object in its process: a class, or a function, of the world of its one rank."""
+"""Creates a service's object in its process: a class or a function that takes the world of its one rank."""
 STOP_SECONDS = 5.0
 
 
 class Service(ABC):
-    """A process that answers calls, one after the other.
+    """A process that answers calls one at a time.
 
-    A method that raises fails its own call, and the service goes on. When the process ends, every call that is still
-    unanswered fails with the reason.
+    A method that raises fails only its own call. When the process ends, every unanswered call fails with the reason.
     """
 
     def __init__(self, device: Device) -> None:
         self.device, self.host = device, device.host or this_host()
         self.ended: Future[None] = Future()
-        """Done when the process is gone: with the failure that ended it, without one where it was told to end."""
+        """Done when the process is gone: with the failure that ended it, or without one if it was asked to end."""
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._booking = threading.Lock()
@@ -36,20 +35,20 @@ class Service(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it answers, or will when it has begun."""
+        """Return whether the service's process has not ended; it may still be starting."""
         return not self.ended.done()
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it, where nobody had asked for that."""
+        """Return the failure that ended the service, or None if it runs or was asked to end."""
         return self.ended.exception() if self.ended.done() else None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls a method of the object; calls that are made before it has begun wait for it."""
+        """Call a method of the object; calls made before the object is created wait for it."""
         if method.startswith("_"):
             raise SettingsError("a service's methods are called by their public names", got=method, remedy="name one")
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # whoever no longer waits for it cannot take it back
+        answer.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
         with self._booking:
             self._num_calls += 1
             number = self._num_calls
@@ -65,7 +64,7 @@ class Service(ABC):
         return answer
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Lets it answer what it was asked and close its object; ends it where that takes longer than this."""
+        """Let the service answer pending calls and close its object; kill it if that takes more than `seconds`."""
         self._is_wished = True
         self._ask_to_end()
         try:
@@ -74,7 +73,7 @@ class Service(ABC):
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once, and returns when it is gone."""
+        """Kill the process, and return when it is gone."""
         self._is_wished = True
         self._end_now()
         self.ended.exception()
@@ -89,15 +88,15 @@ class Service(ABC):
 
     @abstractmethod
     def _send(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes a call to the process."""
+        """Send a call to the process."""
 
     @abstractmethod
     def _ask_to_end(self) -> None:
-        """Tells the process that this was the last call."""
+        """Tell the process that there will be no more calls."""
 
     @abstractmethod
     def _end_now(self) -> None:
-        """Ends the process, without waiting for it."""
+        """Kill the process without waiting for it."""
 
     def _answered(self, number: int, good: bool, outcome: Any) -> None:
         answer = self._calls.pop(number, None)
@@ -110,7 +109,7 @@ class Service(ABC):
             answer.set_exception(outcome["error"] or failed)
 
     def _over(self, failure: BaseException | None) -> None:
-        """The process is gone; whoever waits for an answer hears of it."""
+        """Record that the process is gone, and fail all unanswered calls."""
         with self._booking:
             self.ended.set_exception(failure) if failure and not self._is_wished else self.ended.set_result(None)
         while self._calls:
@@ -123,13 +122,13 @@ class Service(ABC):
 
 
 class Attendant:
-    """A service's own side: the object, and what becomes of a call."""
+    """The service process's side: holds the object and runs the calls."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
 
     def answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether it went well, and the result or the failure."""
+        """Call a method and return whether it succeeded, with its result or its failure."""
         try:
             act = getattr(self._made, method, None)
             if not callable(act):
@@ -139,7 +138,7 @@ class Attendant:
             return False, failure_of(error)
 
     def close(self) -> None:
-        """Lets the object leave nothing behind, where it has a `close`."""
+        """Call the object's `close` if it has one."""
         close = getattr(self._made, "close", None)
         if callable(close):
             close()

@@ -1,7 +1,7 @@
 """The zygote: a process with torch imported, from which ranks are forked in milliseconds.
 
-It is started once per program, talks to it over an inherited socket, never touches an accelerator and has a
-single thread. When its program goes away, the socket closes, and the zygote ends its children and itself.
+A program starts it once and sends it requests over an inherited socket. The zygote never uses an accelerator and has a
+single thread. When the program exits, the socket closes, and the zygote kills its children and exits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(fd: int, preload: list[str]) -> None:
-    """Answers requests on the socket until it closes."""
+    """Handle requests from the socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
         importlib.import_module(name)
@@ -38,7 +38,7 @@ class _Zygote:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, socket.socket]] = {}
-        """By the descriptor that says when it ends: a child's process id, and the socket of its job."""
+        """Maps a child's pidfd to its process id and the socket of its job."""
 
     def loop(self) -> None:
         with contextlib.suppress(ConnectionError, BrokenPipeError):
@@ -86,7 +86,7 @@ class _Zygote:
         _say(job, {"forked": True, "pid": pid})
 
     def _kill(self, pid: int) -> None:
-        """Only children that were not reaped yet, so the number cannot belong to somebody else."""
+        """Kill a child that is not reaped yet, so that the pid cannot belong to another process."""
         if any(pid == child for child, _ in self._children.values()):
             os.kill(pid, signal.SIGKILL)
 
@@ -106,13 +106,13 @@ class _Zygote:
 
 
 def _say(job: socket.socket, message: dict[str, Any]) -> None:
-    """Tells a job about its rank; nobody may be listening any more."""
+    """Send a job a message about its rank; the job may no longer exist."""
     with contextlib.suppress(OSError):
         job.send(json.dumps(message).encode())
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when its parent dies (Linux)."""
+    """Let the kernel kill this process when its parent dies (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -120,7 +120,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
-    """Turns the forked child into a rank; never returns."""
+    """Turn the forked child into a rank; never returns."""
     from .rank import run_rank
 
     code = 1
@@ -130,7 +130,7 @@ def _become_rank(request: dict[str, Any], fds: list[int]) -> None:
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
-        # Pipes are buffered by the block, but what a rank printed before it was killed should be seen.
+        # Line buffering instead of the block buffering of pipes, so that output is not lost when a rank is killed.
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         code = run_rank(request, socket.socket(fileno=line), parcel)
     finally:

@@ -1,4 +1,4 @@
-"""A program's end of its zygote: starts it, asks it to fork ranks and to end them."""
+"""A program's handle of its zygote: starts the zygote and sends it requests to fork and kill ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class ZygoteHandle:
-    """A program's end of its zygote."""
+    """A program's connection to its zygote."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = f"from manyhands.launcher.zygote import serve; serve({theirs.fileno()}, {list(preload)!r})"
         self._process = subprocess.Popen(
-            # Without -P a file in this folder that is called like a module of Python's would be imported instead.
+            # Without -P a file in this folder with the name of a standard library module would be imported instead.
             [sys.executable, "-P", "-c", program],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -36,7 +36,7 @@ class ZygoteHandle:
         return self._process.poll() is None
 
     def fork(self, slot: int, summons: dict[str, Any], fds: Sequence[int]) -> None:
-        """Forks a rank; the last descriptor hears of its end."""
+        """Fork a rank; the zygote reports the fork and the exit on the last descriptor."""
         request = {"slot": slot, "summons": summons, "path": sys.path}
         socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))
 
@@ -45,7 +45,7 @@ class ZygoteHandle:
             self.socket.send(json.dumps({"kill": pid}).encode())
 
     def kill_all(self) -> None:
-        """Ends the zygote at once, and with it every rank."""
+        """Kill the zygote, and with it every rank."""
         self._process.kill()
         self._process.wait()
 

@@ -1,4 +1,4 @@
-"""How replicas agree: policies, and the buckets that carry gradients to them."""
+"""Gradient synchronization between replicas: policies, and the buckets that they reduce."""
 
 from .auto import Auto, choose, forecasts, is_open, tell_choice
 from .bucket_exchange import BucketExchange, PolicyState, tell, with_own_feedback
@@ -52,5 +52,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The policies: what a person writes. The rest is for other rooms."""
+    """List the policies, which users write; the other names are for other packages."""
     return ["Policy", *sorted(kind.__name__ for kind in POLICIES.values() if kind.__module__.startswith(__name__))]

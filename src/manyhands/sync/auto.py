@@ -1,9 +1,9 @@
-"""Auto: the policy that should take the least time here, by the links, the gradient and the first steps.
+"""Auto: selects the policy with the least expected time, from the links, the gradient and the first steps.
 
-The model, in seconds of a step: what was measured without waiting, plus the policy's own arithmetic, plus what of its
-exchange does not fit behind backward, rounds * latency + bytes / bandwidth - OVERLAP * the step. Local policies have
-their exchange once in so many steps and hide nothing. Arithmetic, rounds and bytes come from a dry run on the gradient.
-The exact steps of a warm-up are spread over a short run.
+The cost model, in seconds per step: the measured time without waiting, plus the policy's own computation, plus the part
+of its communication that backward does not hide, rounds * latency + bytes / bandwidth - OVERLAP * the step. Local
+policies communicate once every few steps and hide nothing. Computation, rounds and bytes come from a dry run on the
+gradient. The exact steps of a warm-up are amortized over a short run.
 A policy that changes the mathematics needs more steps for the same loss: its time is multiplied by a price, see LOSSY.
 """
 
@@ -26,30 +26,30 @@ from .policy import AllReduce, Policy, make_policy, require
 from .policy_memory import PolicyMemory
 
 OVERLAP = 0.4
-"""The part of a step in which gradients can travel while others are computed."""
+"""The fraction of a step in which gradients can be sent while others are computed."""
 MARGIN = 0.75
-"""How much of the exact sum's time another policy may take at most, to be chosen: a small gain is soon a loss."""
+"""The fraction of the exact sum's time below which another policy is chosen: a small gain may turn into a loss."""
 SAMPLE = 1 << 18
-"""Numbers of the gradient that a dry run looks at."""
+"""Number of gradient elements that a dry run uses."""
 HORIZON = 200
-"""Steps over which the exact ones of a policy's warm-up are spread."""
+"""Number of steps over which the exact ones of a policy's warm-up are amortized."""
 SETTLED = 1 << 20
-"""Steps after which every policy is over its beginning."""
+"""Number of steps after which every policy is past its warm-up."""
 LOSSY = {"bf16": 1.0, "int8": 1.02, "powersgd(4)": 1.15, "topk(0.01)": 1.8, "localsteps(8)": 1.15}
-"""Policies that are considered with lossy=True, and how many times the steps they need, from benchmarks.convergence."""
+"""Policies considered with lossy=True, and their factor of steps needed, from benchmarks.convergence."""
 LEAST = {1.02: 1 / 4, 1.15: 1 / 16}
-"""The best that can be hoped for: by the price of a policy, what of the waiting is left."""
+"""The best possible case: by the price of a policy, the fraction of the waiting time that remains."""
 LOCAL_PRICE = 0.0025
-"""What each step between two agreements adds to the price of a local policy."""
+"""What each step between two synchronizations adds to the price of a local policy."""
 SHARE = 0.15
-"""The part of the time that agreements of a local policy may take, where its number of steps is chosen."""
+"""The fraction of time for synchronizations of a local policy, from which its number of steps is chosen."""
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Chooses after a few exact steps, says why, and goes back to the exact sum if it was wrong.
+    """Selects a policy after a few exact steps, logs why, and returns to the exact sum if it was wrong.
 
-    Only what keeps the answer is considered, unless `lossy`.
+    Only exact policies are considered, unless `lossy`.
 
     >>> print(Auto(lossy=True))
     auto(lossy=True)
@@ -69,22 +69,22 @@ class Auto(Policy):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a policy would take."""
+    """The expected cost of a policy."""
 
     policy: Policy
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     price: float = 1.0
-    """How many times the steps of the exact sum it needs."""
+    """The factor of steps needed compared with the exact sum."""
 
     @property
     def cost(self) -> float:
-        """Seconds for as much learning as an exact step gives."""
+        """Return the seconds for the same progress as one exact step."""
         return self.seconds * self.price
 
 
 def is_open(policy: Auto, *, exact: float, alone: float) -> bool:
-    """Whether anything but the exact sum can be chosen: if not, nothing need be measured.
+    """Return whether a policy other than the exact sum can be chosen: if not, nothing need be measured.
 
     >>> is_open(Auto(lossy=True), exact=0.04, alone=0.02), is_open(Auto(), exact=0.04, alone=0.02)
     (True, False)
@@ -96,7 +96,7 @@ def is_open(policy: Auto, *, exact: float, alone: float) -> bool:
 def forecasts(
     links: Links, parameters: Mapping[str, Tensor], size: int, *, exact: float, alone: float, lossy: bool
 ) -> list[Forecast]:
-    """All policies that are considered, the cheapest first.
+    """Return forecasts of all policies considered, the cheapest first.
 
     `exact` and `alone` are the seconds of a step with the exact sum and of its part without the network.
     """
@@ -117,7 +117,7 @@ def forecasts(
 
 
 def choose(found: list[Forecast]) -> Forecast:
-    """The cheapest one, if it is enough cheaper than the exact sum."""
+    """Return the cheapest forecast, if it is sufficiently cheaper than the exact sum, else the exact sum's."""
     exact = next(forecast for forecast in found if isinstance(forecast.policy, AllReduce))
     return found[0] if found[0].cost < MARGIN * exact.cost else exact
 
@@ -143,7 +143,7 @@ def _forecast(
 
 @dataclass(frozen=True)
 class _DryRun:
-    """A policy's own work for one gradient."""
+    """A policy's computation, bytes and rounds for one gradient."""
 
     seconds: float
     num_bytes: float
@@ -173,7 +173,7 @@ class _DryRun:
 
 
 class _Alone(NullWorld):
-    """One rank that acts as one of several: nothing travels."""
+    """One rank that acts as one of several: nothing is sent."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def _now(device: torch.device) -> float:
 
 
 def tell_choice(links: Links, found: list[Forecast], chosen: Forecast, world: World) -> str:
-    """Why a policy was chosen, in one line."""
+    """Return one line about why a policy was chosen."""
     shown = ", ".join(f"{f.policy} {1000 * f.seconds:.3g} ms (x {f.price:.3g} steps)" for f in found[:4])
     exact = next(f for f in found if isinstance(f.policy, AllReduce))
     if exact not in found[:4]:

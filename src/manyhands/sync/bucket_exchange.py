@@ -1,4 +1,4 @@
-"""How a flat gradient goes over the replicas under a policy: warm-up, feedback, rounds, looks at the error."""
+"""The exchange of a flat gradient under a policy: warm-up, error feedback, rounds, and error measurements."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ STEPS, OWN = "steps", "own"
 
 @dataclass
 class PolicyState:
-    """What a policy remembers, by the names of parameters, so that it fits however they lie in buckets."""
+    """A policy's state by parameter name, so that it is independent of how parameters are assigned to buckets."""
 
     feedback: dict[str, Tensor] = field(default_factory=dict)
-    """What was not sent yet: of one replica, or of all of them, stacked."""
+    """Error feedback, not sent yet: of one replica, or of all replicas, stacked."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     num_steps: int = 0
     is_own: bool = False
-    """Whether it is meant for the replica that it came from, and nobody else's feedback is in it."""
+    """Whether it belongs to the replica that it came from, and contains no other replica's feedback."""
 
     @classmethod
     def joined(cls, states: Iterable[PolicyState]) -> PolicyState:
-        """The state of several buckets."""
+        """Return the combined state of several buckets."""
         whole = cls()
         for state in states:
             whole.feedback |= state.feedback
@@ -42,11 +42,11 @@ class PolicyState:
         return whole
 
     def own(self) -> PolicyState:
-        """The same, meant for this replica."""
+        """Return the same state, marked as belonging to this replica."""
         return replace(self, is_own=True)
 
     def gathered(self, world: World) -> PolicyState:
-        """The feedback of all replicas; one parameter after another, and kept by the first one only."""
+        """Return the feedback of all replicas, gathered one parameter at a time and kept on rank 0 only."""
         kept = {}
         for name, tensor in self.feedback.items():
             stacked = world.all_gather(tensor)
@@ -55,7 +55,7 @@ class PolicyState:
         return PolicyState(kept, self.shared, self.num_steps)
 
     def share(self, world: World) -> PolicyState:
-        """This replica's part of stacked feedback; among another number of replicas the sum is dealt out evenly."""
+        """Return this replica's part of stacked feedback; if the number of replicas changed, 1/size of the sum."""
         if self.is_own:
             return self
 
@@ -67,7 +67,7 @@ class PolicyState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it under flat names, for a checkpoint."""
+        """Return the state as tensors under flat names, for a checkpoint."""
         feedback = {f"feedback/{name}": tensor for name, tensor in self.feedback.items()}
         shared = {f"shared/{name}": tensor for name, tensor in self.shared.items()}
         own = {OWN: torch.tensor(True)} if self.is_own else {}
@@ -75,7 +75,7 @@ class PolicyState:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> PolicyState:
-        """The inverse of `tensors`.
+        """Return the state from the result of `tensors`.
 
         >>> State.of(State({"w": torch.ones(1, 2)}, {}, 3).tensors())
         State(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
@@ -89,13 +89,13 @@ class PolicyState:
 
 
 def with_own_feedback(shared: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a policy shares, of one replica's state, and of another's what it has not sent yet; both as `tensors`."""
+    """Return one replica's shared state combined with another's error feedback; both in the form of `tensors`."""
     own = PolicyState.of(mine).feedback if mine else {}
     return replace(PolicyState.of(shared), feedback=own).tensors()
 
 
 class BucketExchange:
-    """Takes a flat gradient over the replicas. What lies behind the gradient in its buffer is always summed exactly."""
+    """Reduces a flat gradient over the replicas. Values behind the gradient in its buffer are always summed exactly."""
 
     def __init__(self, policy: Policy, world: World, parameters: Mapping[str, Tensor]) -> None:
         self._policy, self._world = policy, world
@@ -105,9 +105,9 @@ class BucketExchange:
         self._size = sum(parameter.numel() for parameter in parameters.values())
         self._memory: PolicyMemory | None = None
         self.measures = False
-        """Whether the result is compared with the exact sum now and then."""
+        """Whether the result is compared with the exact sum from time to time."""
         self.error: Tensor | None = None
-        """How far the last result was from the exact sum, relative to it, where somebody looked."""
+        """The relative error of the last result, if it was measured."""
         self.num_exact_bytes = 0
         self._hosts: HierarchicalSum | None = None
         if policy.changes_mathematics and self._size:
@@ -118,16 +118,16 @@ class BucketExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sent in the last step; within a host none count where only hosts agree."""
+        """Return the bytes that this replica sent in the last step; with between="hosts", only those between hosts."""
         return self._wire.num_bytes + (0 if self._hosts is None else self._hosts.num_bytes)
 
     @property
     def num_lossy(self) -> int:
-        """Steps that were not exact."""
+        """Return the number of steps that were not exact."""
         return 0 if self._memory is None else max(0, self._memory.num_steps - self._policy.warmup)
 
     def begin(self, flat: Tensor) -> None:
-        """Starts the first round."""
+        """Start the first round."""
         self._wire.num_bytes = 0
         if self._hosts is not None:
             self._hosts.num_bytes = 0
@@ -147,7 +147,7 @@ class BucketExchange:
         self._waits_for = next(self._rounds)
 
     def advance(self) -> bool:
-        """Waits for the round under way and starts the next; False when there is none left."""
+        """Wait for the round in flight and start the next; return False when there is none left."""
         if self._waits_for is None:
             return False
         self._waits_for.wait()
@@ -155,7 +155,7 @@ class BucketExchange:
         return self._waits_for is not None
 
     def _exact(self, gradient: Tensor, tail: Tensor) -> Iterator[Pending]:
-        """Sums within hosts, then over them, part by part."""
+        """Sum within hosts, then between hosts, part by part."""
         assert self._hosts is not None
         tail_sums = self._wire.all_reduce(tail) if tail.numel() else Pending()
         yield from self._hosts.reduce(gradient, None)
@@ -171,7 +171,7 @@ class BucketExchange:
             yield from self._policy.reduce(self._wire, wide, memory)
         else:
             yield from self._hosts.reduce(wide, memory)
-        # A gradient that is not finite says so once; kept, it would spoil every step to come.
+        # A non-finite gradient shows up in this step's result; kept in the feedback, it would spoil every later step.
         memory.feedback.nan_to_num_(0.0, 0.0, 0.0)
         gradient.copy_(wide)
         yield tail_sums
@@ -180,24 +180,24 @@ class BucketExchange:
             self.error = (wide - exact).norm() / exact.norm()
 
     def give_back(self, name: str, unused: Tensor) -> None:
-        """Keeps what was sent of a parameter that gets no gradient in this step, for one in which it does."""
+        """Return what was sent for a parameter without a gradient in this step to the feedback, for a later step."""
         if self._memory is not None:
             self._memory.feedback_by_name()[name].add_(unused, alpha=1 / self._wire.size)
 
     def state(self) -> PolicyState:
-        """What is remembered, as it lies here."""
+        """Return the state of this bucket; the feedback tensors are views."""
         if self._memory is None:
             return PolicyState()
         return PolicyState(self._memory.feedback_by_name(), dict(self._memory.shared), self._memory.num_steps)
 
     def take_over(self, state: PolicyState) -> None:
-        """Goes on from the state of the same parameters."""
+        """Restore the state of the same parameters."""
         if self._memory is not None:
             self._memory.take_over(state.feedback, state.shared, state.num_steps)
 
 
 def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, num_exact_bytes: int) -> None:
-    """Says how far a policy's result was from the exact one, where that was measured, and what it saves."""
+    """Report a policy's relative error, if it was measured, and the bytes that it saves."""
     if course.error is None or not world.is_first:
         return
     error = float(course.error)
@@ -211,7 +211,7 @@ def tell(world: World, policy: Policy, course: BucketExchange, num_bytes: int, n
 
 
 def sizes_told(num_bytes: int, num_exact_bytes: int) -> str:
-    """What a policy saves, in words.
+    """Return a text about the bytes that a policy saves.
 
     >>> sizes_told(2000, 10**7)
     '2 kB a step on the wire instead of 10 MB'
@@ -224,7 +224,7 @@ def _size(num_bytes: int) -> str:
 
 
 def is_look(count: int) -> bool:
-    """The 1st, 10th, 100th … time."""
+    """Return whether this is the 1st, 10th, 100th … time."""
     return count >= 1 and 10 ** round(math.log10(count)) == count
 
 

@@ -1,4 +1,4 @@
-"""Buckets: gradients gathered into flat buffers and summed over the replicas while backward still runs."""
+"""Gradient buckets: gradients are packed into flat buffers and all-reduced while backward still runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ T = TypeVar("T", bound=Tensor)
 FIRST_BYTES = 1 << 20
 """The first bucket is small: the last layers' gradients are ready first and need not wait for many others."""
 NUM_RIDERS = 3
-"""Numbers that travel with a step's gradients, so that they cost no collective of their own."""
+"""Number of values piggybacked on a step's gradients, so that they need no collective of their own."""
 
 
 class Buckets:
     """The gradients of some parameters, summed over the replicas.
 
     Every parameter has a slot behind its bucket's gradients that counts the replicas in which it was used, so a
-    parameter that none used keeps no gradient, exactly as on one device.
+    parameter
+    that no replica used keeps no gradient, exactly as on one device.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, policy: Policy) -> None:
@@ -35,13 +36,13 @@ class Buckets:
         self._next = 0
         self._hooks: list[RemovableHandle] = []
         self.deferred = False
-        """Whether the sums wait until all gradients are there: `pack`, `exchange`, `finish` instead of overlapping."""
+        """Whether sums wait for all gradients: `pack`, `exchange`, `finish` instead of overlap with backward."""
         self._settled = False
-        """Whether the parameters in use are known, so that nobody need look."""
+        """Whether the parameters in use are known, so that they need not be determined in every step."""
         self._make()
 
     def _make(self) -> None:
-        """Lays the trainable parameters out in buckets, and hooks them."""
+        """Assign the trainable parameters to buckets, and register their hooks."""
         self._trainable = [p.requires_grad for p in self._parameters.values()]
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         plan = pieces(trainable, self._policy.bucket_bytes)
@@ -49,7 +50,7 @@ class Buckets:
             _Bucket(part, NUM_RIDERS if part is plan[-1] else 0, self._world, self._policy) for part in plan
         ]
         if self._buckets:
-            # One is enough to know how far the policy is from the exact sum, and the first is small.
+            # One bucket is enough to measure the policy's error, and the first is small.
             self._buckets[0].course.measures = True
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -58,12 +59,12 @@ class Buckets:
         ]
 
     def refresh(self) -> None:
-        """Follows parameters that were frozen or set free since the last step."""
+        """Rebuild the buckets if parameters were frozen or unfrozen since the last step."""
         if [p.requires_grad for p in self._parameters.values()] != self._trainable:
             self.lay_out_anew()
 
     def lay_out_anew(self) -> None:
-        """Follows parameters that lie otherwise in memory than before; the same on every replica."""
+        """Rebuild the buckets after the parameters' memory layout changed, which must be the same on every replica."""
         state = self._state()
         self.close()
         self._make()
@@ -71,24 +72,24 @@ class Buckets:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sent in the last step."""
+        """Return the bytes that this replica sent in the last step."""
         return sum(bucket.course.num_bytes for bucket in self._buckets)
 
     @property
     def num_exact_bytes(self) -> int:
-        """Bytes that the exact sums would have taken."""
+        """Return the bytes that the exact sums would have taken."""
         return sum(bucket.course.num_exact_bytes for bucket in self._buckets)
 
     def state(self) -> PolicyState:
-        """What the policy remembers, of all replicas; every one must call it."""
+        """Return the policy's state of all replicas; every replica must call it."""
         return self._state().gathered(self._world)
 
     def own_state(self) -> PolicyState:
-        """What the policy remembers of this replica alone, as it lies here."""
+        """Return the policy's state of this replica alone."""
         return self._state().own()
 
     def load_state(self, state: PolicyState) -> None:
-        """Goes on from what `state` gave, on any number of replicas."""
+        """Restore a result of `state` or `own_state`, on any number of replicas."""
         self._take_over(state.share(self._world))
 
     def _state(self) -> PolicyState:
@@ -100,9 +101,9 @@ class Buckets:
 
     @property
     def riders(self) -> Tensor | None:
-        """A few numbers that are summed along with the last bucket; to be set before `arm`.
+        """Return the piggybacked values that are summed with the last bucket; set them before `arm`.
 
-        None where their sum would not be exact enough, in a narrow dtype. No policy touches them.
+        None if their sum would not be exact enough, in a narrow dtype. No policy changes them.
         """
         if not self._buckets:
             return None
@@ -110,7 +111,7 @@ class Buckets:
         return riders if riders.dtype in (torch.float32, torch.float64) else None
 
     def arm(self) -> None:
-        """The backward that follows is the last of this step: sum each bucket as soon as it is full."""
+        """Mark the next backward as the last of this step: each bucket is reduced as soon as it is full."""
         self._armed = not self.deferred
         self._next = 0
         for bucket in self._buckets:
@@ -118,28 +119,28 @@ class Buckets:
 
     @property
     def usage(self) -> list[list[bool]]:
-        """Which parameters some replica used in the last step, by bucket."""
+        """Return which parameters some replica used in the last step, by bucket."""
         return [list(bucket.is_used) for bucket in self._buckets]
 
     def settle(self, usage: list[list[bool]] | None) -> None:
-        """Takes it for known which parameters are used; None: looks again in every step."""
+        """Set which parameters are used, so that finish() does not check; None checks again in every step."""
         self._settled = usage is not None
         for bucket, is_used in zip(self._buckets, usage or (), strict=False):
             bucket.is_used = list(is_used)
 
     def pack(self) -> None:
-        """Copies all gradients into their buckets."""
+        """Copy all gradients into their buckets."""
         for bucket in self._buckets:
             bucket.fill()
 
     def exchange(self) -> None:
-        """Sums the packed buckets over the replicas."""
+        """Sum the packed buckets over the replicas."""
         for bucket in self._buckets:
             bucket.course.begin(bucket.flat)
         self._complete()
 
     def finish(self) -> None:
-        """Waits until every parameter's gradient is the sum over the replicas."""
+        """Wait until every parameter's gradient is the sum over the replicas."""
         while self._next < len(self._buckets) and not self.deferred:
             self._launch()
         self._armed = False
@@ -149,7 +150,7 @@ class Buckets:
             bucket.finish(self._settled)
 
     def _complete(self) -> None:
-        """Takes all buckets to the end, round by round: so all of them are under way at a time, in one order."""
+        """Finish all buckets round by round, so that all are in flight at a time, in the same order everywhere."""
         under_way = [bucket.course for bucket in self._buckets]
         while under_way:
             under_way = [course for course in under_way if course.advance()]
@@ -157,12 +158,12 @@ class Buckets:
             tell(self._world, self._policy, self._buckets[0].course, self.num_bytes, self.num_exact_bytes)
 
     def divide(self, count: Tensor) -> None:
-        """Divides the summed gradients by what was counted."""
+        """Divide the summed gradients by a count."""
         for bucket in self._buckets:
             bucket.gradients.div_(count.to(bucket.flat.dtype))
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -188,7 +189,8 @@ class Buckets:
         bucket.fill()
         bucket.course.begin(bucket.flat)
         if self._next > 1 and self._policy.changes_mathematics:
-            # Its second round, while backward goes on: by the count of buckets, so that all ranks do it in one order.
+            # The second round of an earlier bucket overlaps with backward; chosen by bucket count, so that all ranks
+            # use one order.
             self._buckets[self._next - 2].course.advance()
         self._next += 1
 
@@ -205,14 +207,14 @@ class _Bucket:
         self.ready: set[Tensor] = set()
         self.course = BucketExchange(policy, world, parameters)
         self.is_used = [True] * len(sizes)
-        """Which parameters some replica used, as of the last look."""
+        """Which parameters some replica used, as of the last check."""
 
     @property
     def is_full(self) -> bool:
         return len(self.ready) >= len(self.parameters)
 
     def fill(self) -> None:
-        """Copies the gradients in; zero where this replica did not use the parameter."""
+        """Copy the gradients in; zero where this replica did not use the parameter."""
         gradients = [p.grad for p in self.parameters]
         self._require_dense(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
@@ -228,12 +230,12 @@ class _Bucket:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._views[index].copy_(gradient)
-                # Not an assignment: that would copy a number from the host and wait for it.
+                # Not an assignment, which would copy a number from the host and synchronize.
                 self._used[index].fill_(1)
 
     def finish(self, settled: bool) -> None:
         if not settled:
-            # A look at the counter costs a synchronisation on a GPU; who used the parameter knows the answer.
+            # Reading the counter synchronizes with the GPU; a replica that has a gradient need not read it.
             self.is_used = [p.grad is not None or self._used[i].item() > 0 for i, p in enumerate(self.parameters)]
         parts = zip(self.names, self.parameters, self._views, self.is_used, strict=True)
         for name, parameter, view, is_used in parts:
@@ -254,7 +256,7 @@ class _Bucket:
 
 
 def pieces(parameters: Mapping[str, T], bucket_bytes: int) -> list[dict[str, T]]:
-    """Parameters by bucket, in the order in which backward makes their gradients: last layers first."""
+    """Return the parameters by bucket, in the order in which backward produces their gradients: last layers first."""
     plan: list[dict[str, T]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[dict[str, T], int]] = {}
     for name, parameter in reversed(list(parameters.items())):

@@ -1,4 +1,4 @@
-"""Policies that a person wrote, brought along to the processes where a spec names them."""
+"""Custom policies: registers the user's policy classes in the processes that use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = __name__.partition(".")[0]
 
 
 def carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; before it runs elsewhere, the policies of a person's own are known there.
+    """Return the function, wrapped to register the user's custom policies in the process where it runs.
 
     >>> carrying(max)(1, 2)
     2

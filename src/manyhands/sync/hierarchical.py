@@ -1,4 +1,4 @@
-"""Exact sums within each host, a policy between them, so that little crosses the slow network."""
+"""Hierarchical sums: exact within each host, a policy between hosts, to reduce traffic on the slow network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .policy_memory import PolicyMemory
 
 
 def acting(policy: Policy, world: World) -> Policy:
-    """The policy as it acts among some ranks: one host has no other to agree with, so its sums are exact."""
+    """Return the policy that applies among some ranks: on a single host there is no other host, so sums are exact."""
     if (
         policy.between == "hosts"
         and policy.changes_mathematics
@@ -25,9 +25,9 @@ def acting(policy: Policy, world: World) -> Policy:
 
 
 class HierarchicalSum:
-    """How a flat gradient is summed by hosts: each rank of a host carries its part of the host's sum to the others.
+    """Sums a flat gradient by hosts: each rank of a host reduces its part of the host's sum with the other hosts.
 
-    A policy that looks at whole parameters carries all of them on every rank.
+    A policy that needs whole parameters reduces all of them on every rank.
     """
 
     def __init__(self, policy: Policy, world: World, like: Tensor, size: int) -> None:
@@ -40,7 +40,7 @@ class HierarchicalSum:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank sent to other hosts since the count was set to 0."""
+        """Return the bytes that this rank sent to other hosts since the counter was reset."""
         return self._between.num_bytes
 
     @num_bytes.setter
@@ -48,12 +48,12 @@ class HierarchicalSum:
         self._between.num_bytes = count
 
     def reduce(self, gradient: Tensor, memory: PolicyMemory | None) -> Iterator[Pending]:
-        """Replaces a gradient by its sum; without a memory the sum is exact."""
+        """Replace a gradient by its sum; without a memory the sum is exact."""
         yield self._inside.all_reduce(gradient)
         if memory is not None and self._policy.needs_matrices:
             yield from self._policy.reduce(self._between, gradient, memory)
             if self._inside.rank > 0:
-                # All ranks of a host have left out the same; it is owed once.
+                # All ranks of a host have the same feedback, which must count only once.
                 memory.feedback.zero_()
             return
         part = self._part.to(gradient.dtype).zero_()
@@ -65,7 +65,7 @@ class HierarchicalSum:
         gradient.copy_(gathered.view(-1)[: gradient.numel()])
 
     def _carry(self, part: Tensor, count: int, memory: PolicyMemory | None) -> Iterator[Pending]:
-        """Sums one part of the gradient over the hosts."""
+        """Sum one part of the gradient over the hosts."""
         if memory is None:
             yield self._between.all_reduce(part)
             return

@@ -1,4 +1,4 @@
-"""Links: how long messages take between the ranks of a world, measured by a few exchanges."""
+"""Links: latency and bandwidth between the ranks of a world, measured by a few all-reduces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ..distributed import World
 
 SMALL, LARGEST = 1 << 16, 1 << 24
-"""Bytes of the smallest and the largest message that bandwidth is measured by."""
+"""Bytes of the smallest and the largest message for measuring bandwidth."""
 LONG = 0.05
-"""Seconds of an exchange that is long enough to know the bandwidth by."""
+"""Seconds of an exchange that are enough to measure the bandwidth."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What one collective costs: seconds to begin with, and bytes per second that every rank sends at the same time.
+    """The cost of a collective: latency in seconds, and bytes per second that every rank sends at the same time.
 
     >>> Links(0.001, 1e6).seconds(1_000_000)
     1.001
@@ -28,7 +28,7 @@ class Links:
     bandwidth: float
 
     def seconds(self, num_bytes: float, rounds: int = 1) -> float:
-        """The time of so many bytes that each rank sends, in so many collectives one after another."""
+        """Return the time to send `num_bytes` from each rank in `rounds` consecutive collectives."""
         return rounds * self.latency + num_bytes / self.bandwidth
 
     def __str__(self) -> str:
@@ -36,7 +36,10 @@ class Links:
 
 
 def measure_links(world: World) -> Links:
-    """Exchanges a few messages; all ranks get the same answer. It takes some tenths of a second on a slow network."""
+    """Measure latency and bandwidth by a few messages; all ranks get the same result.
+
+    On a slow network this takes some tenths of a second.
+    """
     latency = median(_seconds(world, 8) for _ in range(5))
     size = SMALL
     while (taken := _seconds(world, size)) < LONG and size < LARGEST:
@@ -47,7 +50,7 @@ def measure_links(world: World) -> Links:
 
 
 def _seconds(world: World, num_bytes: int) -> float:
-    """The slowest rank's time for one sum."""
+    """Return the slowest rank's time for one all-reduce."""
     message = torch.zeros(num_bytes // 4, device=world.device)
     world.barrier()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Local policies: replicas train by themselves and agree now and then, so that the network is seldom asked."""
+"""Local policies: replicas train independently and synchronize every few steps, which saves communication."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .policy_memory import PolicyMemory
 
 @dataclass(frozen=True)
 class Local(Policy):
-    """Between two agreements every replica takes its own steps, on its part of each batch.
+    """Every replica takes its own steps, on its part of each batch, and synchronizes after every `every` steps.
 
-    Then the ways that they went are averaged, weighed by the samples (or tokens) that each has learnt from; so are
-    batch statistics, which are each replica's own meanwhile. Losses and the wish to stop travel with an agreement.
-    Before a validation, a checkpoint and the end all agree, and then the states of their optimizers are averaged as
-    well, so that whatever is kept is one network. In the warm-up they agree after every step.
+    Then the replicas' updates are averaged, weighted by the samples (or tokens) that each trained on; so are batch
+    statistics, which are local in between. Losses and stop requests are exchanged at a synchronization. All
+    replicas also
+    synchronize before a validation, a checkpoint and the end, and then average their optimizer states as well, so that
+    what is saved is one network. During the warm-up they synchronize after every step.
     """
 
     has_velocity: ClassVar[bool] = False
-    """Whether it keeps a velocity of each parameter from one agreement to the next."""
+    """Whether the policy keeps a velocity of each parameter from one synchronization to the next."""
 
     every: int = 16
-    """Steps between two agreements."""
+    """Number of steps between two synchronizations."""
     by: str = field(default="allreduce", kw_only=True)
-    """The policy that carries the ways, "int8" say."""
+    """The policy that reduces the updates, such as "int8"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +44,7 @@ class Local(Policy):
 
     @property
     def carrier(self) -> Policy:
-        """What sums the ways over the replicas."""
+        """Return the policy that sums the updates over the replicas."""
         return make_policy(self.by)
 
     @property
@@ -54,7 +55,7 @@ class Local(Policy):
 
     @abstractmethod
     def follow(self, ways: Sequence[Tensor], velocities: Sequence[Tensor]) -> Sequence[Tensor]:
-        """How far all replicas go from where they last agreed, by the mean of the ways that they went."""
+        """Return the change of the parameters since the last synchronization, from the mean update of the replicas."""
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         yield from self.carrier.reduce(wire, gradient, memory)
@@ -62,7 +63,7 @@ class Local(Policy):
 
 @dataclass(frozen=True)
 class LocalSteps(Local):
-    """Steps of each replica by itself; every so often the parameters are averaged.
+    """Local SGD: each replica trains independently, and the parameters are averaged every few steps.
 
     >>> print(LocalSteps(every=16))
     localsteps(16)
@@ -78,7 +79,7 @@ class LocalSteps(Local):
 
 @dataclass(frozen=True)
 class DiLoCo(Local):
-    """Many steps of each replica by itself; the mean of their ways is a gradient for an outer Nesterov momentum.
+    """Many local steps per replica; their mean update is the gradient for an outer Nesterov momentum.
 
     >>> print(DiLoCo(every=100))
     diloco(100)
@@ -88,9 +89,9 @@ class DiLoCo(Local):
     has_velocity = True
     every: int = 100
     outer_lr: float = field(default=0.7, kw_only=True)
-    """How much of the way the outer optimizer goes."""
+    """The learning rate of the outer optimizer."""
     momentum: float = field(default=0.9, kw_only=True)
-    """How much of its velocity it keeps."""
+    """The momentum of the outer optimizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Replicas that went their own ways become one network again, as a local policy says."""
+"""Averaging for local policies: merges replicas that trained independently into one network again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .policy_memory import key_of, wide
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 COUNT = 1
-"""Where a row of numbers holds what its replica has learnt from in that step."""
+"""The index in a row of numbers of the count that the replica trained on in that step (samples or tokens)."""
 
 
 class Agreement:
-    """Where the replicas last agreed on some parameters, and what they did since."""
+    """The parameters at the last synchronization (anchors), and the steps since then."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class Agreement:
         if policy.has_velocity:
             self._velocities = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self.num_steps = self.num_meetings = 0
-        """Steps in all, and agreements after the warm-up."""
+        """Total steps, and synchronizations after the warm-up."""
         self.num_bytes = 0
-        """Bytes that this replica sent, by steps, as of the last agreement."""
+        """Bytes per step that this replica sent, as of the last synchronization."""
 
     def _held(self) -> dict[str, Tensor]:
-        """What this rank holds of the parameters."""
+        """Return this rank's local part of the parameters."""
         return {name: self._here(parameter.detach()) for name, parameter in self._parameters.items()}
 
     @property
     def is_reached(self) -> bool:
-        """Whether nothing was done since the last one."""
+        """Return whether no step was taken since the last synchronization."""
         return not self._rows
 
     def note(self, row: Tensor) -> bool:
-        """A step was taken: what it learnt from stands in its row of numbers. True when it is time to agree."""
+        """Record a step by its row of numbers, with its sample count; return True when it is time to synchronize."""
         self._rows.append(row)
         self.num_steps += 1
         if self._velocities or self.num_steps <= self._policy.warmup:
@@ -67,16 +67,17 @@ class Agreement:
 
     @property
     def is_outer(self) -> bool:
-        """Whether a meeting now is one that the policy asks for, and follows the mean way as it says.
+        """Return whether a synchronization now is due by the policy, and applies its outer update.
 
-        A velocity gathers speed with every such step, so that others, before a checkpoint say, only take the mean.
+        A velocity accelerates with every such update, so other synchronizations, such as before a checkpoint, only
+        average.
         """
         since = self.num_steps - self._policy.warmup
         return not self._velocities or since <= 0 or since % self._policy.every == 0
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Makes all replicas one; the rows of the steps since become their sums over the replicas."""
+        """Synchronize all replicas; the rows of the steps since the last time become their sums over the replicas."""
         if self.is_reached:
             return
         numbers = torch.stack(self._rows)
@@ -118,7 +119,7 @@ class Agreement:
         return torch.cat([way.reshape(-1) for way in ways])
 
     def _arrive(self, flat: Tensor, names: Sequence[str], held: Mapping[str, Tensor], is_warm: bool) -> None:
-        """Goes from the anchors where the policy says, and casts anchor there; in between to the mean, without."""
+        """Apply the policy's outer update to anchors and parameters; between updates, only average the parameters."""
         anchors = [self._anchors[name] for name in names]
         parts = flat.split([anchor.numel() for anchor in anchors])
         ways = [part.view(anchor.shape) for part, anchor in zip(parts, anchors, strict=True)]
@@ -134,7 +135,7 @@ class Agreement:
             torch._foreach_copy_(anchors, parameters)
 
     def _plan(self, trained: Sequence[str]) -> None:
-        """Courses for these parameters; where they are others than before, what is known of them goes along."""
+        """Create the bucket exchanges for these parameters; if they changed, carry their state over."""
         planned = [name for names, _ in self._courses for name in names]
         if set(planned) == set(trained):
             return
@@ -147,7 +148,7 @@ class Agreement:
             course.take_over(_of_carrier(state))
 
     def _average_buffers(self, share: Tensor) -> None:
-        """Averages of real numbers; whole numbers and flags are the first replica's."""
+        """Average floating-point buffers; integers and flags are copied from the first replica."""
         for dtype, buffers in _by_dtype(self._buffers()).items():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if dtype.is_floating_point or dtype.is_complex:
@@ -159,7 +160,7 @@ class Agreement:
                 buffer.copy_(part.view(buffer.shape))
 
     def _tell(self, own: Tensor, mean: Tensor, exact: int) -> None:
-        """How far the first replica's own way was from the mean one, and what is saved."""
+        """Report how far the first replica's own update was from the mean update, and the bytes saved."""
         apart = float((own - mean).norm() / mean.norm())
         if not math.isfinite(apart):
             return
@@ -170,7 +171,7 @@ class Agreement:
         self._world.line.report(event("notice", text=text))
 
     def state(self) -> PolicyState:
-        """What is remembered besides the parameters, as it lies here; complete only where an agreement is reached."""
+        """Return the state other than the parameters; complete only right after a synchronization."""
         state = PolicyState.joined(course.state() for _, course in self._courses)
         velocities = {key_of(VELOCITY, name): velocity for name, velocity in self._velocities.items()}
         anchors = {} if self.is_outer else {key_of(ANCHOR, name): anchor for name, anchor in self._anchors.items()}
@@ -178,7 +179,7 @@ class Agreement:
 
     @torch.no_grad()
     def take_over(self, state: PolicyState) -> None:
-        """Goes on from the state of the same parameters."""
+        """Restore the state of the same parameters."""
         self.num_steps = state.num_steps
         for kind, held in ((VELOCITY, self._velocities), (ANCHOR, self._anchors)):
             for name, mine in held.items():
@@ -191,17 +192,17 @@ class Agreement:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Takes it that all replicas are where they should be: after parameters were put there from elsewhere."""
+        """Reset the anchors to the current parameters, after these were loaded from elsewhere."""
         self._rows = []
         for name, parameter in self._held().items():
             self._anchors[name].copy_(parameter)
 
 
 def average(world: World, tensors: Iterable[Tensor]) -> None:
-    """Replaces tensors of real numbers by their means over the replicas, in one collective for each type."""
+    """Replace floating-point tensors by their means over the replicas, in one collective for each dtype."""
     for dtype, some in _by_dtype(tensors).items():
         if dtype.is_floating_point:
-            # An optimizer on a GPU may keep its counters with the processor.
+            # An optimizer on a GPU may keep its step counters on the CPU.
             flat = torch.cat([tensor.reshape(-1).to(world.device) for tensor in some]).to(wide(dtype))
             world.all_reduce(flat, "avg")
             for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
@@ -209,13 +210,13 @@ def average(world: World, tensors: Iterable[Tensor]) -> None:
 
 
 def _of_carrier(state: PolicyState) -> PolicyState:
-    """What of a state belongs to the policy that carries the ways."""
+    """Return the part of a state that belongs to the policy that reduces the updates."""
     shared = {key: held for key, held in state.shared.items() if key.partition("/")[0] not in (ANCHOR, VELOCITY)}
     return replace(state, shared=shared)
 
 
 def wide_of(tensor: Tensor) -> Tensor:
-    """The tensor in the precision in which policies compute."""
+    """Return the tensor in the precision in which policies compute."""
     return tensor.to(wide(tensor.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Policies: how replicas agree on a gradient. A policy is a small object that prints as the text that makes it."""
+"""Policies: how replicas synchronize gradients. A policy is a small object that prints as the text that creates it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .collectives import PolicyCollectives
 from .policy_memory import PolicyMemory
 
 POLICIES: dict[str, type[Policy]] = {}
-"""Policies by the name that a StrategySpec gives; a subclass of Policy with a `name` enters itself."""
+"""Policies by the name used in a StrategySpec; subclasses of Policy with a `name` register themselves."""
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*")
 
 
 class _Made(ABCMeta):
-    """Says which settings a policy has where it is given others."""
+    """Raises an error that lists a policy's settings when it is created with unknown ones."""
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
         try:
@@ -37,9 +37,10 @@ class _Made(ABCMeta):
 
 @dataclass(frozen=True)
 class Policy(metaclass=_Made):
-    """How the sum of the replicas' gradients comes about: frozen settings and one method.
+    """How gradients are summed over the replicas: frozen settings and one method.
 
-    A policy of your own is one class; its name is then known to `sync=`. What it does not send it keeps as feedback.
+    A custom policy is one class; its name can then be used in `sync=`. What it does not send, it keeps as error
+    feedback.
 
     >>> @dataclass(frozen=True)
     ... class Signs(Policy):
@@ -58,16 +59,16 @@ class Policy(metaclass=_Made):
 
     name: ClassVar[str] = ""
     changes_mathematics: ClassVar[bool] = True
-    """Whether the result may differ from the exact sum; if so it is said in the plan, the log and the record."""
+    """Whether the result may differ from the exact sum; if so, the plan, the log and the record mention it."""
     needs_matrices: ClassVar[bool] = False
-    """Whether it looks at whole parameters, so that parts of them will not do."""
+    """Whether the policy works on whole parameters, so that it cannot be applied to parts of them."""
     bucket_bytes: ClassVar[int] = 25 << 20
-    """Gradients that it takes at a time: few where computing one part can overlap with sending another."""
+    """Bytes of gradients per bucket: small where encoding one bucket can overlap with sending another."""
 
     warmup: int = field(default=0, kw_only=True)
-    """Steps at the beginning that are summed exactly."""
+    """Number of initial steps that are summed exactly."""
     between: str = field(default="replicas", kw_only=True)
-    """Who agrees by it: all "replicas", or "hosts", with exact sums within each of them."""
+    """Where the policy applies: between all "replicas", or between "hosts", with exact sums within each host."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -80,15 +81,16 @@ class Policy(metaclass=_Made):
 
     @abstractmethod
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
-        """Replaces a flat gradient by its sum over the replicas; yields whatever it must wait for.
+        """Replace a flat gradient by its sum over the replicas; yield each pending collective to wait for.
 
-        The feedback is in the gradient already, and zero: what this replica does not send goes there, so that over the
-        replicas gradient = result + feedback. The result must be the same on all of them, bit for bit.
+        The error feedback is already added to the gradient, and reset to zero: store in it what this replica does
+        not send, so
+        that summed over the replicas gradient = result + feedback. The result must be bitwise equal on all replicas.
         """
 
     @property
     def said(self) -> str:
-        """What a person is told of a policy that changes the mathematics."""
+        """Return the message for the user about a policy that changes the mathematics."""
         start = f" after {self.warmup} exact steps" if self.warmup else ""
         return f"sync={self} changes the mathematics{start}: results differ from one device's"
 
@@ -111,7 +113,7 @@ class AllReduce(Policy):
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """The policy of this text.
+    """Return the policy that this text describes.
 
     >>> make_policy("allreduce")
     AllReduce(warmup=0, between='replicas')
@@ -130,7 +132,7 @@ def make_policy(policy: str | Policy) -> Policy:
 
 
 def require(holds: bool, rule: str, got: object) -> None:
-    """Refuses a setting of a policy."""
+    """Raise StrategyError if a policy's setting is invalid."""
     if not holds:
         raise StrategyError(f"a policy's {rule}", got=repr(got), remedy="correct it")
 

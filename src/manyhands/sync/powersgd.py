@@ -1,4 +1,4 @@
-"""PowerSGD: every matrix of gradients as a product of two thin ones, found by one power iteration a step."""
+"""PowerSGD: approximates every gradient matrix by a low-rank product, with one power iteration per step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .policy import Policy, require
 from .policy_memory import PolicyMemory, key_of
 
 NEGLIGIBLE = 1e-5
-"""What is left of a row, compared with what it was, when it lies in the span of those before it."""
+"""The relative remainder below which a row counts as linearly dependent on the rows before it."""
 
 
 @dataclass(frozen=True)
 class PowerSGD(Policy):
-    """Matrices of gradients by factors of a low rank; what is no matrix, or too small to gain, is summed exactly.
+    """Low-rank factors of gradient matrices; gradients that are no matrices, or too small to gain, are summed exactly.
 
     >>> print(PowerSGD(rank=4))
     powersgd(4)
@@ -38,7 +38,7 @@ class PowerSGD(Policy):
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
         matrices, rest = self._parts(gradient, memory)
-        # Factors lie as a few long rows: products with few columns are several times slower on a CPU.
+        # Factors are stored as a few long rows: products with few columns are several times slower on a CPU.
         fresh = [_fresh(m.shape[1], self.rank, m.dtype, m.device) for m in matrices.values()]
         right = orthonormal([self._start(name, m, memory) for name, m in matrices.items()], fresh)
         left = [q @ matrix.T for matrix, q in zip(matrices.values(), right, strict=True)]
@@ -56,7 +56,7 @@ class PowerSGD(Policy):
         memory.shared |= {key_of("q", name): q for name, q in zip(matrices, right, strict=True)}
 
     def _parts(self, gradient: Tensor, memory: PolicyMemory) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The matrices that are worth it, and all other parts, as views of the gradient."""
+        """Return the matrices that are worth compressing, and all other parts, as views of the gradient."""
         matrices, rest = {}, []
         for (name, shape), part in zip(memory.shapes.items(), gradient.split(memory.sizes), strict=True):
             rows = shape[0] if len(shape) > 1 else 1
@@ -68,13 +68,13 @@ class PowerSGD(Policy):
         return matrices, rest
 
     def _start(self, name: str, matrix: Tensor, memory: PolicyMemory) -> Tensor:
-        """Where the iteration goes on: from the last step's factor."""
+        """Return the start of the power iteration: the last step's factor, or zeros."""
         held = memory.shared.get(key_of("q", name))
         wanted = (self.rank, matrix.shape[1])
         return held if held is not None and held.shape == wanted else matrix.new_zeros(wanted)
 
     def _keep(self, matrices: dict[str, Tensor], left: list[Tensor], own: list[Tensor], memory: PolicyMemory) -> None:
-        """What this replica's factors leave out."""
+        """Store the approximation error of this replica's factors in the feedback."""
         kept, _ = self._parts(memory.feedback, memory)
         for name, p, q in zip(matrices, left, own, strict=True):
             torch.addmm(matrices[name], p.T, q, alpha=-1, out=kept[name])
@@ -82,16 +82,16 @@ class PowerSGD(Policy):
 
 @functools.lru_cache(maxsize=64)
 def _fresh(columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Directions to begin with where the last step left none: scattered, and the same on all replicas."""
+    """Return initial directions for when the last step left none: pseudo-random, and the same on all replicas."""
     places = torch.arange(1, columns * rank + 1, device=device, dtype=torch.float64)
-    # Of squares: sines of evenly spaced numbers span two directions only.
+    # Of squares, because sines of evenly spaced numbers span two directions only.
     return places.square_().mul_(12.9898).sin_().to(dtype).view(rank, columns)
 
 
 def _together(
     wire: PolicyCollectives, matrices: list[Tensor], rest: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Pending]:
-    """Sums several tensors in one collective; the sums are views, complete when it is."""
+    """Sum several tensors in one collective; the returned sums are views, valid when it completes."""
     parts = [*matrices, *rest]
     if not parts:
         return [], [], Pending()
@@ -101,9 +101,9 @@ def _together(
 
 
 def orthonormal(matrices: Sequence[Tensor], instead: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Matrices with orthonormal rows that span the same; a row that adds nothing is 0.
+    """Return matrices with orthonormal rows that span the same space; a linearly dependent row is 0.
 
-    `instead` has rows to take where there is none. Matrices of one shape are treated together.
+    `instead` has replacements for rows that are 0. Matrices of one shape are processed together.
 
     >>> orthonormal([torch.tensor([[3.0, 4.0], [3.0, 4.0]])])
     [tensor([[0.6000, 0.8000],
@@ -132,12 +132,12 @@ def _gram_schmidt(stacked: Tensor, fresh: Tensor | None) -> Tensor:
 
 
 def _unit_against(row: Tensor, done: list[Tensor]) -> Tensor:
-    """A row without what lies along those before it, of length 1; 0 where nothing is left."""
-    # By the largest number first: a square may be too large or too small for its type where the number is not.
+    """Return a row without its components along the rows before it, of length 1; 0 if nothing remains."""
+    # Divide by the largest number first: squares may overflow or underflow where the numbers do not.
     largest = row.abs().amax(-1, keepdim=True)
     row = torch.where(largest > 0, row / largest, torch.zeros_like(row))
     before = row.norm(dim=-1, keepdim=True)
-    # Twice, because the first time leaves rounding errors that count when little is left.
+    # Twice, because the first pass leaves rounding errors that matter when little remains.
     for _ in range(2):
         for other in done:
             row = row - (row * other).sum(-1, keepdim=True) * other

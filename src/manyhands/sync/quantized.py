@@ -1,8 +1,8 @@
-"""Coded policies: gradients as narrower numbers. Each replica adds up one part of them and sends the sum around.
+"""Quantized policies: gradients as narrower numbers. Each replica sums one part of them and broadcasts the sum.
 
-Two rounds, as in a ring all-reduce: every replica gets one part from all others, adds it up in full precision, and
-gives the sum to all. So the bytes are those of an all-reduce of the narrower numbers, no sum is rounded on its way, and
-everyone decodes the very same bytes. Two replicas simply swap their numbers: the same bytes in one round.
+Two rounds, as in a ring all-reduce: every replica receives one part from all others, sums it in full precision, and
+sends the sum to all. So the bytes are those of an all-reduce of the narrower numbers, no partial sum is rounded, and
+all replicas decode the same bytes. Two replicas simply swap their numbers: the same bytes in one round.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .policy import Policy
 from .policy_memory import PolicyMemory
 
 BLOCK = 256
-"""Numbers that share a scale."""
+"""Number of elements that share a scale."""
 
 
 @dataclass(frozen=True)
 class Coded(Policy):
-    """Narrower numbers with one scale for each block of them, so that neither huge nor tiny ones are lost."""
+    """Narrower numbers with one scale per block, so that neither large nor small numbers are lost."""
 
     bucket_bytes = 4 << 20
     kind: ClassVar[torch.dtype]
-    """What a number is sent as."""
+    """The dtype in which numbers are sent."""
 
     @abstractmethod
     def scale(self, largest: Tensor) -> Tensor:
-        """What numbers are divided by, from the largest of each block."""
+        """Return the divisor of each block's numbers, from the largest of each block."""
 
     def has_scales(self, dtype: torch.dtype) -> bool:
-        """Whether numbers of a type need scales at all."""
+        """Return whether numbers of a dtype need scales."""
         return True
 
     def reduce(self, wire: PolicyCollectives, gradient: Tensor, memory: PolicyMemory) -> Iterator[Pending]:
@@ -52,7 +52,7 @@ class Coded(Policy):
         total = self._sum(received, blocks, memory)
         sent, said = self._encode(total, memory, "sum")
         gathered, pending = wire.all_gather(sent[0], memory.room("received", received.shape, sent.dtype))
-        # What the second rounding takes away is known to whoever did it.
+        # The error of the second rounding is only known to the replica that did it.
         left[wire.rank] += total.sub_(said)[0]
         memory.feedback.copy_(left.view(-1)[: gradient.numel()])
         yield pending
@@ -68,7 +68,7 @@ class Coded(Policy):
         gradient.copy_(self._sum(gathered, blocks, memory).view(-1)[: gradient.numel()])
 
     def _encode(self, blocks: Tensor, memory: PolicyMemory, name: str) -> tuple[Tensor, Tensor]:
-        """Rows of bytes, each its scales and then its codes; and what they say, as numbers."""
+        """Return rows of bytes, each with its scales and then its codes, and the numbers that they decode to."""
         rows, num_blocks, block = blocks.shape
         width = self._width(blocks)
         sent = memory.room(f"sent {name}", (rows, width + num_blocks * block * self.kind.itemsize), torch.uint8)
@@ -83,33 +83,33 @@ class Coded(Policy):
         return sent, said.mul_(scales.unsqueeze(-1))
 
     def _round(self, numbers: Tensor, codes: Tensor) -> None:
-        """Writes the codes of scaled numbers, and what they say in the numbers' place."""
+        """Write the codes of scaled numbers, and replace the numbers by their decoded values."""
         codes.copy_(numbers)
         numbers.copy_(codes)
 
     def _decode(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
-        """Rows of blocks of numbers from rows of bytes."""
+        """Return rows of blocks of numbers from rows of bytes."""
         width = self._width(like)
         numbers = memory.room(f"decoded {len(sent)}", (len(sent), *like.shape[1:]), like.dtype)
         numbers.view(len(sent), -1).copy_(sent[:, width:].view(self.kind))
         return numbers.mul_(sent[:, :width].view(like.dtype).unsqueeze(-1)) if width else numbers
 
     def _sum(self, sent: Tensor, like: Tensor, memory: PolicyMemory) -> Tensor:
-        """The sum of what several rows say, in their order."""
+        """Return the sum of several decoded rows, added in their order."""
         total = memory.room("total", (1, *like.shape[1:]), like.dtype).copy_(self._decode(sent[:1], like, memory))
         for row in range(1, len(sent)):
             total += self._decode(sent[row : row + 1], like, memory)
         return total
 
     def _width(self, blocks: Tensor) -> int:
-        """Bytes of the scales of a row."""
+        """Return the bytes of the scales of a row."""
         return blocks.shape[1] * blocks.element_size() if self.has_scales(blocks.dtype) else 0
 
 
 def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
-    """A flat gradient in so many rows of blocks; a copy only where it must be filled up."""
+    """Return a flat gradient as rows of blocks; a copy only if it must be padded."""
     size, share = gradient.numel(), -(-gradient.numel() // rows)
-    # A multiple of 8, so that codes lie where numbers may lie.
+    # A multiple of 8, so that codes and scales are aligned.
     block = min(BLOCK, -(-share // 8) * 8)
     num_blocks = -(-share // block)
     full = rows * num_blocks * block
@@ -123,7 +123,7 @@ def _blocks(gradient: Tensor, rows: int, memory: PolicyMemory) -> Tensor:
 
 @dataclass(frozen=True)
 class _Half(Coded):
-    """Sixteen bits. The scale is a power of two, so that it takes no precision away."""
+    """Sixteen bits. The scale is a power of two, so that it costs no precision."""
 
     def scale(self, largest: Tensor) -> Tensor:
         mantissa = torch.frexp(largest).mantissa
@@ -142,7 +142,7 @@ class BF16(_Half):
     kind = torch.bfloat16
 
     def has_scales(self, dtype: torch.dtype) -> bool:
-        # It reaches as far as single precision.
+        # bfloat16 has the range of float32.
         return dtype != torch.float32
 
 

@@ -1,4 +1,4 @@
-"""TopK: only the largest numbers of a gradient travel; the others wait until they have grown."""
+"""TopK: only the largest elements of a gradient are sent; the others accumulate as error feedback."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .policy import Policy, require
 from .policy_memory import PolicyMemory
 
 EARLY, HALVES = 0.25, 10
-"""The part of the numbers that travels after the warm-up, and the steps after which it is halved."""
+"""The fraction of elements sent after the warm-up, and the number of steps after which it is halved."""
 MANY = 1 << 16
-"""Numbers from which on a look at some of them pays."""
+"""Number of elements from which sampling for a threshold pays off."""
 
 
 @dataclass(frozen=True)
 class TopK(Policy):
-    """A fraction of the numbers of a bucket, the largest ones, each with its place.
+    """Sends a fraction of a bucket's elements, the largest ones, each with its index.
 
-    After the warm-up, if there is one, more of them travel at first, half as many every so many steps: early gradients
-    change quickly, and what waits is soon wrong.
+    After the warm-up, if there is one, more elements are sent at first, halved every few steps: early gradients change
+    quickly, so delayed ones are soon stale.
 
     >>> print(TopK(0.01))
     topk(0.01)
@@ -40,7 +40,7 @@ class TopK(Policy):
         require(is_number and 0 < self.fraction <= 1, "fraction lies above 0 and not above 1", self.fraction)
 
     def fraction_at(self, step: int) -> float:
-        """The part of the numbers that travels so many steps after the warm-up.
+        """Return the fraction of elements to send at this step after the warm-up.
 
         >>> [TopK(0.01).fraction_at(step) for step in (1, 11, 100)]
         [0.25, 0.125, 0.01]
@@ -57,16 +57,16 @@ class TopK(Policy):
         gathered, pending = wire.all_gather(sent)
         yield pending
         gradient.zero_()
-        # One replica after another: within one no place comes twice, so that the order of additions is fixed.
+        # One replica after another: no index occurs twice within one, so the order of additions is fixed.
         for part in gathered:
             there, numbers = (piece.clone() for piece in part.tensor_split([4 * count]))
             gradient.index_add_(0, there.view(torch.int32), numbers.view(gradient.dtype))
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
-    """The places of so many numbers, the largest by size; what is not a number counts as large.
+    """Return the indices of the `count` elements with the largest magnitude; NaN counts as large.
 
-    On a CPU a threshold from every so many of them leaves few to choose from, which is several times faster.
+    On a CPU, a threshold from a sample leaves few elements to select from, which is several times faster.
 
     >>> largest(torch.tensor([1.0, -3.0, 2.0]), 2).sort().values
     tensor([1, 2])

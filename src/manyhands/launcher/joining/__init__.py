@@ -1,4 +1,4 @@
-"""Many hosts become one job: tokens, a handshake, a desk where hosts join, agents that hold their ranks."""
+"""Several hosts form one job: tokens, a handshake, a listener where hosts join, and agents that run their ranks."""
 
 from .join import Join, JoinedHosts
 from .tls import TLS_VARIABLE, tls_here

@@ -1,4 +1,4 @@
-"""The agent: starts and watches the ranks of a host for the conductor of another, and holds them when it is gone."""
+"""The agent: runs a host's ranks for the coordinator on another host, and keeps them alive while it is unreachable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_SECONDS = 0.5
 
 
 class Agent(Hearer, RunningJob):
-    """The ranks of this host. While nobody conducts they keep what they know in memory, and wait to be called."""
+    """The ranks of this host. While the coordinator is unreachable they keep their state in memory and wait."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Agent(Hearer, RunningJob):
         self._reason: str | None = None
         self._listen()
 
-    # -- for those who started it ---------------------------------------------------------------------------------
+    # -- for the caller -------------------------------------------------------------------------------------------
 
     def wait(self, on_event: OnEvent, on_output: OnOutput) -> list[Any]:
-        """Returns the results of this host's ranks; events and output go to the host that conducts."""
+        """Return the results of this host's ranks; events and output are sent to the coordinator's host."""
         try:
             while self._reason is None or (not self._reason and not self._crew.is_over):
                 turn(self._selector, 0.5)
@@ -93,7 +93,7 @@ class Agent(Hearer, RunningJob):
             self._results[slot] = process.result
         self._channel.send("end", slot=slot, done=done, text=process.end)
 
-    # -- from the conductor ---------------------------------------------------------------------------------------
+    # -- from the coordinator -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
@@ -129,14 +129,14 @@ class Agent(Hearer, RunningJob):
             raise ProtocolError(f"{kind} from the host that conducts")
 
     def _mine(self, summons: dict[str, Any]) -> dict[str, Any]:
-        """A summons as this host's ranks need it: over the interface that leads there from here, with their key."""
+        """Return rendezvous info for this host's ranks, with their key and the interface towards the first host."""
         generation = int(summons["generation"])
         self._generation = max(self._generation, generation)
         key = self._token.rank_key(summons["salt"], generation)
         return {**summons, "interface": interface_of(address_towards(summons["address"])), "key": key}
 
     def _lose_conductor(self, why: str) -> None:
-        """Nobody may go on here; ranks leave their collectives, keep their state, and wait for the conductor."""
+        """Tell ranks to leave their collectives and keep their state, then rejoin the coordinator when it returns."""
         self._selector.unregister(self._channel)
         self._channel.close()
         for slot in list(self._running):
@@ -152,7 +152,7 @@ class Agent(Hearer, RunningJob):
                 if time.monotonic() > end:
                     raise RunError(f"the first host {why}, and did not come back in {self._timeout:.0f} s") from error
             except JoinRefused as error:
-                # The connection that was lost may still be thought to stand; that passes within seconds.
+                # The first host may still list the old connection; that ends within seconds.
                 if error.code != "present" or time.monotonic() > end:
                     raise
         self._listen()

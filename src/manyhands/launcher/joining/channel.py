@@ -1,4 +1,4 @@
-"""The channel between two hosts: JSON messages of known shape and size, each with a proof that it is the other's."""
+"""The channel between two hosts: JSON messages of known shape and limited size, each authenticated by an HMAC."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Message = dict[str, Any]
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 1 << 15
-"""Characters of a text that is cut, because the whole message would be too long."""
+"""Maximum characters of a text in a message that would otherwise be too long; longer texts lose their middle."""
 BEAT_SECONDS = 0.5
 _HEAD = struct.Struct("!I")
 _PROOF = hashlib.sha256().digest_size
 _TLS = 22
-"""The first byte of whoever begins with TLS; a message that long is none of ours."""
+"""The first byte of a TLS connection; no message of this protocol is that long."""
 _HEX = re.compile("[0-9a-f]{0,64}")
 _HEX_FIELDS = ("nonce", "proof", "again")
 
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "join": {"nonce": str, "facts": dict, "proof": str, "again": str},
     "welcome": {"proof": str},
     "refused": {"code": str, "reason": str},
-    # from the host that conducts
+    # from the coordinator's host
     "probe": {"ways": list, "key": str},
     "begin": {"devices": list},
     "agreed": {"value": str},
@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     "tell": {"slot": int, "message": dict},
     "kill": {"slot": (int, type(None))},
     "over": {"reason": str},
-    # from the others
+    # from the other hosts
     "links": {"found": list},
     "event": {"slot": int, "entry": dict},
     "output": {"slot": int, "text": str, "stream": str},
@@ -56,61 +56,61 @@ SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
     # from both
     "beat": {},
 }
-"""Every message by its kind: exactly these fields, of these types."""
+"""The fields and their types of every kind of message; no other fields are accepted."""
 
 
 class ProtocolError(RunError):
-    """The other side said something that nobody of ours would say."""
+    """The other side sent a message that does not follow the protocol."""
 
 
 @dataclass(frozen=True)
 class JoinTimeouts:
-    """How long another host may take: all from a job's one time limit, and never longer than a person would wait."""
+    """Time limits for another host: all are derived from a job's one time limit, and at most ten seconds."""
 
     timeout: float
 
     @property
     def silence(self) -> float:
-        """Without a word from it, or without its taking one."""
+        """Return the seconds without receiving a message from the other host, or without it reading one."""
         return min(4.0, self.timeout / 10)
 
     @property
     def answer(self) -> float:
-        """For an answer while it joins."""
+        """Return the seconds to wait for an answer while a host joins."""
         return min(10.0, self.timeout / 4)
 
     @property
     def connection(self) -> float:
-        """Until a connection to it is made."""
+        """Return the seconds to wait until a connection is established."""
         return min(2.0, self.timeout / 10)
 
 
 class Bare:
-    """What lies over the bytes of a connection: nothing."""
+    """The transport layer of a connection without TLS: bytes are sent as they are."""
 
     binding: tuple[str, ...] = ()
-    """What only this connection has; proofs of the token cover it."""
+    """Values that only this connection has; proofs of the token cover them (channel binding)."""
 
     def wrapped(self, data: bytes) -> bytes:
-        """Bytes as they are sent."""
+        """Return the bytes to send for this data."""
         return data
 
     def opened(self, data: bytes) -> bytes:
-        """What bytes that have come say."""
+        """Return the data in these received bytes."""
         return data
 
 
 class Channel:
-    """One end of a connection. Sending is safe from any thread; a thread of its own says that we are alive."""
+    """One end of a connection between hosts. Sending is thread-safe; a separate thread sends heartbeats."""
 
     def __init__(self, sock: socket.socket, limits: JoinTimeouts, cover: Bare | None = None) -> None:
         self._socket, self.limits, self._cover = sock, limits, cover or Bare()
         self.binding = self._cover.binding
         self.peer = str(sock.getpeername()[0])
-        """The other side's address, also when it is gone."""
+        """The other side's address, also after the connection has ended."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(limits.silence, 1)
-        # Whoever sends must not wait for ever for a host that is frozen and reads nothing.
+        # A sender must not block forever on a frozen host that does not read.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
         sock.settimeout(None)
         self._sending = threading.Lock()
@@ -119,22 +119,22 @@ class Channel:
         self._rest = bytearray()
         self._closed = threading.Event()
         self.heard_at = time.monotonic()
-        """When the other side last said something."""
+        """When the last bytes arrived from the other side."""
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the socket's file descriptor, for a selector."""
         return self._socket.fileno()
 
     def seal(self, ours: bytes, theirs: bytes) -> None:
-        """From now on every message has a proof, made with a key that only these two hosts know."""
+        """Authenticate every message from now on, with keys that only these two hosts know."""
         self._keys = ours, theirs
 
     def start_beating(self) -> None:
-        """Begins to tell the other side regularly that this one is alive."""
+        """Start the thread that sends heartbeats."""
         threading.Thread(target=self._beat, name="manyhands-beat", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Sends a message; False when the other side is gone, or takes nothing: then the connection is over."""
+        """Send a message; return False, and end the connection, if the other side is gone or does not read."""
         body = _written({"kind": kind, **values})
         with self._sending:
             frame = _HEAD.pack(len(body)) + self._proof(self._keys[0], self._sent, body) + body
@@ -142,13 +142,13 @@ class Channel:
             try:
                 self._socket.sendall(self._cover.wrapped(frame))
             except OSError:
-                # Part of a message may be out, so that nothing behind it would be understood.
+                # Part of a message may have been sent, so the other side could not parse anything after it.
                 self._hang_up()
                 return False
         return True
 
     def receive(self) -> Iterator[Message]:
-        """The messages that have arrived; raises ConnectionError when there will be no more."""
+        """Yield the messages that have arrived; raise ConnectionError when the connection is closed."""
         chunk = self._socket.recv(65536)
         if not chunk:
             raise ConnectionError("the connection was closed")
@@ -157,12 +157,12 @@ class Channel:
         yield from self._whole()
 
     def wait_for(self, *kinds: str, seconds: float, first: float | None = None) -> Message:
-        """The next message, which must be one of these kinds and come in time.
+        """Return the next message, which must be of one of these kinds and arrive in time.
 
         Args:
-            kinds: What it may be.
-            seconds: When all of it must be here.
-            first: When its first byte must be here, if that is sooner.
+            kinds: The accepted kinds.
+            seconds: Time limit for the whole message.
+            first: Time limit for its first byte, if that is shorter.
         """
         end = time.monotonic() + seconds
         first_end = end if first is None else time.monotonic() + first
@@ -191,13 +191,13 @@ class Channel:
                 self._socket.settimeout(None)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """End the connection."""
         self._closed.set()
         self._hang_up()
         self._socket.close()
 
     def _hang_up(self) -> None:
-        """Whoever reads here hears that it is over."""
+        """Shut the socket down, so that readers notice the end of the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -219,7 +219,7 @@ class Channel:
             yield checked(body)
 
     def _proof(self, key: bytes, number: int, body: bytes) -> bytes:
-        """Nothing before the keys are known; then of the message and its number, so that none is taken twice."""
+        """Return zeros before the keys are known, then an HMAC of the message and its number against replays."""
         return bytes(_PROOF) if not key else hmac.new(key, struct.pack("!Q", number) + body, hashlib.sha256).digest()
 
     def _beat(self) -> None:
@@ -228,7 +228,7 @@ class Channel:
 
 
 def checked(body: bytes) -> Message:
-    """A message of a known shape.
+    """Return a message after checking its shape.
 
     >>> checked(b'{"kind": "start", "slot": "1", "summons": {}}')
     Traceback (most recent call last):
@@ -252,7 +252,7 @@ def checked(body: bytes) -> Message:
 
 
 def _written(message: Message) -> bytes:
-    """A message as it is sent; of one that is too long, long texts lose their middle."""
+    """Return the encoded message; if it is too long, long texts lose their middle."""
     body = json.dumps(message, default=str).encode()
     if len(body) > MAX_MESSAGE:
         body = json.dumps(_cut(message), default=str).encode()

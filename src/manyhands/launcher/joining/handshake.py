@@ -1,4 +1,4 @@
-"""The handshake: both sides prove that they know the token, over numbers used once; then facts are compared."""
+"""The join handshake: both sides prove with nonces that they know the token, then the hosts' versions are compared."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from .channel import Channel, Message
 from .token import JoinToken
 
 Refusal = Literal["token", "differs", "present", "full", "tls"]
-"""Why a host is not taken in: it has another token, it is not like the others, its name is taken, all places are, its
-connection is not under TLS as those of the others are."""
+"""Why a host is refused.
+
+It has another token, it differs from the first host, its name is taken, all hosts have joined, or its connection does
+not use TLS.
+"""
 MAX_SKEW = 60.0
-"""Seconds by which clocks may differ: events of all hosts stand in one log."""
+"""Maximum difference of clocks in seconds: events of all hosts are written to one log."""
 
 
 class JoinRefused(SettingsError):
-    """The first host does not take this one in."""
+    """The first host refuses this one."""
 
     code: str = ""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says of itself when it joins."""
+    """What a host reports about itself when it joins."""
 
     host: str
     manyhands: str
@@ -42,11 +45,11 @@ class HostFacts:
     time: float
     devices: list[dict[str, Any]]
     running: list[int]
-    """Slots whose ranks are alive already and wait to be called together, after the connection was lost."""
+    """Slots whose ranks are already running and wait for a rendezvous, after the connection was lost."""
     generation: int
-    """The last one that these have heard of."""
+    """The last generation that these ranks know of."""
     work: str
-    """A digest of what is to be run, which must be the same everywhere."""
+    """A digest of the work to run, which must be the same on all hosts."""
 
     @classmethod
     def here(
@@ -57,7 +60,7 @@ class HostFacts:
         generation: int = -1,
         host: str | None = None,
     ) -> HostFacts:
-        """Of this host, now."""
+        """Return the facts of this host now."""
         said = [{"kind": d.kind, "index": d.index, "share": d.share, "slot": d.slot} for d in devices]
         return cls(
             host=host or this_host(),
@@ -73,7 +76,7 @@ class HostFacts:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> HostFacts:
-        """Checked data of another host."""
+        """Return the facts of another host after checking the received data."""
         try:
             facts = cls(**values)
             good = (
@@ -93,13 +96,13 @@ class HostFacts:
         return facts
 
     def placed(self) -> list[Device]:
-        """The devices, with the host that has them."""
+        """Return the devices, each with the name of its host."""
         return [
             Device(str(d["kind"]), int(d["index"]), self.host, float(d["share"]), int(d["slot"])) for d in self.devices
         ]
 
     def differences(self, other: HostFacts) -> str:
-        """What keeps two hosts from working together, with the remedy; empty where nothing does."""
+        """Return why two hosts cannot work together, with the remedy; empty if they can."""
         for name in ("manyhands", "torch", "python"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "python":
@@ -118,19 +121,19 @@ class HostFacts:
 
 
 class HostVerifier:
-    """The conducting side: lets a host prove itself, hears what it is, and takes it in or not."""
+    """The first host's side of the handshake: verifies a joining host, then accepts or refuses it."""
 
     def __init__(
         self, channel: Channel, token: JoinToken, passes: Mapping[str, JoinToken], mine: Callable[[], HostFacts]
     ) -> None:
-        """`passes` are those of hosts that were in before, which need no token any more."""
+        """Run the handshake; `passes` belong to hosts that joined before, which need no valid token any more."""
         self.channel = channel
         self._nonce = secrets.token_hex(16)
         channel.send("hello", nonce=self._nonce)
         answer = channel.wait_for("join", seconds=channel.limits.answer, first=FIRST_SECONDS)
         said = json.dumps(answer["facts"], sort_keys=True)
         self._theirs = str(answer["nonce"])
-        # The number is this connection's own: what somebody overheard on another one proves nothing here.
+        # The nonce belongs to this connection, so a proof from another connection cannot be replayed.
         parts = "join", self._nonce, self._theirs, said, *channel.binding
         self._pass = passes.get(str(answer["facts"].get("host")))
         if self._pass is not None and self._pass.accepts(answer["again"], *parts):
@@ -144,12 +147,12 @@ class HostVerifier:
             raise self.refuse("differs", told)
 
     def refuse(self, code: Refusal, reason: str) -> SettingsError:
-        """Says why it is not taken in."""
+        """Send the host the reason for the refusal; return it as an error."""
         self.channel.send("refused", code=code, reason=reason)
         return SettingsError(f"{self.channel.peer} was not taken in: {reason}")
 
     def accept(self) -> JoinToken:
-        """Takes it in, and proves that this is not somebody who only listens at the address; its pass from now on."""
+        """Accept the host, prove that this side knows the token too, and return the host's pass for rejoining."""
         self.channel.send("welcome", proof=self._key.prove("welcome", self._theirs, self._nonce, *self.channel.binding))
         _seal(self.channel, self._key, self._nonce, self._theirs, is_first=True)
         self.channel.start_beating()
@@ -157,10 +160,10 @@ class HostVerifier:
 
 
 def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinToken | None = None) -> JoinToken:
-    """The joining side: proves itself, and hears that it is in; the pass by which it may come again.
+    """Run the joining host's side of the handshake; return the pass with which it may rejoin.
 
-    A token may expire while a job runs, and a host of that job must still be able to come back. `known` is its pass.
-    The token is proved beside it, because a first host that was started again has given nobody a pass.
+    A token may expire while a job runs, and a host of that job must still be able to rejoin. `known` is its pass. The
+    token is proved as well, because a restarted first host has issued no passes.
     """
     hello = _heard(channel, "hello")
     nonce = secrets.token_hex(16)
@@ -182,7 +185,7 @@ def introduce(channel: Channel, token: JoinToken, mine: HostFacts, known: JoinTo
 
 
 def _heard(channel: Channel, kind: str) -> Message:
-    """What the first host says; raises where it does not take this one in."""
+    """Return the first host's message; raise JoinRefused if it refuses this host."""
     answer = channel.wait_for(kind, "refused", seconds=channel.limits.answer)
     if answer["kind"] == "refused":
         refused = JoinRefused(f"{channel.peer} does not take this host in: {answer['reason']}")
@@ -192,7 +195,7 @@ def _heard(channel: Channel, kind: str) -> Message:
 
 
 def _pass(token: JoinToken, first: str, second: str) -> JoinToken:
-    """What only the two hosts of a connection can make, for as long as their programs run."""
+    """Return a secret that only the two hosts of a connection can derive, valid while their programs run."""
     return JoinToken(bytes.fromhex(token.prove("pass", first, second)))
 
 

@@ -1,4 +1,4 @@
-"""Join: many hosts, each started with the same command, become one job. The first is the one whose address it is."""
+"""Join: several hosts, each started with the same command, form one job. The first host is the one with the address."""
 
 from __future__ import annotations
 
@@ -40,24 +40,26 @@ from .token import JoinToken, token_here
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Where many hosts meet, for `on=`: the same on every one of them, except for its own devices.
+    """How several hosts join one job, for `on=`: the same on every host, except for the host's own devices.
 
     >>> Join(address="host1:7777", hosts=4, token_file="token").hosts
     4
     """
 
     address: str
-    """HOST:PORT of the first host, which conducts."""
+    """HOST:PORT of the first host, which runs the coordinator."""
     hosts: int
     token_file: str = ""
-    """A file that only its owner can read, the same on all hosts: `manyhands token FILE` makes one. Without one the
-    token is in MANYHANDS_TOKEN."""
+    """A file that only its owner can read, the same on all hosts; `manyhands token FILE` creates one.
+
+    Without a file, the token is read from MANYHANDS_TOKEN.
+    """
     tls: str = ""
-    """A folder with tls.crt, tls.key and ca.crt: hosts join under TLS, and show each other their certificates."""
+    """A folder with tls.crt, tls.key and ca.crt: hosts join over TLS and verify each other's certificates."""
     on: str | None = None
-    """This host's devices, such as "cuda:0,1" or "cpu*2"; by default what it has."""
+    """This host's devices, such as "cuda:0,1" or "cpu*2"; by default all that it has."""
     work: str = ""
-    """What is to be done, in a word that must be the same everywhere."""
+    """A text that identifies the work to run, and must be the same on all hosts."""
 
     def __post_init__(self) -> None:
         parse_endpoint(self.address)
@@ -65,7 +67,7 @@ class Join:
             raise SettingsError("hosts is a whole number of at least 1", got=self.hosts, remedy="pass hosts=2 or more")
 
     def gather(self, num_wanted: int | None, timeout: float, say: Callable[[str], None]) -> JoinedHosts:
-        """Waits until all hosts are here, and says who this one is among them."""
+        """Wait until all hosts have joined; return them as this host sees them."""
         name, port = parse_endpoint(self.address)
         token, tls = token_here(self.token_file), tls_here(self.tls)
         tls.check()
@@ -86,7 +88,7 @@ class Join:
                     got=taken.got,
                     remedy="start one command per host; several on one machine can be tried with --join 127.0.0.1:PORT",
                 ) from None
-            # Everybody is on this machine then, and whoever came first conducts.
+            # On loopback all hosts are on this machine, and the program that started first runs the coordinator.
             beside = replace(facts, host=f"{facts.host}-{os.getpid()}")
             say(f"port {port} of {address} is taken: joining the job there, as host {beside.host}")
             return Other(_First(address, port, token, tls, taken), beside, timeout, say)
@@ -105,14 +107,14 @@ class _FactsOf:
 
 @dataclass(frozen=True)
 class _First:
-    """The host that conducts, as others look for it."""
+    """The first host, which runs the coordinator, as the other hosts connect to it."""
 
     address: str
     port: int
     token: JoinToken
     tls: NoTls
     taken: PortTaken | None = None
-    """Where it is a program on this machine that holds the port, whoever that may be."""
+    """Set when another program on this machine, of whatever kind, holds the port."""
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -125,27 +127,27 @@ class JoinedHosts(ABC):
     here: Sequence[Device]
     """This host's devices."""
     devices: Sequence[Device]
-    """Those of all hosts."""
+    """The devices of all hosts."""
     notices: Sequence[str] = ()
-    """What was measured between the hosts, and what was chosen."""
+    """The measured links between the hosts, and which one was chosen."""
 
     @abstractmethod
     def agree(self, value: Callable[[], str]) -> str:
-        """What the first host makes, on all of them."""
+        """Return the value that the first host computes, on all hosts."""
 
     @abstractmethod
     def start(
         self, engine: LocalEngine, fn: Callable[[World], Any], *, timeout: float, after_loss: AfterLoss, unit: int = 1
     ) -> RunningJob:
-        """Starts this host's ranks, which become one world with those of the others, in groups of `unit`."""
+        """Start this host's ranks, which form one world with those of the other hosts, in groups of `unit`."""
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """Leaves; nothing is left to do where a job has ended."""
+        """Leave the job; does nothing if it has already ended."""
 
 
 class First(JoinedHosts):
-    """The host that conducts."""
+    """The first host, which runs the coordinator."""
 
     def __init__(self, desk: JoinListener, devices: Sequence[Device], address: str) -> None:
         self._desk, self._address = desk, address
@@ -183,7 +185,7 @@ class First(JoinedHosts):
 
 
 class Other(JoinedHosts):
-    """A host that joins."""
+    """A host that joins the first one."""
 
     is_first = False
 
@@ -202,7 +204,7 @@ class Other(JoinedHosts):
         self.devices = [Device(str(k), int(i), str(h), float(s), int(n)) for k, i, h, s, n in told]
 
     def _connect(self) -> Channel:
-        """The first host may be started later than this one."""
+        """Join the first host; retry until the time limit, because the first host may start later than this one."""
         end, told = time.monotonic() + self._timeout, False
         while True:
             try:
@@ -217,7 +219,7 @@ class Other(JoinedHosts):
                 raise
             except (OSError, RunError) as error:
                 if self._first.taken is not None and isinstance(error, TimeoutError | ProtocolError):
-                    # It does not speak as our first hosts do.
+                    # The program that holds the port is not the first host of a manyhands job.
                     raise self._first.taken from None
                 if time.monotonic() > end:
                     raise SettingsError(

@@ -1,4 +1,4 @@
-"""Where hosts come to join, before a job begins and while it runs; and the conductor of many hosts."""
+"""Accepts hosts that join a job before it starts and while it runs; and the coordinator of several hosts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .tls import NoTls, NotTls
 from .token import JoinToken
 
 TELL_SECONDS = 1.0
-"""After how long a wait is told."""
+"""Seconds of waiting after which a message about it is printed."""
 
 
 class RemoteHost(RankHost):
-    """Another host, at the end of a channel."""
+    """Another host, reached over a channel."""
 
     def __init__(self, channel: Channel, facts: HostFacts) -> None:
         self.channel, self.facts = channel, facts
@@ -51,7 +51,7 @@ class RemoteHost(RankHost):
 
 
 class JoinListener:
-    """Takes hosts in, up to the number that the job is for."""
+    """Accepts hosts until the job has as many as it needs."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class JoinListener:
         self.greetings: list[tuple[str, dict[str, Any]]] = []
         self._is_closed = False
         self._passes: dict[str, JoinToken] = {}
-        """Of hosts that were taken in once: they come again by these, also when the token has expired."""
+        """Passes of hosts that joined before: they rejoin with these, also after the token has expired."""
         self.on_arrival: Callable[[RemoteHost], None] = lambda place: None
         self._proved: queue.SimpleQueue[HostVerifier] = queue.SimpleQueue()
         self._woken, self._wakes = socket.socketpair()
@@ -79,7 +79,7 @@ class JoinListener:
         self.selector.register(self._woken, selectors.EVENT_READ, self._take_in)
 
     def gather(self) -> None:
-        """Waits until all hosts are here, and says so."""
+        """Wait until all hosts have joined; report the wait after `TELL_SECONDS`, and raise after the time limit."""
         began, told, seconds = time.monotonic(), False, self._limits.timeout
         while len(self.present) < self._num_hosts - 1:
             turn(self.selector, min(0.5, seconds))
@@ -101,13 +101,13 @@ class JoinListener:
                 )
 
     def greet(self, kind: str, **values: Any) -> None:
-        """Tells something to every host that is here, and to those that come later."""
+        """Send a message to every host that has joined, and to those that join later."""
         self.greetings.append((kind, values))
         for place in self.present:
             place.channel.send(kind, **values)
 
     def close(self, reason: str) -> None:
-        """Tells every host that the job is over, and why if it failed."""
+        """Tell every host that the job is over, and why if it failed; release all sockets."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -120,7 +120,7 @@ class JoinListener:
         self.selector.close()
 
     def forget(self, place: RemoteHost) -> None:
-        """A host is gone; it may come again."""
+        """Remove a host whose connection has ended; it may rejoin."""
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(place.channel)
         place.channel.close()
@@ -130,13 +130,13 @@ class JoinListener:
         try:
             sock, (address, _) = self._listener.accept()
         except OSError:
-            # It hung up before we looked.
+            # The peer closed the connection before it was accepted.
             return
         self._unproved.add(sock, address)
         threading.Thread(target=self._prove, args=(sock,), name="manyhands-handshake", daemon=True).start()
 
     def _prove(self, sock: socket.socket) -> None:
-        """In a thread of its own, so that a stranger who says nothing holds nobody up."""
+        """Run the handshake in its own thread, so that a silent peer blocks no other host."""
         try:
             challenge = HostVerifier(self._channel(sock), self.token, self._passes, self._mine)
             if self._unproved.remove(sock):
@@ -145,8 +145,8 @@ class JoinListener:
             else:
                 challenge.channel.close()
         except Exception as error:
-            # Whatever a stranger says ends its own connection alone. Those that made way for others are not reported:
-            # there may be any number of them.
+            # An invalid peer only ends its own connection. Connections dropped to make room for others are not
+            # reported: there may be any number of them.
             if self._unproved.remove(sock):
                 self._say(str(error) or type(error).__name__)
             sock.close()
@@ -189,12 +189,12 @@ class JoinListener:
 
 
 def _without_key(summons: dict[str, Any]) -> dict[str, Any]:
-    """A summons as it crosses the network, where it may be overheard: the other host makes the key from the token."""
+    """Return rendezvous info without the key for sending between hosts: the other host derives it from the token."""
     return {**summons, "key": ""}
 
 
 class HostsConductor(Coordinator):
-    """Conducts ranks on this host and on those that have joined."""
+    """The coordinator of ranks on this host and on the hosts that have joined."""
 
     def __init__(
         self, here: LocalHost, desk: JoinListener, address: str, *, after_loss: AfterLoss, timeout: float, unit: int
@@ -232,9 +232,9 @@ class HostsConductor(Coordinator):
 
     def _attend(self, place: RemoteHost) -> None:
         self.selector.register(place.channel, selectors.EVENT_READ, lambda: self._hear(place))
-        # Nobody has listened since it came.
+        # The channel was not read between joining and now.
         place.channel.heard_at = time.monotonic()
-        # Ranks that outlived a connection have heard of generations that must not come again.
+        # Ranks that outlived a connection know of earlier generations, whose numbers must not be reused.
         self._generation = max(self._generation, place.facts.generation)
         self.admit(place)
 
@@ -273,5 +273,5 @@ class HostsConductor(Coordinator):
 
 
 def all_devices(here: Sequence[Device], desk: JoinListener) -> list[Device]:
-    """Those of all hosts, in the order of ranks."""
+    """Return the devices of all hosts, in rank order."""
     return [*here, *(device for place in desk.present for device in place.devices)]

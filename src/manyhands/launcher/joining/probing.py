@@ -1,4 +1,4 @@
-"""Probing: hosts that have joined measure the ways between them, and the fastest one carries what ranks exchange."""
+"""Probing: hosts that have joined measure the links between them; the ranks use the fastest one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...distributed import MeasuredLink, measured, our_addresses, serving
 from .channel import Channel, Message, ProtocolError
 
 MAX_MEASURED = 8
-"""Hosts that measure, one after the other; the rest take the way that was best for these."""
+"""Number of hosts that measure, one after the other; the others use the link that was best for these."""
 MARGIN = 1.25
-"""Another way must be so much faster than the one by which hosts joined: measurements are noisy."""
+"""How much faster than the link used for joining another link must be: measurements are noisy."""
 ANSWER_SECONDS = 30.0
 CHOSEN = "GLOO_SOCKET_IFNAME"
-"""Names the interface where a person has chosen one."""
+"""The environment variable with which the user selects an interface."""
 
 
 def candidates(joined: str) -> list[str]:
-    """Addresses of this host that may carry the traffic: private ones, where the one that hosts joined at is private.
+    """Return addresses of this host that may carry the traffic: only private ones if hosts joined at a private one.
 
-    What ranks say to each other is not sealed, so it never moves from a private network to a public one.
+    Messages between ranks are not encrypted, so they never move from a private network to a public one.
     """
     ours = {address: name for address, name in our_addresses().items() if name != "lo"}
     if os.environ.get(CHOSEN):
@@ -37,7 +37,7 @@ def candidates(joined: str) -> list[str]:
 
 
 def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[MeasuredLink]:
-    """What the other hosts measure, one after the other; one that cannot say is passed over."""
+    """Return the links that the other hosts measure, one after the other; skip hosts that do not answer."""
     found: list[MeasuredLink] = []
     with serving(list(addresses), secrets.token_bytes(16)) as (ways, token):
         for channel in channels[:MAX_MEASURED]:
@@ -50,14 +50,14 @@ def probe(channels: Sequence[Channel], addresses: Sequence[str]) -> list[Measure
 
 
 def answer(channel: Channel, asked: Message, host: str) -> None:
-    """Measures the ways that the first host named, and tells it."""
+    """Measure the links to the addresses that the first host listed, and send it the results."""
     ways = [(str(address), int(port)) for address, port in asked["ways"]]
     found = measured(host, ways, bytes.fromhex(asked["key"]))
     channel.send("links", found=[[x.host, x.interface, x.address, x.seconds, x.bytes_per_second] for x in found])
 
 
 def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
-    """The address whose slowest way is the fastest; the one where hosts joined, unless another is clearly better.
+    """Return the address whose slowest link is the fastest; the one used for joining unless another is clearly better.
 
     >>> ways = [Link("b", "eth0", "10.0.0.1", 1e-4, 1e6), Link("b", "eth1", "10.1.0.1", 1e-4, 1e9)]
     >>> chosen(ways, "10.0.0.1")
@@ -74,7 +74,7 @@ def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
 
 
 def said(links: Sequence[MeasuredLink], address: str) -> list[str]:
-    """A line per way, with the one that is used marked."""
+    """Return one line per link, with the chosen address marked."""
     return [f"{link}{', chosen' if link.address == address else ''}" for link in links]
 
 

@@ -1,4 +1,4 @@
-"""TLS for joining: a folder with a certificate, its key and its signer. Both sides show theirs; the token stays on."""
+"""TLS for joining: a folder with a certificate, its key and its CA. Both sides authenticate, with the token as well."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .channel import Bare, JoinTimeouts, ProtocolError
 from .handshake import JoinRefused
 
 CERTIFICATE, KEY, SIGNER = "tls.crt", "tls.key", "ca.crt"
-"""The names that secrets of Kubernetes have."""
+"""The file names of Kubernetes TLS secrets."""
 TLS_VARIABLE = "MANYHANDS_TLS"
-"""Names the folder where a scheduler starts the hosts' programs."""
+"""The environment variable with the folder, for programs that a scheduler starts on the hosts."""
 FOLDER = f"a folder with {CERTIFICATE}, {KEY} and {SIGNER}"
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _RECORDS = range(20, 24)
-"""First bytes of what TLS sends."""
+"""Possible first bytes of a TLS record."""
 
 
 class NotTls(ProtocolError):
-    """The other side does not speak TLS."""
+    """The other side does not use TLS."""
 
 
 class NoTls:
-    """Joining without TLS: messages are sealed by the token, and can be read on the way."""
+    """Joining without TLS: messages are authenticated by the token, but not encrypted."""
 
     def check(self) -> None:
-        """Whether what it needs is there."""
+        """Check that the required files exist; there are none without TLS."""
 
     def cover(self, sock: socket.socket, limits: JoinTimeouts, *, is_first: bool) -> Bare:
-        """What lies over a connection; `is_first` on the side of the host that others join."""
+        """Return the transport layer of a connection; `is_first` is True on the coordinator's host."""
         return Bare()
 
 
 @dataclass(frozen=True)
 class JoinTls(NoTls):
-    """The files are read for every connection, so that certificates may be renewed while a job runs."""
+    """Joining with TLS. The files are read for every connection, so certificates can be renewed while a job runs."""
 
     folder: Path
 
     def check(self) -> None:
-        """Reads the folder, and tries the certificate on itself: it must serve both sides, today."""
+        """Read the folder and test a handshake of the certificate with itself: it must be valid now, for both sides."""
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self._context(is_first=False).wrap_bio(to_client, to_server)
         server = self._context(is_first=True).wrap_bio(to_server, to_client, server_side=True)
@@ -70,7 +70,8 @@ class JoinTls(NoTls):
     def _context(self, *, is_first: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_first else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # A host may be joined at any of its names. What the token's proof covers is the certificate itself.
+        # A host may be joined under any of its names, so names are not checked; the token's proof covers the
+        # certificate.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         try:
@@ -100,10 +101,10 @@ class JoinTls(NoTls):
 
 
 class Tunnel(Bare):
-    """TLS over a socket that somebody else reads and writes, one thread each."""
+    """TLS over a socket that the caller reads and writes, with one thread each."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: JoinTimeouts, mark: str) -> None:
-        """`mark` is that of the first host's own certificate; empty on the other side, which is shown it."""
+        """Run the handshake; `mark` is the digest of the first host's certificate, empty on the joining side."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=bool(mark))
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class Tunnel(Bare):
 
     def _shake_hands(self, sock: socket.socket, limits: JoinTimeouts, *, speaks_first: bool) -> None:
         end = time.monotonic() + limits.answer
-        # Somebody without TLS waits for our first word, and shall hear of it while he does.
+        # A peer without TLS waits for this side's first message, so it must be refused before its own wait ends.
         patience = limits.answer if speaks_first else min(FIRST_SECONDS, limits.answer / 2)
         has_heard = False
         while not self._is_done(sock):
@@ -177,7 +178,7 @@ class Tunnel(Bare):
         )
 
     def _refused(self, error: ssl.SSLError) -> JoinRefused:
-        """Whose certificate it is about: this side found fault with the other's, or was told so."""
+        """Return the error: this side rejected the other's certificate, or the other side rejected this one's."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return _refusal(
                 f"the certificate of {self._peer} must be valid now, and signed as {SIGNER} says",
@@ -198,11 +199,11 @@ def _refusal(rule: str, *, got: str, remedy: str) -> JoinRefused:
 
 
 def _reason(error: OSError) -> str:
-    """What TLS complains about, in words."""
+    """Return the reason of a TLS error as text."""
     words = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or "it failed"
     return str(words).lower().replace("_", " ")
 
 
 def tls_here(folder: str) -> NoTls:
-    """What lies over connections between hosts; nothing where no folder is named."""
+    """Return the TLS settings of connections between hosts; NoTls if no folder is given."""
     return JoinTls(Path(folder)) if folder else NoTls()

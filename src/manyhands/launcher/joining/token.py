@@ -1,4 +1,4 @@
-"""Tokens: a secret in a file of its owner's alone, which every host of a job proves to know without sending it."""
+"""Join tokens: a secret in a file that only its owner can read; hosts prove that they know it without sending it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ...core import SettingsError
 
 MIN_LENGTH = 32
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
-"""Holds the token itself, where a scheduler passes the environment on and files are not shared."""
+"""Holds the token itself, for schedulers that pass the environment on where hosts do not share files."""
 _EXPIRES = "expires "
 
 
 @dataclass(frozen=True)
 class JoinToken:
-    """What hosts that join a job have in common."""
+    """The shared secret of the hosts that join a job."""
 
     secret: bytes = field(repr=False)
     expires: float | None = None
-    """Seconds since the epoch, after which nobody joins by it."""
+    """Seconds since the epoch after which no host can join with this token."""
 
     def prove(self, *parts: str) -> str:
-        """A proof that whoever says these parts knows the secret."""
+        """Return an HMAC of these parts, which proves that the sender knows the secret."""
         return hmac.new(self.secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
     def accepts(self, proof: str, *parts: str) -> bool:
-        """Whether a proof is right; takes as long for one that is almost right."""
+        """Return whether a proof is correct; compares in constant time."""
         return hmac.compare_digest(proof.encode(), self.prove(*parts).encode())
 
     def rank_key(self, salt: str, generation: int) -> str:
@@ -41,12 +41,12 @@ class JoinToken:
 
     @property
     def is_expired(self) -> bool:
-        """Whether its time is over."""
+        """Return whether the token has expired."""
         return self.expires is not None and time.time() > self.expires
 
 
 def write_token(path: Path, hours: float | None = None) -> None:
-    """A new token in a new file that only its owner can read."""
+    """Write a new token to a new file that only its owner can read."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -59,7 +59,7 @@ def write_token(path: Path, hours: float | None = None) -> None:
 
 
 def token_here(file: str) -> JoinToken:
-    """The token of a file, or of the environment where none is named."""
+    """Return the token from a file, or from the environment if no file is given."""
     if file:
         return read_token(Path(file))
     text = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -73,7 +73,7 @@ def token_here(file: str) -> JoinToken:
 
 
 def read_token(path: Path) -> JoinToken:
-    """The token of a file; one that others could have read is none."""
+    """Return the token from a file; raise if other users can read the file."""
     make = f"make one with: manyhands token {path}, and copy it to every host"
     try:
         mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""Who is in the cluster: a description from torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file."""
+"""Cluster resolvers: describe the cluster from torchrun, SLURM, Kubernetes, MPI, a TF_CONFIG or a hosts file."""
 
 from .hosts_file import HostsFile, is_hosts_file
 from .registry import CHOICE, RESOLVERS, understood

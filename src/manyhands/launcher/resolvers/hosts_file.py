@@ -1,4 +1,4 @@
-"""A hosts file: a line per host, as people write it for mpirun."""
+"""The hosts file resolver: one line per host, in the format of mpirun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE = re.compile(
 
 
 def is_hosts_file(on: object) -> bool:
-    """Whether `on=` names a hosts file rather than devices.
+    """Return whether `on=` names a hosts file rather than devices.
 
     >>> is_hosts_file("hosts.txt"), is_hosts_file("cpu*2")
     (True, False)
@@ -24,9 +24,9 @@ def is_hosts_file(on: object) -> bool:
 
 
 class HostsFile(Resolver):
-    """Lines such as `host1`, `host1:4` or `host1 slots=4`; # begins a comment. Ranks meet at the first host.
+    """Reads lines such as `host1`, `host1:4` or `host1 slots=4`; # starts a comment. The first host is the rendezvous.
 
-    `is_here` says whether a name is this machine's.
+    `is_here` returns whether a name belongs to this machine.
     """
 
     def __init__(self, path: str | Path, is_here: Callable[[str], bool]) -> None:

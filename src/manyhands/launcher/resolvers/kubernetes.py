@@ -1,4 +1,4 @@
-"""Kubernetes: the pods of a Kubeflow PyTorchJob or TrainJob, or of a JobSet."""
+"""The Kubernetes resolver: pods of a Kubeflow PyTorchJob or TrainJob, or of a JobSet."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from ...core import SettingsError
 from .resolver import Environ, ResolvedCluster, Resolver, named, number, port_of
 
 NUM_HOSTS = "MANYHANDS_HOSTS"
-"""How many pods a JobSet has; our manifest sets it, since Kubernetes tells a pod its own number only."""
+"""The number of pods of a JobSet; the manyhands manifest sets it, because Kubernetes only gives a pod its own index."""
 
 
 class Kubernetes(Resolver):
-    """PET_* of Kubeflow's operators, or an indexed job's number; every pod counts as a host."""
+    """Reads PET_* of Kubeflow's operators, or the index of an indexed job; every pod counts as a host."""
 
     name = "Kubernetes"
 
@@ -40,7 +40,7 @@ class Kubernetes(Resolver):
 
 
 def _num_pods(environ: Environ) -> int:
-    """An elastic job says "1:4"; how many of them came is not known before they meet."""
+    """Return the number of pods; an elastic job's range such as "1:4" is rejected, because its count is not known."""
     text = environ["PET_NNODES"]
     if not text.isdecimal():
         raise SettingsError(

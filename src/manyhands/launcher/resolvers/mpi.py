@@ -1,4 +1,4 @@
-"""MPI: processes of mpirun or mpiexec, by Open MPI's own variables or by PMI's."""
+"""The MPI resolver: processes of mpirun or mpiexec, by Open MPI's variables or PMI's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Mpi(Resolver):
-    """A process's rank, also among those of its host. Where the first one is, MPI keeps to itself."""
+    """Reads a process's rank, globally and on its host. MPI does not provide the address of the first rank."""
 
     name = "MPI"
 

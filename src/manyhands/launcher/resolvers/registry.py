@@ -1,4 +1,4 @@
-"""The resolvers there are, and which of them is believed where several speak."""
+"""The registry of resolvers, and their precedence where several find a cluster."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .tf_config import TfConfig
 from .torchrun import Torchrun
 
 RESOLVERS: tuple[Resolver, ...] = (Torchrun(), Mpi(), Kubernetes(), Slurm(), TfConfig())
-"""From the innermost launcher to the outermost scheduler: torchrun may run in a SLURM job, never the other way."""
+"""From the innermost launcher to the outermost scheduler: torchrun may run in a SLURM job, never the reverse."""
 CHOICE = "MANYHANDS_CLUSTER"
-"""Names the source to believe where several contradict each other."""
+"""The environment variable that selects the source where several contradict each other."""
 
 
 def understood(environ: Environ | None = None) -> ResolvedCluster | None:
-    """The cluster that this process was started in; None in a program that was started by hand.
+    """Return the cluster that this process was started in; None if it was not started by a launcher or scheduler.
 
     >>> understood({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"}).source
     'torchrun'
@@ -44,7 +44,7 @@ def understood(environ: Environ | None = None) -> ResolvedCluster | None:
 
 
 def _require_agreement(inner: ResolvedCluster, outer: ResolvedCluster) -> None:
-    """An outer source may know hosts only where the inner one knows ranks, but not others, nor another first one."""
+    """Raise if two sources contradict each other in their number of hosts and ranks, or in the first host."""
     remedy = f"set {CHOICE}={inner.source} or {outer.source} to say which one counts, or clear the other's variables"
     if outer.num_hosts != inner.num_hosts and outer.size != inner.size and outer.num_hosts > 1:
         raise SettingsError(
@@ -66,7 +66,7 @@ def _counted(cluster: ResolvedCluster) -> str:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether two names cannot be one host; an address and a name may be."""
+    """Return whether two names cannot be the same host; an address and a name may be."""
     if _is_address(one) != _is_address(other):
         return False
     return one != other if _is_address(one) else one.split(".")[0] != other.split(".")[0]

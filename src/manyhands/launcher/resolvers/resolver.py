@@ -1,4 +1,4 @@
-"""Resolvers: what an environment says about who is in the cluster, as one description whoever wrote it."""
+"""Resolvers: read a scheduler's or launcher's environment into one common description of the cluster."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...core import SettingsError
 Environ = Mapping[str, str]
 CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
 DEFAULT_PORT = 29500
-"""Where ranks meet when nobody named a port; torchrun's own."""
+"""The rendezvous port when none is given; the same as torchrun's."""
 MOST_HOSTS, MOST_DIGITS = 65_536, 9
-"""Hosts of a job and digits of a number that are read: a damaged variable must not fill the memory."""
+"""Maximum number of hosts, and of digits in a number: a corrupt variable must not exhaust memory."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Host:
     """One host of a cluster, or one task on it where a scheduler counts tasks."""
 
     name: str = ""
-    """By which the others reach it; empty where the source does not tell."""
+    """The name by which other hosts reach this one; empty if the source does not give it."""
     num_devices: int | None = None
-    """Ranks or devices there; None where the source does not tell."""
+    """Number of ranks or devices on this host; None if the source does not give it."""
     role: str = WORKER
     port: int = 0
 
@@ -34,7 +34,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands that is one rank of a job."""
+    """The rank of a process, the number of ranks, and both within its host."""
 
     rank: int
     size: int
@@ -52,22 +52,22 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedCluster:
-    """Who works together, as understood from one source."""
+    """The members of a cluster, as read from one source."""
 
     source: str
     hosts: tuple[Host, ...]
     here: int
-    """Which of the hosts this is."""
+    """The index of this host among the hosts."""
     address: str
-    """Where the ranks meet: a name or address of the first host."""
+    """The rendezvous address: a name or address of the first host."""
     port: int = DEFAULT_PORT
     standing: Standing | None = None
-    """Where this process stands among the ranks; None where it speaks for its whole host."""
+    """The rank of this process; None if the process represents its whole host."""
     generation: int = 0
     is_served: bool = False
-    """Whether the launcher itself serves the store where ranks meet."""
+    """Whether the launcher itself runs the rendezvous store."""
     variables: tuple[str, ...] = ()
-    """The variables, or the file, that this was read from."""
+    """The variables, or the file, that the description was read from."""
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,17 +76,17 @@ class ResolvedCluster:
 
     @property
     def host(self) -> Host:
-        """This host."""
+        """Return this host."""
         return self.hosts[self.here]
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Return the number of hosts."""
         return len(self.hosts)
 
     @property
     def size(self) -> int | None:
-        """How many ranks there are; None where hosts are still to tell how many devices they have."""
+        """Return the number of ranks; None if the number of devices of some host is not known yet."""
         if self.standing is not None:
             return self.standing.size
         counts = [host.num_devices for host in self.hosts]
@@ -100,15 +100,15 @@ class Resolver(ABC):
 
     @abstractmethod
     def is_present(self, environ: Environ) -> bool:
-        """Whether this environment was made by it."""
+        """Return whether this scheduler or launcher set up the environment."""
 
     @abstractmethod
     def read(self, environ: Environ) -> ResolvedCluster:
-        """The cluster that it describes; raises where that makes no sense."""
+        """Return the cluster that the environment describes; raise SettingsError if it is inconsistent."""
 
 
 def number(environ: Environ, *names: str, default: int | None = None) -> int:
-    """A whole number from the first of these variables that is set.
+    """Return the whole number in the first of these variables that is set.
 
     >>> number({"SLURM_NNODES": "4"}, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     4
@@ -129,7 +129,7 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
 
 
 def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_PORT") -> int:
-    """A port from the environment.
+    """Return a port from the environment.
 
     >>> port_of({"MASTER_PORT": "3389"})
     3389
@@ -141,7 +141,7 @@ def port_of(environ: Environ, default: int = DEFAULT_PORT, name: str = "MASTER_P
 
 
 def named(count: int, names: Mapping[int, str], num_devices: int | None) -> tuple[Host, ...]:
-    """So many hosts, of which some have names."""
+    """Return `count` hosts, some of which have names."""
     _require_few(count)
     return tuple(Host(names.get(index, ""), num_devices) for index in range(count))
 
@@ -185,7 +185,7 @@ def _require_numbers(cluster: ResolvedCluster) -> None:
 
 
 def cluster_size(hosts: Sequence[Host]) -> int | None:
-    """Ranks of all hosts together; None where one does not tell."""
+    """Return the number of ranks on all hosts; None if it is not known for one of them."""
     counts = [host.num_devices for host in hosts]
     return None if None in counts else sum(count or 0 for count in counts)
 
@@ -204,7 +204,7 @@ def _require_distinct(source: str, hosts: Sequence[Host]) -> None:
 
 
 def expand(text: str) -> list[str]:
-    """The hosts of a compressed list, as SLURM writes it.
+    """Return the hosts of a compressed list in SLURM's format.
 
     >>> expand("gpu[01-03,7],login,rack[1-2]n[1-2]")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']

@@ -1,4 +1,4 @@
-"""SLURM: the tasks of a step that srun started."""
+"""The SLURM resolver: the tasks of a step that srun started."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .resolver import Environ, Host, ResolvedCluster, Resolver, Standing, expand
 _LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""Jobs that share a host meet at ports of their own, below those that the system gives away."""
+"""The range of rendezvous ports, by job id: jobs that share a host use different ports, below the ephemeral ones."""
 
 
 class Slurm(Resolver):
-    """Node list, tasks per node, and this task's number."""
+    """Reads the node list, the tasks per node, and this task's number."""
 
     name = "SLURM"
 
@@ -35,7 +35,7 @@ class Slurm(Resolver):
             local_size=counts[min(here, len(counts) - 1)],
         )
         num_gpus = _num_gpus(environ)
-        # A task alone on its host starts a rank per device itself, where there are several.
+        # A task that is alone on its host starts one rank per device itself, if there are several devices.
         is_host = num_tasks == 1 or (num_gpus > 1 and set(counts) == {1})
         return ResolvedCluster(
             source=self.name,
@@ -51,7 +51,7 @@ class Slurm(Resolver):
         )
 
     def _batch_script(self, environ: Environ, names: list[str]) -> ResolvedCluster:
-        """The script that sbatch runs is one process on the first host, whatever the job has."""
+        """Return a cluster of one host: the script that sbatch runs is one process on the first host."""
         warning = (
             f"the job has {len(names)} hosts ({', '.join(names)}), but srun did not start this process: it is alone on "
             f"{names[0]}; write srun before the command"
@@ -77,7 +77,7 @@ def _names(environ: Environ) -> list[str]:
 
 
 def _tasks_per_node(environ: Environ, num_hosts: int, num_tasks: int) -> list[int]:
-    """Tasks of every host: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of tasks of every host: "2(x3),1" is 2, 2, 2, 1."""
     text = next((environ[name] for name in _TASKS if environ.get(name)), "")
     counts: list[int] = []
     for piece in text.split(",") if text else []:

@@ -1,4 +1,4 @@
-"""TF_CONFIG: the cluster that a TensorFlow job already describes."""
+"""The TF_CONFIG resolver: the cluster description of a TensorFlow job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEDY = (
 
 
 class TfConfig(Resolver):
-    """Chief, workers, parameter servers and evaluators, each an address; every task speaks for its host."""
+    """Reads the addresses of chief, workers, parameter servers and evaluators; every task represents its host."""
 
     name = "TF_CONFIG"
 
@@ -32,7 +32,7 @@ class TfConfig(Resolver):
             raise SettingsError(
                 f"TF_CONFIG's task is one of its cluster: {have}", got=f"{role} {index}", remedy="correct its task"
             )
-        # Who trains comes first, so that the first host is the one where ranks meet.
+        # Hosts that train come first, because the first host is the rendezvous.
         hosts = tuple(host for name in (CHIEF, WORKER, SERVER, EVALUATOR) for _, host in tasks.get(name, []))
         if hosts[0].role not in (CHIEF, WORKER):
             raise SettingsError("a TF_CONFIG has a chief or a worker", got=", ".join(tasks), remedy=_REMEDY)
@@ -57,7 +57,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _tasks(config: dict[str, Any]) -> dict[str, list[tuple[int, Host]]]:
-    """By role the tasks' numbers and hosts."""
+    """Return the tasks' numbers and hosts by role."""
     found: dict[str, list[tuple[int, Host]]] = {}
     for role, addresses in config["cluster"].items():
         if role not in _ROLES:
@@ -66,7 +66,7 @@ def _tasks(config: dict[str, Any]) -> dict[str, list[tuple[int, Host]]]:
             )
         if not isinstance(addresses, (list, dict)):
             raise SettingsError(f"TF_CONFIG lists addresses of {role}", got=repr(addresses), remedy=_REMEDY)
-        # A cluster in which only some tasks are known has their numbers as keys.
+        # A sparse cluster description, which lists only some tasks, has their numbers as keys.
         pairs = addresses.items() if isinstance(addresses, dict) else enumerate(addresses)
         name = CHIEF if role == "master" else role
         found.setdefault(name, []).extend((_index(n), _host(str(text), name)) for n, text in pairs)

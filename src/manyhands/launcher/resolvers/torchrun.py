@@ -1,4 +1,4 @@
-"""torchrun, or a shell per rank that sets the same variables."""
+"""The torchrun resolver, also for a shell per rank that sets the same variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .resolver import Environ, ResolvedCluster, Resolver, Standing, named, numbe
 
 
 class Torchrun(Resolver):
-    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK and the numbers of hosts where torchrun tells them."""
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK and the host counts where torchrun sets them."""
 
     name = "torchrun"
 
@@ -31,7 +31,7 @@ class Torchrun(Resolver):
             local_rank=number(environ, "LOCAL_RANK", default=0),
             local_size=number(environ, "LOCAL_WORLD_SIZE", default=1),
         )
-        # Without torchrun nobody tells which ranks share a host, so each is taken for one of its own.
+        # Without torchrun it is unknown which ranks share a host, so each counts as its own host.
         num_hosts = number(environ, "GROUP_WORLD_SIZE", default=max(1, standing.size // max(1, standing.local_size)))
         here = number(environ, "GROUP_RANK", default=min(standing.rank // max(1, standing.local_size), num_hosts - 1))
         alike = standing.local_size if num_hosts * standing.local_size == standing.size else None
