@@ -293,7 +293,7 @@ def test_tensors_of_any_length_travel_in_parts(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_message_that_is_too_long_is_an_error_where_it_is_made() -> None:
     slots = [{"step": 1.0, "exp_avg": Shaped([3, 3, 256], "float32")}] * 400_000
-    with pytest.raises(RunError, match="a State of .* bytes is too long, .* use more servers"):
+    with pytest.raises(RunError, match="a ServerState of .* bytes is too long, .* use more servers"):
         encode(ServerState(1, slots, [], 0, 0))
 
 

@@ -116,7 +116,7 @@ def test_rank_4_carries_four_outer_products_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("telepathy", "sync must be one of allreduce, localsteps, diloco, auto, bf16, fp16, int8, powersgd, topk"),
+        ("telepathy", "sync must be one of allreduce, auto, bf16, diloco, fp16, int8, localsteps, powersgd"),
         ("topk(2)", "fraction lies above 0 and not above 1, but got 2"),
         ("topk(0)", "fraction lies above 0 and not above 1, but got 0"),
         ("topk(many)", "fraction lies above 0 and not above 1, but got 'many'"),

@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.core import Event, LossNotFinite, SettingsError, TaskError, event, read_events
 from manyhands.distributed import World
 from manyhands.training import About, NumberSink, SinkDispatcher, make_sinks
-from manyhands.training.sinks import dispatcher as outlets
+from manyhands.training.sinks import dispatcher
 from manyhands.training.sinks.names import numbers_of
 
 from .problems import generator
@@ -122,12 +122,12 @@ import json, pathlib, struct, sys
 import torch
 import manyhands as mh
 
-from manyhands.training.sinks import outlets
+from manyhands.training.sinks import dispatcher
 
 sys.path.insert(0, sys.argv[1])
 from tests.training.test_sinks import task
 
-outlets.CLOSE_SECONDS = 90  # however busy the machine is
+dispatcher.CLOSE_SECONDS = 90  # however busy the machine is
 run = mh.fit(task, params={"lr": 0.03}, on="cpu", epochs=2, name="both", log_to=["wandb", "mlflow"], progress=False)
 
 def records(path):
@@ -212,8 +212,8 @@ def test_a_sink_that_raises_is_named_once_and_costs_nothing(moment: str, tmp_pat
 
 
 def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path, hanging: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlets, "CLOSE_SECONDS", 0.3)
-    monkeypatch.setattr(outlets, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(dispatcher, "CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(dispatcher, "QUIET_SECONDS", 0.1)
     run = fit(tmp_path, [hanging])
     assert run.num_steps == 8
     assert hanging.heard == ["start of it"]
@@ -226,7 +226,7 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path: Path, hanging: Faulty, mon
 def test_a_sink_that_cannot_keep_up_is_dropped_in_the_middle(
     tmp_path: Path, hanging: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlets, "MAX_WAITING", 3)
+    monkeypatch.setattr(dispatcher, "MAX_WAITING", 3)
     run = fit(tmp_path, [hanging])
     told = [entry for entry in read_events(run.path / "events.jsonl") if "dropped" in entry.get("text", "")]
     assert [entry["text"].split(": ")[1] for entry in told] == ["it is too slow, 3 events wait for it"]
@@ -305,7 +305,7 @@ def test_feeding_sinks_does_not_wait_for_them(hanging: Faulty, tmp_path: Path) -
     done = threading.Event()
 
     def feed() -> None:
-        for number in range(3 * outlets.MAX_WAITING):
+        for number in range(3 * dispatcher.MAX_WAITING):
             list(outlet.take(event("notice", text=str(number))))
         done.set()
 

@@ -18,7 +18,7 @@ START = 20e-6
 class ExchangeGroup:
     """Ranks that communicate with each other.
 
-    >>> Group(size=16, per_host=8, inside=Link(name="a", bandwidth=1e11)).hosts
+    >>> ExchangeGroup(size=16, per_host=8, inside=Link(name="a", bandwidth=1e11)).hosts
     2
     """
 

@@ -84,7 +84,7 @@ class NetworkPart:
 class Network:
     """All pieces of a network, for one micro-batch of `rows` samples in one precision.
 
-    >>> Network(rows=2, pieces=(Piece(name="a", params=3, forward=Work(flops=8)),)).flops_per_sample
+    >>> Network(rows=2, pieces=(NetworkPart(name="a", params=3, forward=PassCost(flops=8)),)).flops_per_sample
     4.0
     """
 

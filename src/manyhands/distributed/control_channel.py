@@ -174,7 +174,7 @@ class SocketChannel(ControlChannel):
 class FrameReader:
     """Splits a stream of bytes into frames.
 
-    >>> list(Frames().feed(_HEAD.pack(b"E", 2) + b"{}"))
+    >>> list(FrameReader().feed(_HEAD.pack(b"E", 2) + b"{}"))
     [(b'E', b'{}')]
     """
 

@@ -84,8 +84,8 @@ def facts(world: World, data: str = "") -> list[RankFacts]:
 def differences(ranks: Sequence[RankFacts]) -> list[str]:
     """Return what differs between hosts but must be equal, with the hosts and the remedy.
 
-    >>> one = Facts(0, "host1", "cpu", "0.1", "2.13", "3.11", clock=0.0)
-    >>> differences([one, Facts(1, "host2", "cpu", "0.1", "2.12", "3.11", clock=0.5)])
+    >>> one = RankFacts(0, "host1", "cpu", "0.1", "2.13", "3.11", clock=0.0)
+    >>> differences([one, RankFacts(1, "host2", "cpu", "0.1", "2.12", "3.11", clock=0.5)])
     ['torch differs: 2.13 on host1, 2.12 on host2; install the same version everywhere']
     """
     looks: list[tuple[str, Callable[[RankFacts], str], str]] = [

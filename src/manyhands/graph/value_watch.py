@@ -40,7 +40,7 @@ class ValueWatch:
     ...         self.calls += 1
     ...         return x
     >>> net = Net()
-    >>> watch = Watch(net, lambda model, batch: model(batch), [])
+    >>> watch = ValueWatch(net, lambda model, batch: model(batch), [])
     >>> net(torch.zeros(1)).shape
     torch.Size([1])
     >>> watch.changed()

@@ -77,8 +77,8 @@ class PolicyState:
     def of(cls, tensors: Mapping[str, Tensor]) -> PolicyState:
         """Return the state from the result of `tensors`.
 
-        >>> State.of(State({"w": torch.ones(1, 2)}, {}, 3).tensors())
-        State(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
+        >>> PolicyState.of(PolicyState({"w": torch.ones(1, 2)}, {}, 3).tensors())
+        PolicyState(feedback={'w': tensor([[1., 1.]])}, shared={}, num_steps=3, is_own=False)
         """
         state = cls(num_steps=int(tensors[STEPS]), is_own=OWN in tensors)
         for name, tensor in tensors.items():

@@ -124,7 +124,7 @@ def make_policy(policy: str | Policy) -> Policy:
     kind = POLICIES.get(match[1].lower()) if match else None
     if match is None or kind is None:
         raise StrategyError(
-            f"sync must be one of {', '.join(POLICIES)}",
+            f"sync must be one of {', '.join(sorted(POLICIES))}",
             got=repr(policy),
             remedy='write for instance sync="bf16" or sync="topk(0.01)"',
         )

@@ -340,7 +340,7 @@ def _moved(metric: Any, device: torch.device) -> Any:
 def _plain_state(metric: Any) -> dict[str, Any] | None:
     """Return an object's attributes if they are its whole state and all plain data; else None.
 
-    >>> _plain_state(Sums.__new__(Sums)), _plain_state([1])
+    >>> _plain_state(MetricSums.__new__(MetricSums)), _plain_state([1])
     ({}, None)
     """
     make, args, state, *items = (*metric.__reduce_ex__(4), None, None, None)[:5]

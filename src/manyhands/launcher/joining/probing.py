@@ -59,7 +59,7 @@ def answer(channel: Channel, asked: Message, host: str) -> None:
 def chosen(links: Sequence[MeasuredLink], joined: str) -> str:
     """Return the address whose slowest link is the fastest; the one used for joining unless another is clearly better.
 
-    >>> ways = [Link("b", "eth0", "10.0.0.1", 1e-4, 1e6), Link("b", "eth1", "10.1.0.1", 1e-4, 1e9)]
+    >>> ways = [MeasuredLink("b", "eth0", "10.0.0.1", 1e-4, 1e6), MeasuredLink("b", "eth1", "10.1.0.1", 1e-4, 1e9)]
     >>> chosen(ways, "10.0.0.1")
     '10.1.0.1'
     """
