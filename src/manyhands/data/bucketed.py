@@ -37,7 +37,7 @@ class Bucketed:
         return f"bucketed(a {type(self.data).__name__}, {self.batch_size}, length={length}, window={self.window})"
 
     def lengths(self, source: IndexedSource) -> Ids:
-        """How long every sample is; where a function says so, all of them are read once."""
+        """Return the length of every sample; if a function computes it, all samples are read once."""
         if not self._found:
             if isinstance(self.length, str):
                 found = _lengths_in(self.length, source)

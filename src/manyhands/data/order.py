@@ -55,7 +55,7 @@ class Order:
             piece = self._chunk[start - chunk_start : stop - chunk_start]
             pieces.append(piece)
             start += len(piece)
-        # A copy, because whoever gets the ids may write to them while the chunk is still in use.
+        # A copy, because the caller may write to the ids while the chunk is still in use.
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate([*pieces, self._chunk[:0]])
 
     def _load(self, chunk_start: int) -> None:

@@ -79,7 +79,7 @@ class SampleRandomness:
     def read(self, key: int, ids: Sequence[int], read: Callable[[Sequence[int]], list[Any]]) -> list[Any]:
         """The samples `ids`, by `read`; the global generators are left as they were."""
         if get_worker_info() is not None:
-            # Nobody else draws from a worker's generators: there is nothing to put back, or to look at again.
+            # Nothing else draws from a worker's generators: there is nothing to restore or to check again.
             self._of_worker = self._of_worker or capture()
             return self._read(key, ids, read, self._of_worker)
         before = capture()

@@ -11,7 +11,7 @@ from .local_sgd import replicated
 from .replica import Replica
 
 WORTH = 0.3
-"""The part of a step that waits for the network from which a person hears what would help."""
+"""Fraction of a step spent waiting for the network from which the user gets a recommendation."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _exact(auto: Auto, exact: float, alone: float) -> PolicyChoice:
 
 
 def under(replica: Replica, sync: str) -> Replica:
-    """The same network and optimizers under another policy."""
+    """Return a replica of the same network and optimizers under another policy."""
     replica.close()
     spec = dataclasses.replace(replica.spec, sync=sync)
     return replicated(spec, replica.world, replica.model, replica.optimizers)

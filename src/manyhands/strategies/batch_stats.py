@@ -19,19 +19,19 @@ from ..distributed import World
 
 
 class BatchStats:
-    """Makes a network's BatchNorm layers use the statistics of the whole batch."""
+    """Make a network's BatchNorm layers use the statistics of the whole batch."""
 
     def __init__(self, model: nn.Module | None, world: World) -> None:
-        """Without a model no layer is changed: whoever runs one calls `normalise`."""
+        """Patch the model's batch-norm layers; without a model the caller uses `normalise` itself."""
         self._world = world
         self.is_ghost = False
-        """Whether this replica's current micro-batch is only borrowed, so that it must not count."""
+        """Whether this replica's current micro-batch is padding, so that it must not count."""
         self.layers: list[_BatchNorm] = []
         for name, layer in model.named_modules() if model is not None else ():
             if isinstance(layer, _BatchNorm):
                 self.layers.append(layer)
                 _require_own_forward(name, layer)
-                # A bound method, so that a copy of the layer normalises with the copy's own parameters.
+                # A bound method, so that a copy of the layer uses the copy's parameters.
                 layer.forward = MethodType(self._forward(), layer)  # type: ignore[method-assign]
 
     def normalise(
@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         ctx.world.all_reduce(sums)
         mean_dy, mean_dy_xhat = (sums / total.to(wide)).chunk(2)
         scale = invstd if weight is None else invstd * weight.to(wide)
-        # A ghost did not enter the statistics, so nothing flows back to it through them.
+        # A padding row did not enter the statistics, so it gets no gradient through them.
         through_stats = (mean_dy.view(shape) + xhat * mean_dy_xhat.view(shape)) * ctx.share
         dx = (dy - through_stats) * scale.view(shape)
         if weight is None:

@@ -1,4 +1,4 @@
-"""The one function that turns a spec into a replica; the order in which a network is split stands here alone."""
+"""Build a replica from a StrategySpec; only this module defines the order in which a network is split."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Parking:
                 parameter.grad = None
                 self._park(parameter)
         if self._device.type == "cuda":
-            # Whoever reads the state next does so on the host, which must not be ahead of the copies.
+            # The state is read next on the host, which must wait for the copies.
             torch.cuda.current_stream(self._device).synchronize()
 
     def _chunks(self) -> Iterator[list[nn.Parameter]]:

@@ -54,7 +54,7 @@ class Outline:
     table: SplitTable | None = None
     """How the ranks of a stage hold it, where several do; bytes are those of the largest stage."""
     notes: tuple[str, ...] = ()
-    """What to know of the cut besides."""
+    """Further notes about the partition."""
 
     def __str__(self) -> str:
         across = sum(arrow.num_bytes for arrow in self.arrows)

@@ -112,7 +112,7 @@ def record_blocks(marks: Ids) -> Ids:
 
 
 def check_types(columns: Types) -> None:
-    """Raises on a type that nobody knows."""
+    """Raise for an unknown column type."""
     for name, kind in columns.items():
         if kind and not KNOWN_TYPE.fullmatch(kind):
             raise DataError(

@@ -71,7 +71,7 @@ def _typed(value: object, kind: str) -> object:
         return value.decode()
     if kind in ("", "str", "bytes"):
         return value
-    # Numbers stand in tar files as texts: a label is a file "0001.cls" with "7" in it.
+    # Tar files store numbers as text: a label is a file "0001.cls" that contains "7".
     text = value.decode() if isinstance(value, bytes) else str(value)
     return np.array(text.split() if kind.endswith("[]") else text.strip()).astype(kind.removesuffix("[]"))[()]
 

@@ -36,7 +36,7 @@ def kind_of(table: Embedding, optimizer: Any) -> str:
 def settings_of(name: str, table: Embedding, optimizer: Any, model: nn.Module) -> Mapping[str, Any]:
     """Return the settings with which a table's rows are trained; a table with its own optimizer uses the defaults.
 
-    Rows change only when a batch uses them: settings that change all rows in every step, such as momentum, are rejected.
+    Rows change only when a batch uses them. Settings that change all rows in each step, such as momentum, are rejected.
     """
     kind = kind_of(table, optimizer)
     if table.optimizer is not None:
