@@ -267,7 +267,7 @@ class Feed:
         return min(self.source.max_workers, max(1, cores // self.num_replicas))
 
     def _may_adapt(self, asked: int | None) -> bool:
-        """Return whether the number of workers may change: not if the user set it, nor for a stream, which would restart."""
+        """Return whether the number of workers may change: not if the user set it, and not for streams."""
         return asked is None and self.source.workers is None and isinstance(self.source, IndexedSource)
 
 
