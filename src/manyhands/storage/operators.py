@@ -1,7 +1,7 @@
-"""Which operators a stored program may name: those of a closed list, with arguments that leave the model as it is.
+"""The operators that a stored program may use: those of a closed list, with arguments that do not change the model.
 
-This is the first of two layers: it keeps a program from naming a kernel that trusts its arguments. The second is the
-process of a replica, which is sandboxed. The only file that reads torch's private parts: an operator's schema has no
+This is the first of two layers: it keeps a program from calling a kernel that does not check its arguments. The second
+is the sandboxed process of a replica. Only this file reads torch's private parts, because an operator's schema has no
 public form.
 """
 
@@ -46,14 +46,14 @@ PYTHON: dict[str, Callable[..., Any]] = {
 """Arithmetic on sizes and the choice of one of several outputs."""
 
 PORTABLE = {
-    # A trace names a view after the strides of its own device; another's may lay results out otherwise.
+    # A traced view depends on the strides of the traced device; another device may lay results out differently.
     "aten.view.default": "aten.reshape.default",
-    # Memory that nothing was written to is not for a program to read.
+    # A program must not read uninitialized memory.
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
 }
-"""What an export writes instead of an operator of the trace."""
+"""Operators of a trace, and those that an export stores instead."""
 
 UNDECLARED_VIEWS = frozenset(
     f"aten.{name}"
@@ -64,11 +64,11 @@ UNDECLARED_VIEWS = frozenset(
         *("matrix_power", "linalg_matrix_power", "combinations", "rrelu", "pad", "unflatten", "native_channel_shuffle"),
     )
 )
-"""Operators whose result may share memory with an argument although their schema does not say so."""
+"""Operators whose result may share memory with an argument although their schema does not declare it."""
 
 
 def name_of(target: object) -> str:
-    """The stored name of a traced operator, or an error when programs may not use it."""
+    """Return the stored name of a traced operator; raise if programs may not use it."""
     for name, function in PYTHON.items():
         if function is target:
             return name
@@ -79,7 +79,7 @@ def name_of(target: object) -> str:
 
 @functools.cache
 def named(name: str) -> Callable[..., Any]:
-    """The operator of this name, or an error when programs may not use it."""
+    """Return the operator of this name; raise if programs may not use it."""
     if name in PYTHON:
         return PYTHON[name]
     if name not in ALLOWED:
@@ -92,7 +92,7 @@ def named(name: str) -> Callable[..., Any]:
 
 
 def checked(name: str) -> Callable[..., Any]:
-    """What is called for an operator: a validator of its arguments where its kernel needs one, or itself."""
+    """Return the function to call for an operator: a validator of its arguments if its kernel needs one, or itself."""
     return VALIDATED.get(name) or named(name)
 
 
