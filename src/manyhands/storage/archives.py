@@ -390,7 +390,7 @@ def _require_plain_folder(folder: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, bytes]:
-    """Return the JSON files, after verifying every file's digest."""
+    """The JSON files, after every file's digest was checked."""
     manifest = _parsed(MANIFEST, (folder / MANIFEST).read_bytes())
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or set(files) != set(FILES):

@@ -141,7 +141,7 @@ def remove_stale(disk: Disk, root: Path) -> list[str]:
 
 
 def _writer_is_dead(name: str) -> bool:
-    """Whether the writer was a process that this one could see, and has ended.
+    """Return whether the writer was a process in this process's namespace, and has ended.
 
     A host name and a process id are not enough: containers may share a host name, and every one of them has a process
     1; and a process id is used again.

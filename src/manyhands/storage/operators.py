@@ -92,7 +92,7 @@ def named(name: str) -> Callable[..., Any]:
 
 
 def checked(name: str) -> Callable[..., Any]:
-    """Return the function to call for an operator: a validator of its arguments if its kernel needs one, or itself."""
+    """What is called for an operator: a validator of its arguments where its kernel needs one, or itself."""
     return VALIDATED.get(name) or named(name)
 
 
@@ -172,14 +172,14 @@ VALIDATED: dict[str, Callable[..., Any]] = {
     "aten.rnn_tanh.input": rnn_tanh,
     "aten.rnn_relu.input": rnn_relu,
 }
-"""Operators that are called through a function that makes their arguments safe."""
+"""Operators that are called through a function that validates their arguments."""
 
 
 def arguments(function: Callable[..., Any]) -> list[tuple[str, str]] | None:
-    """Names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
+    """Return the names of an operator's arguments and the kind of each, one of `KINDS`; None for arithmetic."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
-    # The plain type of a dtype is int, and torch looks a number up without a check.
+    # In the plain schema a dtype is an int, and torch converts a number to a dtype without a check.
     return [(one.name, _kind(str(one.real_type))) for one in function._schema.arguments]
 
 
@@ -200,14 +200,14 @@ def _kind(real_type: str) -> str:
 
 
 def written(function: Callable[..., Any]) -> set[str]:
-    """Names of the arguments that an operator changes in place."""
+    """Return the names of the arguments that an operator changes in place."""
     if not isinstance(function, torch._ops.OpOverload):
         return set()
     return {one.name for one in function._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
 
 
 def shared(function: Callable[..., Any]) -> set[str] | None:
-    """Names of the arguments that an operator's result may share memory with; None for all of them."""
+    """Return the names of the arguments that an operator's result may share memory with; None for all of them."""
     if not isinstance(function, torch._ops.OpOverload):
         return None
     if str(function).rpartition(".")[0] in UNDECLARED_VIEWS:
@@ -216,7 +216,7 @@ def shared(function: Callable[..., Any]) -> set[str] | None:
 
 
 def require_stateless(name: str, given: Mapping[str, Any]) -> None:
-    """Refuses normalization that would update running statistics: its schema does not say that it does."""
+    """Raise for normalization that would update running statistics, which its schema does not declare."""
     flag = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(name)
     if flag is None or given.get(flag) is False:
         return

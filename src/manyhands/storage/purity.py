@@ -21,7 +21,7 @@ _SIZE_BITS = 63
 
 
 class Purity:
-    """Track which of a program's values may be foreign memory (inputs, weights, views), and how large numbers can be."""
+    """Track which of a program's values may be foreign memory (inputs, weights, views), and numbers' sizes."""
 
     def __init__(self) -> None:
         self._held: set[fx.Node] = set()

@@ -130,7 +130,7 @@ class Buffers:
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Put values into the network."""
+        """Copy values into the network's buffers."""
         for name, value in values.items():
             self._put(name, value)
 

@@ -283,7 +283,7 @@ class PipelineReplica(PlacedReplica):
         named = dict(self.model.named_parameters())
         return [self.holding.work(named[name]) for name in parameters_of(works, piece.nodes) if name in named]
 
-    # -- what was seen ---------------------------------------------------------------------------------------------
+    # -- measurements ----------------------------------------------------------------------------------------------
 
     def _note(self, seconds: float, idle: float) -> None:
         self._num_steps += 1

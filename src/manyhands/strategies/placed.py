@@ -294,7 +294,7 @@ class PlacedReplica(Replica):
     def num_bytes(self) -> int:
         return sum(buckets.num_bytes for buckets in self._buckets.values())
 
-    # -- whole -----------------------------------------------------------------------------------------------------
+    # -- gathering and checkpoints ---------------------------------------------------------------------------------
 
     def gathered(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Merge the nested dicts of all ranks of the group, broadcasting each tensor from a rank that holds it."""

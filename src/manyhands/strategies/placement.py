@@ -136,7 +136,7 @@ class _Looks(TorchDispatchMode):
         self.reads: dict[str, None] = {}
 
     def over(self, compute: Callable[[], Any]) -> Any:
-        """Start recording the use of the network's outputs; return copies that only the loss has."""
+        """Start to observe the use of the network's outputs; return copies that only the loss has."""
         self._is_inside = True
         leaves, structure = pytree.tree_flatten(compute())
         fresh = [leaf.detach().view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -199,7 +199,7 @@ class Placement:
     _traced: dict[Any, TracedGraph] = field(default_factory=dict)
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
-    # -- the first cut ---------------------------------------------------------------------------------------------
+    # -- the first partition ---------------------------------------------------------------------------------------
 
     def settle(self, homes_of: Callable[[Works], list[int]]) -> None:
         """Find the ranks of the first call's units, and from them the ranks that hold each parameter."""
@@ -249,7 +249,7 @@ class Placement:
             return []
         return [f"the loss itself reads {', '.join(reads[:5])}{' …' if len(reads) > 5 else ''}: all devices hold that"]
 
-    # -- cuts ------------------------------------------------------------------------------------------------------
+    # -- partitions ------------------------------------------------------------------------------------------------
 
     def cut(self, call: Call, *, training: bool) -> Cut:
         """Return the partition for a call; a new kind of call is traced first."""

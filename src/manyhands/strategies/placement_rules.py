@@ -122,7 +122,7 @@ def parameters_of(works: Works, nodes: Sequence[fx.Node]) -> list[str]:
     return [held[node.name] for node in works.closure(nodes) if node.name in held]
 
 
-# -- what units cost ---------------------------------------------------------------------------------------------------
+# -- cost of units -----------------------------------------------------------------------------------------------------
 
 
 def measured(

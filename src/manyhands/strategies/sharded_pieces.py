@@ -43,7 +43,7 @@ class HeldInParts(Holding):
         self._names: dict[Tensor, str] = {}
         self._open: dict[Tensor, Tensor] = {}
 
-    # -- at rest ---------------------------------------------------------------------------------------------------
+    # -- between steps ---------------------------------------------------------------------------------------------
 
     def hold(self, model: nn.Module) -> None:
         if self._cutting is not None:
@@ -199,7 +199,7 @@ class HeldInParts(Holding):
         for parameter, part in self._parts.items():
             part.grad = parameter.grad = None
 
-    # -- layers and what lies between ------------------------------------------------------------------------------
+    # -- layers and other operations -------------------------------------------------------------------------------
 
     def plain(self, tensor: Tensor) -> Tensor:
         return tensor if self._cutting is None else plain(self._cutting.axis, tensor)
@@ -221,7 +221,7 @@ class HeldInParts(Holding):
             return lambda *args, **kwargs: function(*in_tensors(self.plain, args), **in_tensors(self.plain, kwargs))
         return None
 
-    # -- whole -----------------------------------------------------------------------------------------------------
+    # -- gathering -------------------------------------------------------------------------------------------------
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
         if not isinstance(tensor, DTensor):

@@ -180,7 +180,7 @@ class Rounds:
             torch.cuda.empty_cache()
         self._notice(f"{size} members do not fit into memory together: {self.chunk} are computed at a time")
 
-    # -- ways -----------------------------------------------------------------------------------------------------
+    # -- choice of kernels ----------------------------------------------------------------------------------------
 
     def _choose(self, stack: Stack, block: Block, factors: Tensor) -> None:
         """Choose the fastest way of computing convolutions: grouped, some or all unfolded, or on a CPU one by one."""
@@ -237,7 +237,7 @@ class Rounds:
                 self._compiles = False
                 self.forget()
 
-    # -- recordings -----------------------------------------------------------------------------------------------
+    # -- CUDA graphs ----------------------------------------------------------------------------------------------
 
     def _record(self, stack: Stack, block: Block, key: Hashable) -> _Made | None:
         ids = torch.zeros_like(block.ids[:1]).repeat(most_rounds(block.ids[0].numel()), 1, 1)

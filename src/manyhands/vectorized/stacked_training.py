@@ -211,7 +211,7 @@ class StackedTraining(MemberTraining):
             for number, values in zip(numbers, found, strict=True)
         }
 
-    # -- what they share ------------------------------------------------------------------------------------------
+    # -- shared structure -----------------------------------------------------------------------------------------
 
     def _build(self, task: Task) -> Built:
         def made() -> Built:

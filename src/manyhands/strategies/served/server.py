@@ -201,7 +201,7 @@ class ServerShard:
         parts = [*self._trained(total), *(gradients for _, gradients in rows)]
         return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- saving and loading ---------------------------------------------------------------------------------------
 
     def state(self, wire: int) -> tuple[ServerState, list[Frame]]:
         """Return everything that this server holds, as a message and its frames."""
@@ -298,7 +298,7 @@ class ParameterShardServer:
             poller.register(socket, zmq.POLLIN)
         return dict(poller.poll(None if self._chain is None else int(1000 * self._timeout / 8)))
 
-    # -- the chief ------------------------------------------------------------------------------------------------
+    # -- the coordinator ------------------------------------------------------------------------------------------
 
     def _hear_chief(self) -> None:
         try:
