@@ -26,7 +26,7 @@ class Bucketed:
     length: Length
     window: int
     _found: list[Ids] = field(default_factory=list)
-    """The lengths once they are known; they are pickled with the task, so that no rank reads all samples again."""
+    """The lengths once they are known; they are sent with the task, so that no rank reads all samples again."""
 
     def __repr__(self) -> str:
         length: Any = self.length

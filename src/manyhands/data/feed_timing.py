@@ -25,9 +25,9 @@ class FeedTiming:
     """Seconds of a feed's consumer, by what they were spent on."""
 
     input: float = 0.0
-    """Waiting for data to be read."""
+    """Seconds of waiting for data to be read."""
     copy: float = 0.0
-    """Waiting for data to be copied or cast."""
+    """Seconds of waiting for data to be copied or cast."""
     compute: float = 0.0
     """Time between two batches, and waiting while the accelerator was still busy."""
     copying: float = 0.0

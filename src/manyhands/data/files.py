@@ -60,7 +60,7 @@ class Files:
     decode: Callable[[dict[str, Any]], Any] | None = None
     window: int | None = None
     _found: list[Index] = field(default_factory=list, repr=False, compare=False)
-    """The index after the scan; it is pickled with the task, so that no rank scans again."""
+    """The index after the scan; it is sent with the task, so that no rank scans again."""
 
     def index(self) -> Index:
         """Return the result of a scan of all files; the scan runs once."""

@@ -35,7 +35,7 @@ class Source(ABC):
     name: str
     """Name of the data in error messages: the class of the dataset."""
     size: int | None = None
-    """Samples in an epoch; None: a stream of unknown length."""
+    """Number of samples in an epoch; None: a stream of unknown length."""
     batch_size: int | None = None
     """Global batch size given by the data itself, for example by a DataLoader."""
     sized_by: str = "DataLoader"

@@ -1,4 +1,4 @@
-"""Worker processes that read batches, and how their failures come back."""
+"""Worker processes that read batches, and the transfer of their errors to the consumer."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Archive(Predictor):
     ) -> None:
         self.signature, self.version, self.meta, self.device = signature, version, meta, device
         self.module = module
-        """The network as a torch.fx module of the inputs in their order; it can be compiled."""
+        """The network as a torch.fx module that takes the inputs in order; it can be compiled."""
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Compute named outputs from validated inputs, on the archive's device."""

@@ -16,7 +16,7 @@ from typing import Any
 from ..core import open_regular
 
 CHUNK = 4 << 20
-"""Bytes per call: large enough that writing and hashing run outside the interpreter's lock."""
+"""Bytes per call: large enough that writing and hashing run outside the GIL."""
 TEMPORARY = ".tmp-"
 STALE_SECONDS = 7 * 24 * 3600.0
 """Seconds without a change after which a temporary is taken to have no writer, on any host."""
@@ -154,7 +154,7 @@ def _writer_is_dead(name: str) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        pass  # one of another user
+        pass  # a process of another user
     return _started(int(pid)) not in ("", started)
 
 

@@ -192,7 +192,7 @@ KINDS = {
     "str": "text",
     "bool": "flag",
 }
-"""What an argument of a type may be; of all other types it is a number, a tensor, or a list of these."""
+"""The kind of argument by schema type; arguments of other types are numbers, tensors, or lists of these."""
 
 
 def _kind(real_type: str) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer's state keyed by parameter names, so that it fits however parameters are ordered."""
+"""An optimizer's state keyed by parameter names, so that it does not depend on the order of parameters."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MAX_NODES = 500_000
 MAX_NESTING = 16
 MAX_TEXT = 200
 SINGLETONS = ("dtype", "layout", "memory_format")
-"""torch's named constants that an argument may be."""
+"""torch's named constants that are allowed as arguments."""
 
 Json = Any
 
@@ -86,12 +86,12 @@ def _exported(network: nn.Module, examples: tuple[Tensor, ...], free: Sequence[C
     batch = Dim("batch")
     try:
         with torch.no_grad(), warnings.catch_warnings(), _without_fast_path():
-            # Recurrent layers do so; whether the program answers as the model does is checked afterwards.
+            # Recurrent layers assign attributes; the outputs of program and model are compared afterwards.
             warnings.filterwarnings("ignore", message=".*assigned during export")
             shapes = (tuple({0: batch, **dict.fromkeys(dims, Dim.DYNAMIC)} for dims in free),)
             return torch.export.export(network, examples, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        # torch raises many kinds here, and errors of the network itself come through unchanged.
+        # torch raises many kinds of errors here, and passes errors of the network itself through unchanged.
         raise _untraceable(error) from error
 
 

@@ -436,12 +436,12 @@ def _failed_step(optimizer: Optimizer) -> str:
     """Return why a step without a closure fails, tried on a copy; empty if it succeeds or cannot be copied."""
     copied: Optimizer = object.__new__(type(optimizer))
     try:
-        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # torch's own way to copy one drops its attributes
+        copied.__dict__.update(copy.deepcopy(vars(optimizer)))  # copying an optimizer itself drops its attributes
         for parameter in parameters_of(copied):
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng(devices=[]):
             copied.step()
-    except (AssertionError, TypeError) as error:  # what calling or requiring a closure of None raises
+    except (AssertionError, TypeError) as error:  # raised by calling or requiring a closure that is None
         return f"{type(error).__name__}: {error}"
     except Exception:
         return ""

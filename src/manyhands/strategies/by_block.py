@@ -1,4 +1,4 @@
-"""By block: whether a network can be sharded block by block, that is gathered by collectives inside its own forward.
+"""By block: check whether a network can be sharded block by block, with all-gathers inside its own forward.
 
 Ranks must then run the same blocks in the same order, whatever their samples are: each block's all-gather and
 reduce-scatter is a collective. This is found before training, by computing the loss on fake tensors, which have shapes

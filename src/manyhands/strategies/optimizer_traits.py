@@ -29,11 +29,11 @@ class Traits:
     """What an optimizer's update of an element depends on."""
 
     by_element: bool = True
-    """Only on the element's own value, gradient and state."""
+    """Whether the update depends only on the element's own value, gradient and state."""
     by_tensor: bool = True
-    """Only on values of its own tensor."""
+    """Whether the update depends only on values of the element's own tensor."""
     draws: bool = False
-    """On random numbers."""
+    """Whether the update draws random numbers."""
 
 
 _known: WeakKeyDictionary[Optimizer, Traits] = WeakKeyDictionary()

@@ -134,7 +134,7 @@ def row_of(built: Built) -> Row:
 
 
 def _matrices(model: nn.Module) -> set[str]:
-    """Return weights used only by matrix layers, whose gradients often come in transposed memory order.
+    """Return parameters used only by nn.Linear, whose gradients often come in transposed memory order.
 
     An update reads and writes several tensors of that size, and a different memory order in one halves its speed.
     """

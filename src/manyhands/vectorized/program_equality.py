@@ -142,12 +142,12 @@ def _object_difference(first: Any, second: Any, seen: Seen) -> str:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    # Older layers with a norm on their weights compute an attribute of this name before every call.
+    # Layers with the older weight_norm or spectral_norm compute an attribute of this name before every call.
     computed = {getattr(hook, "name", None) for hook in layer._forward_pre_hooks.values()}
     if isinstance(layer, nn.RNNBase):
-        computed |= {"_flat_weights", "_flat_weight_refs"}  # its parameters under other names
+        computed |= {"_flat_weights", "_flat_weight_refs"}  # aliases of its parameters
     held = {n: v for n, v in vars(layer).items() if n not in computed | _OF_MODULES and "state_dict" not in n}
-    # Hooks lie under numbers that count all hooks of the process.
+    # Hooks are keyed by a counter of all hooks in the process, so only their values are compared.
     return {n: list(v.values()) if "_hooks" in n and isinstance(v, Mapping) else v for n, v in held.items()}
 
 

@@ -174,7 +174,7 @@ class Rounds:
             raise OutOfMemory(f"not even one member fits into memory: {error}") from error
         self.chunk = (size + 1) // 2
         self.forget()
-        error.__traceback__ = None  # what the step held goes with its frames
+        error.__traceback__ = None  # frees the tensors held by the step's frames
         gc.collect()
         if self._program.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -194,7 +194,7 @@ class Rounds:
             except RuntimeError:
                 if way[0] == GROUPED:
                     raise
-                continue  # some operation cannot take what an unfolded convolution gives
+                continue  # an operation does not support the output of an unfolded convolution
             # If members did not fit into memory together, they were computed in smaller chunks.
             seconds[self._program.unfolds, self.chunk] = taken
         self._set(min(seconds, key=lambda way: seconds[way]))

@@ -1,4 +1,4 @@
-"""CSV files: lines of values with commas (or tabs) between them, under a line of names; a block is some lines."""
+"""CSV files: lines of values separated by commas (or tabs), after a header line of names; a block is some lines."""
 
 from __future__ import annotations
 

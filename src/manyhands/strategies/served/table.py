@@ -1,4 +1,4 @@
-"""Tables: rows of embeddings on a server, made when they are first asked for, trained one by one."""
+"""Tables: embedding rows on a server, created on first request and trained row by row."""
 
 from __future__ import annotations
 

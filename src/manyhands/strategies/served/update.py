@@ -118,7 +118,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
             update of one tensor depends on others.
     """
     if isinstance(optimizer, Joined):
-        return max(map(needs_whole, optimizer.members))  # which asks all of them: each may be refused
+        return max(map(needs_whole, optimizer.members))  # max checks all members, each of which may raise
     _require_movable(optimizer)
     if is_by_element(optimizer):
         return False

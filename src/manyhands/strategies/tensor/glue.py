@@ -437,7 +437,7 @@ def glued(
 ) -> Iterator[None]:
     """Let the user's own operations, forward and backward, work on sharded tensors."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    # torch's fused encoder layer takes whole tensors only.
+    # torch's fused encoder layer supports only whole tensors.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with replicating(), Glue(axis, on_sections, draws=draws):
@@ -508,7 +508,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.split, Tensor.split, torch.chunk, Tensor.chunk), Glue.split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), Glue.view),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten), Glue.unflatten),
-    # The same in a traced network.
+    # The corresponding operators in a traced network.
     _ATEN.scaled_dot_product_attention.default: Glue.attention,
     _ATEN.cross_entropy_loss.default: Glue.cross_entropy_loss,
     _ATEN.dropout.default: Glue.dropout,

@@ -118,7 +118,7 @@ def find_layout(
 
 
 def _note_whole_attention(model: nn.Module, axis: Axis, layout: Layout) -> None:
-    """Add a note why attention is not split by heads, unless another note says so."""
+    """Add a note why attention is not split by heads, unless another note explains it."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not fits(module, axis) and name not in layout.whole:
             reason = "it has a forward of its own, or adds keys and values"
