@@ -136,7 +136,7 @@ class Rounds:
             with rehearsing():
                 return self._whole(stack, ids, factor, block.shared)
         except CannotRecord as error:
-            # A line of the user synchronizes, before the update: the stack is unchanged.
+            # The user's code synchronizes with the device before the update, so the stack is unchanged.
             self._give_up(error)
             return self._whole(stack, ids, factor, block.shared)
 

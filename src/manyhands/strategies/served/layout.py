@@ -67,7 +67,7 @@ def tables_of(model: nn.Module) -> dict[str, Embedding]:
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what the servers hold: trained parameters, and updated buffers together with frozen parameters."""
+    """Return what the servers hold: trained parameters, and saved numeric buffers together with frozen parameters."""
     tables = {f"{name}.weight" if name else "weight" for name in tables_of(model)}
     trained: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables
